@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thread of a rank: turns messages, completions and deadlines into steps of the state
+machines. It owns transports, slots and sessions; the engine's doors reach it through two queues.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import zmq
+
+from pd_connector.config import Config
+from pd_connector.consumer import Finished, Load, Source
+from pd_connector.errors import Cause
+from pd_connector.fetch import Fetcher
+from pd_connector.pages import PagedCache
+from pd_connector.producer import Free, Offer
+from pd_connector.security import CurveKeys, Gatekeeper
+from pd_connector.serve import Identity, Server
+from pd_connector.slab import Slab
+from pd_connector.telemetry import Telemetry
+from pd_connector.transport.base import Transport
+from pd_connector.transport.registry import make_transports
+
+logger = logging.getLogger("pd_connector.agent")
+
+_RESTLESS_POLL_MS = 1
+_CLOSE_TIMEOUT_S = 5.0
+
+Outcome = Free | Finished
+
+
+class Expect(NamedTuple):
+    """A request that will offer this transfer has been queued in this engine."""
+
+    transfer: str
+
+
+class Withdraw(NamedTuple):
+    """The request with this transfer has ended and offers no pages."""
+
+    transfer: str
+
+
+class Hold(NamedTuple):
+    """A request that will load this transfer waits in this engine."""
+
+    request: str
+    transfer: str
+    source: Source
+
+
+class Drop(NamedTuple):
+    """A request no longer wants its transfer."""
+
+    request: str
+    cause: Cause
+
+
+Command = Expect | Offer | Withdraw | Hold | Load | Drop
+
+
+class Agent:
+    """Starts its thread when made. `submit`, `outcomes` and `close` may be called by others.
+
+    Args:
+        config: settings.
+        engine_id: the engine's name, told to peers.
+        model: fingerprint of the model.
+        cache: the rank's pages; a peer never touches them, this thread does.
+        produces: serve consumers.
+        consumes: fetch from producers.
+        transports: what moves bytes; made from the config by default.
+
+    Raises:
+        PDConnectorError: the host cannot be listened on, or a transport cannot be set up.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine_id: str,
+        model: bytes,
+        cache: PagedCache,
+        *,
+        produces: bool,
+        consumes: bool,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    ) -> None:
+        self.identity = Identity(engine_id, secrets.randbits(63), model)
+        self.telemetry = Telemetry()
+        self._config = config
+        self._cache = cache
+        self._commands: queue.SimpleQueue[tuple[Command, Any]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._loading: set[str] = set()
+        self._leasing: set[str] = set()
+        self._stopping = False
+        self._failed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys = CurveKeys.derive(config.key) if config.key else None
+        self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
+        sending = Slab(config.slots, config.slot_bytes)
+        landing = Slab(config.slots, config.slot_bytes)
+        made = make_transports(self._context, config, keys, landing, sending)
+        self._transports = [wrap(transport) for transport in made]
+        common = self._context, config, keys, self.identity, cache, self._transports
+        self._server = (
+            Server(*common, sending, self.telemetry, self._outcomes.put) if produces else None
+        )
+        self._fetcher = Fetcher(*common, self.telemetry, self._outcomes.put) if consumes else None
+        self._update_gauges()
+        self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Control port that consumers dial; 0 for a rank that does not produce."""
+        return self._server.port if self._server else 0
+
+    def submit(self, command: Command) -> None:
+        """Hand a command to the thread. For an `Offer`, what the calling thread has queued on
+        the device so far is done before its pages are read."""
+        fence = self._cache.fence() if isinstance(command, Offer) else None
+        if isinstance(command, Offer):
+            self._leasing.add(command.request)
+        elif isinstance(command, Load):
+            self._loading.add(command.request)
+        self._commands.put((command, fence))
+        os.eventfd_write(self._wake, 1)
+
+    def outcomes(self) -> list[Outcome]:
+        """Ends of loads and leases since the last call, each reported once.
+
+        If the thread has died, everything it still owed ends here with cause `internal`.
+        """
+        ended: list[Outcome] = []
+        while not self._outcomes.empty():
+            ended.append(self._outcomes.get())
+        if self._failed:
+            ended += [Finished(r, Cause.INTERNAL, "agent died", 0, 0, 0.0) for r in self._loading]
+            ended += [Free(request, Cause.INTERNAL) for request in self._leasing]
+        known = []
+        for outcome in ended:
+            owed = self._leasing if isinstance(outcome, Free) else self._loading
+            if outcome.request in owed:
+                owed.discard(outcome.request)
+                known.append(outcome)
+        return known
+
+    def close(self) -> None:
+        """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""
+        if self._stopping:
+            return
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("agent thread does not stop: its sockets are left to the process' end")
+            return
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wait()
+                self._step(time.monotonic())
+        except Exception:
+            # Nothing below is expected to get here; what was owed is ended by `outcomes`.
+            logger.exception("agent failed: transfers of this engine end, requests are recomputed")
+            self.telemetry.count("agent_failures")
+            self._failed = True
+        finally:
+            self._shut()
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        for pollable in self._pollables():
+            poller.register(pollable, zmq.POLLIN)
+        halves = [half for half in (self._server, self._fetcher) if half]
+        restless = any(t.restless for t in self._transports) and any(h.busy for h in halves)
+        poller.poll(_RESTLESS_POLL_MS if restless else int(self._config.heartbeat_s * 500))
+
+    def _step(self, now: float) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        if self._gatekeeper:
+            self._gatekeeper.answer()
+        # Messages before chunks: an `Accept` precedes what it announces.
+        if self._server:
+            self._server.receive(now)
+        if self._fetcher:
+            self._fetcher.receive(now)
+        while not self._commands.empty():
+            self._obey(*self._commands.get(), now)
+        for transport in self._transports:
+            written, landed = transport.poll()
+            for write in written:
+                if self._server:
+                    self._server.written(transport, write)
+            for arrival in landed:
+                if self._fetcher:
+                    self._fetcher.landed(arrival, now)
+        if self._server:
+            self._server.send()
+            self._server.tick(now)
+        if self._fetcher:
+            self._fetcher.tick(now)
+        self._update_gauges()
+
+    def _obey(self, command: Command, fence: Any, now: float) -> None:
+        match command:
+            case Expect(transfer) if self._server:
+                self._server.expect(transfer, now)
+            case Offer() if self._server:
+                self._server.offer(command, fence, now)
+            case Withdraw(transfer) if self._server:
+                self._server.withdraw(transfer)
+            case Hold(request, transfer, source) if self._fetcher:
+                self._fetcher.hold(request, transfer, source, now)
+            case Load() if self._fetcher:
+                self._fetcher.load(command, now)
+            case Drop(request, cause) if self._fetcher:
+                self._fetcher.drop(request, cause, now)
+
+    def _pollables(self) -> list[Any]:
+        found: list[Any] = []
+        for owner in (self._server, self._fetcher, *self._transports):
+            if owner:
+                found += owner.pollables
+        if self._gatekeeper:
+            found.append(self._gatekeeper.socket)
+        return found
+
+    def _update_gauges(self) -> None:
+        for half in (self._server, self._fetcher):
+            if half:
+                self.telemetry.gauge(**half.gauges())
+
+    def _shut(self) -> None:
+        for owner in (self._server, self._fetcher, *self._transports, self._gatekeeper):
+            if owner:
+                owner.close()
+        self._context.destroy(linger=100)

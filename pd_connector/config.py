@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one typed config, read from `kv_connector_extra_config`."""
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from pd_connector.errors import ConfigError
+
+KEY_VARIABLE = "PD_CONNECTOR_KEY"
+HOST_VARIABLE = "PD_CONNECTOR_HOST"
+MIN_KEY_CHARACTERS = 16
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of one engine's connector. Every field has a default that works on one machine."""
+
+    host: str = "127.0.0.1"
+    """Name or address under which peers reach this engine, and on which it listens."""
+    key: str = ""
+    """Shared secret of all engines (16 characters at least). It authenticates and encrypts the
+    control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
+    insecure: bool = False
+    """Allow addresses other than loopback without a key: plaintext, open to anyone."""
+    transports: tuple[Literal["tcp", "nixl"], ...] = ("tcp",)
+    """Transports this engine offers, best first. The producer's order decides."""
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose KV did not arrive: computed here, or failed."""
+    slot_mib: int = 4
+    """Size of one slot, in MiB: the largest chunk."""
+    slots: int = 16
+    """Landing slots of a consumer, and send slots of a producer."""
+    lease_s: float = 30.0
+    """How long a producer keeps pages that no consumer speaks for, in seconds."""
+    heartbeat_s: float = 1.0
+    """How often a consumer speaks for what it wants, in seconds."""
+    session_timeout_s: float = 10.0
+    """Silence after which a session counts as lost, in seconds."""
+    connect_timeout_s: float = 5.0
+    """Time to reach a producer and agree with it, in seconds."""
+    stall_timeout_s: float = 10.0
+    """Longest pause between two chunks of one transfer, in seconds."""
+    wait_timeout_s: float = 300.0
+    """Longest wait for a prefill that was announced but has not finished, in seconds."""
+
+    @classmethod
+    def load(
+        cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+    ) -> "Config":
+        """Read and check a config; variables fill in what `extra` leaves out.
+
+        Raises:
+            ConfigError: an unknown key, a wrong type, or values that cannot go together.
+        """
+        for name in extra:
+            if name not in cls.__struct_fields__:
+                raise ConfigError(_unknown_key(name, cls.__struct_fields__))
+        values = dict(extra)
+        for name, variable in (("key", KEY_VARIABLE), ("host", HOST_VARIABLE)):
+            if name not in values and environment.get(variable):
+                values[name] = environment[variable]
+        try:
+            config = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(_ill_typed(values, str(error))) from None
+        config._check()
+        return config
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_mib << 20
+
+    def permits(self, host: str) -> bool:
+        """Whether this config allows binding or dialling `host`."""
+        return bool(self.key) or self.insecure or is_loopback(host)
+
+    def _check(self) -> None:
+        if self.key and len(self.key) < MIN_KEY_CHARACTERS:
+            raise ConfigError(
+                f"key of {len(self.key)} characters: must have at least {MIN_KEY_CHARACTERS} "
+                f"(config key `key` or variable {KEY_VARIABLE}; `pd-connector key` makes one)"
+            )
+        if self.host in ("", "*", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"host {self.host!r}: must be the name or address under which peers reach this "
+                "engine, not a wildcard (config key host)"
+            )
+        if not self.permits(self.host):
+            raise ConfigError(
+                f"host {self.host!r} without a key: only loopback addresses are allowed then. "
+                f"Set {KEY_VARIABLE} to the same secret on every engine (`pd-connector key` makes "
+                "one), or set `insecure: true` if the network is trusted"
+            )
+        if not self.transports:
+            raise ConfigError('transports []: must name at least one, such as ["tcp"]')
+        for name in ("slot_mib", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be 1 or more")
+        for name in self.__struct_fields__:
+            if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} {getattr(self, name)}: must be a number of seconds > 0")
+        for name in ("session_timeout_s", "lease_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)}: must be at least twice heartbeat_s "
+                    f"({self.heartbeat_s}), or one late heartbeat ends a healthy session"
+                )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is a loopback literal or `localhost`; other names are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _unknown_key(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown config key {name!r} in kv_connector_extra_config: {hint}"
+
+
+def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
+    path = reason.rpartition("at `$.")[2].rstrip("`") if "at `$." in reason else ""
+    name = path.split("[")[0]
+    wanted = reason.partition(" - at")[0]
+    found = f"{name} {values[name]!r}" if name in values else "kv_connector_extra_config"
+    return f"{found}: {wanted} (config key {name or '?'})"

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exceptions, and the causes under which every failure is counted."""
+
+from enum import StrEnum
+
+
+class PDConnectorError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(PDConnectorError, ValueError):
+    """A config value cannot be used; the message names the key, the value and the mend."""
+
+
+class UnsupportedGeometry(PDConnectorError, ValueError):
+    """This engine's cache cannot be moved by this version; the message says what is missing."""
+
+
+class TransportError(PDConnectorError):
+    """A transport could not be set up or refused a write."""
+
+
+class MalformedMessage(PDConnectorError, ValueError):
+    """Bytes from a peer that are no message of the schema."""
+
+
+class Cause(StrEnum):
+    """Why a transfer did not deliver. The value is the `cause` label in the metrics."""
+
+    ABORTED = "aborted"  # the client went away, on the consumer
+    AUTHENTICATION = "authentication"  # the peer has another key, or none
+    CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
+    CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
+    DUPLICATE = "duplicate"  # the transfer id is in use already
+    GEOMETRY = "geometry"  # the two caches do not look alike
+    INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
+    INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
+    LEASE_EXPIRED = "lease_expired"  # nobody came for the pages in time
+    MALFORMED_MESSAGE = "malformed_message"  # bytes that are no message
+    MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
+    MODEL = "model"  # the peer serves another model
+    NO_TRANSPORT = "no_transport"  # the two sides share no transport
+    NOT_NEEDED = "not_needed"  # the consumer has the pages already
+    PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
+    ROLE = "role"  # the request asks for what this engine's kv_role does not do
+    SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent
+    SHUTDOWN = "shutdown"  # this side is going down
+    STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
+    TOKENS = "tokens"  # the peer's pages belong to other tokens
+    TRANSPORT = "transport"  # the transport reported a failed write
+    UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages (any more)
+    UNREACHABLE = "unreachable"  # no connection to the producer
+    VERSION = "version"  # no common schema version
+    WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s

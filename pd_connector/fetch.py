@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consuming half of an agent: sessions with producers, and the chunks that come in."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from pd_connector import wire
+from pd_connector.config import Config
+from pd_connector.consumer import Action, Consumer, Dial, Finished, Load, Place, Source, Tell
+from pd_connector.errors import Cause, MalformedMessage, PDConnectorError, TransportError
+from pd_connector.integrity import checksum
+from pd_connector.pages import PagedCache
+from pd_connector.security import CurveKeys
+from pd_connector.serve import Identity
+from pd_connector.session import Connection, Context
+from pd_connector.slab import SlotPool
+from pd_connector.telemetry import Telemetry
+from pd_connector.transport.base import Landed, Transport
+
+logger = logging.getLogger("pd_connector.fetch")
+
+
+@dataclass(slots=True)
+class _Session:
+    connection: Connection
+    deadline: float  # for `Welcome`, then for any message
+    greeted: bool = False
+    transport: Transport | None = None
+    expected: Hashable = None
+
+
+class Fetcher:
+    """Used by the agent's thread only. `finished` is told the end of every load."""
+
+    def __init__(
+        self,
+        context: Context,
+        config: Config,
+        keys: CurveKeys | None,
+        identity: Identity,
+        cache: PagedCache,
+        transports: Sequence[Transport],
+        telemetry: Telemetry,
+        finished: Callable[[Finished], None],
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._keys = keys
+        self._identity = identity
+        self._cache = cache
+        self._transports = {transport.name: transport for transport in transports}
+        self._telemetry = telemetry
+        self._finished = finished
+        self._pool = SlotPool(config.slots)
+        one_sided = any(transport.one_sided for transport in transports)
+        self._consumer = Consumer(config, cache.geometry, self._pool, one_sided)
+        self._sessions: dict[Source, _Session] = {}
+        self._next_heartbeat = 0.0
+
+    @property
+    def pollables(self) -> list[object]:
+        connections = [session.connection for session in self._sessions.values()]
+        return [socket for c in connections for socket in (c.socket, c.monitor)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way."""
+        return self._consumer.transfers > 0
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "landing_slots": self._pool.held,
+            "incoming_transfers": self._consumer.transfers,
+            "producer_sessions": len(self._sessions),
+        }
+
+    def hold(self, request: str, transfer: str, source: Source, now: float) -> None:
+        self._act(self._consumer.hold(request, transfer, source), now)
+
+    def load(self, load: Load, now: float) -> None:
+        self._act(self._consumer.load(load, now), now)
+
+    def drop(self, request: str, cause: Cause, now: float) -> None:
+        self._act(self._consumer.drop(request, cause, now), now)
+
+    def receive(self, now: float) -> None:
+        """Handle every message that waits, and every connection that broke."""
+        for source, session in list(self._sessions.items()):
+            for data in session.connection.receive():
+                if self._sessions.get(source) is not session:
+                    break
+                try:
+                    message = wire.decode_producer_message(data)
+                except MalformedMessage as error:
+                    self._end(source, Cause.MALFORMED_MESSAGE, str(error), now)
+                    break
+                session.deadline = now + self._config.session_timeout_s
+                self._dispatch(source, session, message, now)
+            if self._sessions.get(source) is session and (lost := session.connection.lost()):
+                self._end(source, *lost, now)
+
+    def landed(self, landed: Landed, now: float) -> None:
+        """A chunk has landed; it is believed once it fits the plan and its checksum."""
+        try:
+            header = wire.decode_chunk_header(landed.header)
+        except MalformedMessage as error:
+            logger.warning("chunk with an unreadable header dropped: %s", error)
+            self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
+            return
+        actions = self._consumer.landed(header, landed.slot, landed.payload, now)
+        if not actions:
+            self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
+        self._act(actions, now)
+
+    def tick(self, now: float) -> None:
+        """Speak for what is wanted; end what has been silent."""
+        for source, session in list(self._sessions.items()):
+            if session.deadline < now:
+                cause = Cause.SESSION_LOST if session.greeted else Cause.UNREACHABLE
+                self._end(source, cause, "the producer does not answer", now)
+        self._act(self._consumer.tick(now), now)
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._config.heartbeat_s
+            for source, session in self._sessions.items():
+                if session.greeted:
+                    beat = wire.Heartbeat(self._consumer.wanted(source)[:4096])
+                    session.connection.send(wire.encode(beat))
+
+    def close(self) -> None:
+        for session in self._sessions.values():
+            session.connection.close()
+        self._sessions.clear()
+
+    def _dispatch(
+        self, source: Source, session: _Session, message: wire.ProducerMessage, now: float
+    ) -> None:
+        match message:
+            case wire.Welcome():
+                self._welcome(source, session, message, now)
+            case wire.Reject():
+                detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
+                self._end(source, _cause(message.cause), detail, now)
+            case wire.Accept():
+                self._act(self._consumer.accept(source, message, now), now)
+            case wire.Refuse():
+                self._act(self._consumer.refuse(source, message, now), now)
+            case wire.Cancelled():
+                self._act(self._consumer.cancelled(source, message.transfer, now), now)
+            case wire.Pulse():
+                pass
+
+    def _welcome(
+        self, source: Source, session: _Session, welcome: wire.Welcome, now: float
+    ) -> None:
+        transport = self._transports.get(welcome.transport)
+        if session.greeted or transport is None:
+            detail = f"welcome to transport {welcome.transport!r}, or a second one"
+            return self._end(source, Cause.MALFORMED_MESSAGE, detail, now)
+        try:
+            session.expected = transport.expect(welcome.transport_address)
+        except TransportError as error:
+            return self._end(source, Cause.TRANSPORT, str(error), now)
+        session.transport = transport
+        session.greeted = True
+        return self._act(self._consumer.session_up(source, welcome.epoch, now), now)
+
+    def _dial(self, source: Source, now: float) -> None:
+        if source in self._sessions:
+            return None
+        if not self._config.permits(source.host):
+            detail = (
+                f"producer at {source.host!r}, and no key is set: only loopback is dialled then. "
+                "Set PD_CONNECTOR_KEY to one secret on every engine"
+            )
+            return self._act(
+                self._consumer.session_down(source, Cause.INSECURE_ADDRESS, detail, now), now
+            )
+        try:
+            connection = Connection(self._context, source.host, source.port, self._keys)
+        except PDConnectorError as error:
+            actions = self._consumer.session_down(source, Cause.UNREACHABLE, str(error), now)
+            return self._act(actions, now)
+        hello = wire.Hello(
+            newest=wire.SCHEMA,
+            oldest=wire.OLDEST_SCHEMA,
+            engine_id=self._identity.engine_id,
+            expected_engine_id=source.engine_id,
+            model=self._identity.model,
+            geometry=self._cache.geometry,
+            transports={name: t.address() for name, t in self._transports.items()},
+        )
+        connection.send(wire.encode(hello))
+        deadline = now + self._config.connect_timeout_s
+        self._sessions[source] = _Session(connection, deadline)
+        return None
+
+    def _end(self, source: Source, cause: Cause, detail: str, now: float) -> None:
+        session = self._sessions.pop(source)
+        level = logging.WARNING if self._consumer.wanted(source) else logging.INFO
+        logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
+        self._telemetry.count("lost_sessions", cause=cause)
+        if session.transport is not None:
+            session.transport.dismiss(session.expected)
+        session.connection.close()
+        self._act(self._consumer.session_down(source, cause, detail, now), now)
+
+    def _act(self, actions: Sequence[Action], now: float) -> None:
+        pending = deque(actions)
+        while pending:
+            match pending.popleft():
+                case Dial(source):
+                    self._dial(source, now)
+                case Tell(source, message):
+                    if source in self._sessions:
+                        self._sessions[source].connection.send(wire.encode(message))
+                case Place() as place:
+                    pending.extend(self._consumer.placed(place, *self._place(place), now))
+                case Finished() as finished:
+                    self._report(finished)
+
+    def _place(self, place: Place) -> tuple[Cause | None, str]:
+        """Verify and scatter one chunk; returns what was wrong with it."""
+        detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
+        if checksum(place.payload) != place.header.checksum:
+            return Cause.CHECKSUM, f"{detail} is corrupt"
+        self._telemetry.count("received_chunks")
+        self._telemetry.count("received_bytes", place.header.nbytes)
+        self._cache.scatter(place.chunk, place.pages, place.payload)
+        # A peer we gave up may have written into the slot between the check and the copy.
+        if checksum(place.payload) != place.header.checksum:
+            return Cause.CHECKSUM, f"{detail} changed while it was read"
+        return None, ""
+
+    def _report(self, finished: Finished) -> None:
+        if finished.cause is None:
+            self._telemetry.count("received_transfers")
+            self._telemetry.observe("transfer_seconds", finished.seconds)
+        else:
+            self._telemetry.count("failed_transfers", cause=finished.cause)
+            if finished.cause is not Cause.ABORTED:
+                logger.warning(
+                    "KV of request %s did not arrive (%s): %s",
+                    finished.request,
+                    finished.cause,
+                    finished.detail,
+                )
+        self._finished(finished)
+
+
+def _cause(name: str) -> Cause:
+    return Cause(name) if name in list(Cause) else Cause.UNREACHABLE

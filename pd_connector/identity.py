@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What KV this is: the fingerprint of a model and the fingerprint of a prompt.
+
+KV may be used in place of a computation only if both fingerprints agree. They are compared
+between engines, so neither depends on paths, ranks, versions or the time.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FINGERPRINT_BYTES = 16
+# Where an engine put the checkpoint, and what it wrote on reading it, say nothing of the KV.
+_LOCAL_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype"})
+_SAMPLE_BYTES = 64 * 1024
+_SAMPLES_PER_FILE = 16
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def token_fingerprint(
+    tokens: Sequence[int], *, salt: str = "", adapter: str = "", inputs: Iterable[str] = ()
+) -> bytes:
+    """Fingerprint of everything in a request that its prompt's KV depends on.
+
+    Args:
+        tokens: prompt token ids, each in 32 bits.
+        salt: the request's cache salt; unlike salts never share KV.
+        adapter: name of the adapter (LoRA) in use, empty for none.
+        inputs: content hashes of images and other inputs that stand behind placeholder tokens.
+    """
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-tokens")
+    for part in (salt, adapter, *inputs):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    digest.update(b"tokens")
+    digest.update(array("i", tokens).tobytes())
+    return digest.digest()
+
+
+def model_fingerprint(
+    config: Mapping[str, Any], weights: Path | None, *, seed: int | None = None
+) -> bytes:
+    """Fingerprint of a model: its config and samples of its weights.
+
+    Sixteen samples of 64 KiB per weight file are read (start and end included), so that a
+    fine-tune with the same shapes is another model, and a 100 GB checkpoint takes milliseconds.
+
+    Args:
+        config: the model's config as plain data.
+        weights: folder of the checkpoint; None when weights are made up at random.
+        seed: seed of made-up weights.
+    """
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-model")
+    kept = {name: value for name, value in config.items() if name not in _LOCAL_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    digest.update(f"seed {seed}".encode())
+    for file in _weight_files(weights):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES_PER_FILE):
+                last = max(0, size - _SAMPLE_BYTES)
+                stream.seek(last * sample // (_SAMPLES_PER_FILE - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _weight_files(folder: Path | None) -> list[Path]:
+    if folder is None or not folder.is_dir():
+        return []
+    for pattern in _WEIGHTS:
+        if found := sorted(folder.glob(pattern)):
+            return found
+    return []

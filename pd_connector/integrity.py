@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checksum of a chunk."""
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+_COLUMNS = 256
+
+
+def checksum(data: memoryview) -> bytes:
+    """Checksum of a contiguous buffer: 8 bytes, for accidents and not against forgery.
+
+    The buffer, zero-padded, is a matrix of 64-bit little-endian words in rows of 256. All row
+    sums and all column sums (modulo 2^64) and the length are hashed. Sums wrap and commute, so
+    that a GPU can form them in any order in the pass that gathers; one changed word always
+    changes a row sum, and words that change places change a row or a column sum.
+
+    Args:
+        data: contiguous bytes, any length.
+    """
+    flat = np.frombuffer(data, dtype=np.uint8)
+    whole = len(flat) // (8 * _COLUMNS) * (8 * _COLUMNS)
+    body = flat[:whole].view("<u8").reshape(-1, _COLUMNS)
+    rows: npt.NDArray[np.uint64] = body.sum(axis=1, dtype=np.uint64)
+    columns: npt.NDArray[np.uint64] = body.sum(axis=0, dtype=np.uint64)
+    if whole < len(flat):
+        tail = np.zeros(8 * _COLUMNS, dtype=np.uint8)
+        tail[: len(flat) - whole] = flat[whole:]
+        last = tail.view("<u8")
+        rows = np.append(rows, last.sum(dtype=np.uint64))
+        columns = columns + last
+    digest = hashlib.blake2b(len(flat).to_bytes(8, "little"), digest_size=8)
+    digest.update(rows.tobytes())
+    digest.update(columns.tobytes())
+    return digest.digest()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host names, addresses and ZeroMQ endpoints."""
+
+import ipaddress
+import socket
+
+import zmq
+
+
+def numeric(host: str) -> str:
+    """The numeric address of `host` on this machine's resolver, IPv4 first.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+        return str(found[0][4][0])
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The ZeroMQ endpoint of a TCP port; `*` as port lets the system choose one to bind."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def bound_port(bound: zmq.Socket[bytes]) -> int:
+    """The port a socket is bound to."""
+    last = bound.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(last, bytes)
+    return int(last.rstrip(b"\x00").rpartition(b":")[2])
+
+
+def readable(polled: zmq.Socket[bytes]) -> bool:
+    """Whether a receive would not wait."""
+    return bool(int(polled.get(zmq.EVENTS)) & zmq.POLLIN)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of the control channel and the `tcp` transport: CURVE from one shared secret."""
+
+import hashlib
+import secrets
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from pd_connector.errors import ConfigError
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+
+class CurveKeys(NamedTuple):
+    """Two key pairs, in Z85: one all listening sides share, one all dialling sides share."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    @classmethod
+    def derive(cls, shared: str) -> "CurveKeys":
+        """Derive both pairs from the shared secret; whoever lacks it has neither."""
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "key is set, but this pyzmq was built without CURVE: install pyzmq's own wheel"
+            )
+        server = _secret_key(shared, b"pd-server")
+        client = _secret_key(shared, b"pd-client")
+        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that will bind demand the client key (see `Gatekeeper`)."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.server_secret
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"pd-connector")
+
+    def present(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that will connect prove the client key and demand the server's."""
+        socket.curve_publickey = self.client_public
+        socket.curve_secretkey = self.client_secret
+        socket.curve_serverkey = self.server_public
+
+
+class Gatekeeper:
+    """Answers libzmq's question (ZAP, RFC 27) whether a client's public key is ours.
+
+    Served by the agent's own thread: `socket` goes into its poller, `answer` is called when it
+    is readable.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ENDPOINT)
+        self._client = z85.decode(keys.client_public)
+
+    def answer(self) -> None:
+        """Answer every question that waits."""
+        while self.socket.poll(0):
+            sender, empty, version, request, *rest = self.socket.recv_multipart()
+            known = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == self._client
+            status = (b"200", b"OK") if known else (b"400", b"unknown key")
+            self.socket.send_multipart([sender, empty, version, request, *status, b"", b""])
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def new_key() -> str:
+    """A fresh shared secret of 256 bits, in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+def _secret_key(shared: str, purpose: bytes) -> bytes:
+    raw = hashlib.blake2b(shared.encode(), digest_size=32, person=purpose).digest()
+    return z85.encode(raw)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slabs, their slots, and who holds which slot."""
+
+from collections import deque
+
+import numpy as np
+
+
+class Slab:
+    """One contiguous buffer of equal slots. Transports register it once, at start.
+
+    Memory is reserved, not touched: untouched slots cost no physical memory.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._buffer = np.empty(slots * slot_bytes, dtype=np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte; valid while the slab lives."""
+        return int(self._buffer.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def slot(self, index: int, nbytes: int | None = None) -> memoryview:
+        """The first `nbytes` bytes of a slot (all of it by default), writable."""
+        start = index * self.slot_bytes
+        stop = start + (self.slot_bytes if nbytes is None else nbytes)
+        return self._buffer.data[start:stop]
+
+
+class SlotPool:
+    """Who holds which slot. A slot is free, held by an owner, or quarantined.
+
+    A quarantined slot may still be written by a peer that no longer answers; it is not lent
+    again until that peer has confirmed, or can no longer be writing.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = deque(range(slots))
+        self._holder: dict[int, str] = {}
+        self._quarantine: dict[int, float] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Slots that are not free, quarantined ones included."""
+        return len(self._holder) + len(self._quarantine)
+
+    def take(self, owner: str) -> int | None:
+        """Lend the slot that has been free longest to `owner`, or None."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._holder[slot] = owner
+        return slot
+
+    def holds(self, owner: str, slot: int) -> bool:
+        return self._holder.get(slot) == owner
+
+    def give_back(self, slot: int) -> None:
+        """Free a held slot. Raises KeyError for one that is not held: a double free."""
+        del self._holder[slot]
+        self._free.append(slot)
+
+    def quarantine(self, slot: int, until: float) -> None:
+        """Keep a held slot out of use until `until` (seconds on the caller's clock)."""
+        del self._holder[slot]
+        self._quarantine[slot] = until
+
+    def absolve(self, slots: list[int]) -> None:
+        """Free quarantined slots now: their writer confirmed that it has stopped."""
+        for slot in slots:
+            if self._quarantine.pop(slot, None) is not None:
+                self._free.append(slot)
+
+    def tick(self, now: float) -> None:
+        """Free the quarantined slots whose time has passed."""
+        self.absolve([slot for slot, until in self._quarantine.items() if until <= now])

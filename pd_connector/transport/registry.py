@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the transports a config names."""
+
+from pd_connector.config import Config
+from pd_connector.security import CurveKeys
+from pd_connector.session import Context
+from pd_connector.slab import Slab
+from pd_connector.transport.base import Transport
+from pd_connector.transport.tcp import TcpTransport
+
+
+def make_transports(
+    context: Context, config: Config, keys: CurveKeys | None, landing: Slab, sending: Slab
+) -> list[Transport]:
+    """The transports of `config.transports`, in that order. Raises TransportError."""
+    made: list[Transport] = []
+    for name in config.transports:
+        if name == "nixl":
+            from pd_connector.transport.nixl import NixlTransport
+
+            made.append(NixlTransport(landing, sending))
+        else:
+            made.append(TcpTransport(context, config.host, config.slot_bytes, config.permits, keys))
+    return made

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's part of vLLM's `/metrics`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from pd_connector.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COUNTERS = {
+    "received_transfers": "Transfers that arrived whole and verified (consumer).",
+    "received_chunks": "Chunks verified and placed (consumer).",
+    "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
+    "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
+    "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
+    "agent_failures": "Times the agent's thread has died of an unexpected exception.",
+}
+COUNTERS_BY_CAUSE = {
+    "failed_transfers": "Transfers that did not arrive; their requests were recomputed (consumer).",
+    "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
+    "ignored_params": "Requests whose kv_transfer_params could not be followed.",
+    "lost_sessions": "Sessions with producers that ended (consumer).",
+    "rejected_sessions": "Sessions refused to consumers (producer).",
+    "stale_chunks": "Chunks that landed for no transfer, and were dropped (consumer).",
+}
+GAUGES = {
+    "leased_pages": "Pages kept for consumers (producer).",
+    "outgoing_transfers": "Transfers expected, offered or streaming (producer).",
+    "incoming_transfers": "Transfers held or loading (consumer).",
+    "landing_slots": "Landing slots that are not free (consumer).",
+    "send_slots": "Send slots that are not free (producer).",
+    "consumer_sessions": "Sessions with consumers (producer).",
+    "producer_sessions": "Sessions with producers (consumer).",
+}
+HISTOGRAMS = {
+    "transfer_seconds": "From pages allocated to every chunk verified and placed (consumer).",
+}
+_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
+_PREFIX = "pd_connector:"
+
+
+@dataclass
+class PDStats(KVConnectorStats):
+    """One step's counts, observations and gauges, as plain data that vLLM can serialise.
+
+    `data` is `{"counts": [[name, cause, amount]], "observations": {name: [seconds]},
+    "gauges": {rank: {name: value}}}`.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    @classmethod
+    def of(cls, telemetry: Telemetry, rank: str) -> "PDStats | None":
+        """What `telemetry` has gathered; None if it is the same as last time."""
+        snapshot = telemetry.take()
+        if snapshot is None:
+            return None
+        counts = [
+            [name, dict(labels).get("cause", ""), amount]
+            for (name, labels), amount in snapshot.counts.items()
+        ]
+        gauges = {rank: snapshot.gauges} if snapshot.gauges else {}
+        return cls({"counts": counts, "observations": snapshot.observations, "gauges": gauges})
+
+    def reset(self) -> None:
+        empty: dict[str, Any] = {"counts": [], "observations": {}, "gauges": {}}
+        self.data = empty
+
+    def aggregate(self, other: KVConnectorStats) -> "PDStats":
+        self.data["counts"] += other.data["counts"]
+        for name, values in other.data["observations"].items():
+            self.data["observations"].setdefault(name, []).extend(values)
+        self.data["gauges"].update(other.data["gauges"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The figures for vLLM's periodic log line."""
+        totals: dict[str, int | float] = {}
+        for name, cause, amount in self.data["counts"]:
+            key = f"{name}[{cause}]" if cause else name
+            totals[key] = totals.get(key, 0) + amount
+        for name, values in self.data["observations"].items():
+            totals[f"mean_{name}"] = round(sum(values) / len(values), 4)
+        return totals
+
+    def is_empty(self) -> bool:
+        return not (self.data["counts"] or self.data["observations"] or self.data["gauges"])
+
+
+class PDPromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics in the process that serves `/metrics`, and feeds them."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge, histogram = (metric_types[t] for t in (Counter, Gauge, Histogram))
+        by_cause = [*labelnames, "cause"]
+        self._counters = {
+            **{name: counter(_PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
+            **{
+                name: counter(_PREFIX + name, text, by_cause)
+                for name, text in COUNTERS_BY_CAUSE.items()
+            },
+        }
+        self._gauges = {
+            name: gauge(_PREFIX + name, text, labelnames) for name, text in GAUGES.items()
+        }
+        self._histograms = {
+            name: histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS)
+            for name, text in HISTOGRAMS.items()
+        }
+        self._rank_gauges: dict[tuple[int, str], dict[str, float]] = {}
+        for labels in per_engine_labelvalues.values():  # series exist from the start, at zero
+            plain = {**{n: self._counters[n] for n in COUNTERS}, **self._gauges, **self._histograms}
+            for metric in plain.values():
+                metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, cause, amount in transfer_stats_data["counts"]:
+            values = [*labels, cause] if name in COUNTERS_BY_CAUSE else labels
+            self._counters[name].labels(*values).inc(amount)
+        for name, seconds in transfer_stats_data["observations"].items():
+            for value in seconds:
+                self._histograms[name].labels(*labels).observe(value)
+        for rank, gauges in transfer_stats_data["gauges"].items():
+            self._rank_gauges[engine_idx, rank] = gauges
+        for name, metric in self._gauges.items():
+            ranks = [g for (engine, _), g in self._rank_gauges.items() if engine == engine_idx]
+            metric.labels(*labels).set(sum(gauges.get(name, 0) for gauges in ranks))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message between a consumer and a producer, and nothing else.
+
+Schema history (a peer one version back is accepted):
+    1  first version
+
+Within a version a struct may gain fields at its end, with defaults; anything else is a new
+version. Messages are msgpack maps tagged with their type. Bytes from a socket are decoded here,
+against these structs and with these limits, and nowhere else.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from pd_connector.errors import MalformedMessage
+from pd_connector.geometry import Geometry
+
+SCHEMA = 1
+OLDEST_SCHEMA = 1
+MAX_MESSAGE_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Fingerprint = Annotated[bytes, msgspec.Meta(max_length=64)]
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Slots = Annotated[list[Count], msgspec.Meta(max_length=4096)]
+Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class Hello(Message, frozen=True):
+    """Consumer, first message of a session: who I am and what I can take."""
+
+    newest: Count
+    oldest: Count
+    engine_id: Name
+    expected_engine_id: Name
+    model: Fingerprint
+    geometry: Geometry
+    transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
+
+
+class Welcome(Message, frozen=True):
+    """Producer: the session stands. `transport_address` is where its transport is reached."""
+
+    schema: Count
+    engine_id: Name
+    epoch: Count
+    transport: Name
+    transport_address: bytes
+
+
+class Reject(Message, frozen=True):
+    """Producer: no session. `newest` and `oldest` are its own schema versions."""
+
+    cause: Name
+    detail: Text
+    newest: Count
+    oldest: Count
+
+
+class Open(Message, frozen=True):
+    """Consumer: send me these pages.
+
+    Pages [first_page, stop_page) of the prompt whose tokens have fingerprint `identity`; with
+    `wait`, the prefill may not have started yet. `slots` are granted at once.
+    """
+
+    transfer: Name
+    identity: Fingerprint
+    first_page: Count
+    stop_page: Count
+    wait: bool
+    codecs: Annotated[list[Name], msgspec.Meta(max_length=16)]
+    slots: Slots
+
+
+class Accept(Message, frozen=True):
+    """Producer: the pages are there and `chunks` chunks follow, in this codec."""
+
+    transfer: Name
+    codec: Name
+    chunks: Count
+
+
+class Refuse(Message, frozen=True):
+    """Producer, at any time: the transfer is over, and no further write is started."""
+
+    transfer: Name
+    cause: Name
+    detail: Text
+
+
+class Credit(Message, frozen=True):
+    """Consumer: more slots for this transfer."""
+
+    transfer: Name
+    slots: Slots
+
+
+class Done(Message, frozen=True):
+    """Consumer: everything is verified and in place; the pages may be freed."""
+
+    transfer: Name
+
+
+class Cancel(Message, frozen=True):
+    """Consumer: no longer wanted. The producer answers `Cancelled`."""
+
+    transfer: Name
+    cause: Name
+
+
+class Cancelled(Message, frozen=True):
+    """Producer: the transfer is over and its last write has ended: the slots are safe."""
+
+    transfer: Name
+
+
+class Heartbeat(Message, frozen=True):
+    """Consumer: I live and still want these transfers. Extends their leases."""
+
+    transfers: Transfers
+
+
+class Pulse(Message, frozen=True):
+    """Producer: answer to a heartbeat."""
+
+    epoch: Count
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Travels with the bytes of one chunk; the consumer checks every field before it believes.
+
+    `identity` is the fingerprint of the tokens whose pages these are, `epoch` the producer
+    process's, `checksum` that of the `nbytes` coded bytes.
+    """
+
+    transfer: Name
+    epoch: Count
+    sequence: Count
+    identity: Fingerprint
+    first_layer: Count
+    stop_layer: Count
+    first_page: Count
+    stop_page: Count
+    codec: Name
+    nbytes: Count
+    checksum: Fingerprint
+
+
+ConsumerMessage = Hello | Open | Credit | Done | Cancel | Heartbeat
+ProducerMessage = Welcome | Reject | Accept | Refuse | Cancelled | Pulse
+
+_encoder = msgspec.msgpack.Encoder()
+_from_consumer: msgspec.msgpack.Decoder[ConsumerMessage] = msgspec.msgpack.Decoder(ConsumerMessage)
+_from_producer: msgspec.msgpack.Decoder[ProducerMessage] = msgspec.msgpack.Decoder(ProducerMessage)
+_header = msgspec.msgpack.Decoder(ChunkHeader)
+
+
+def encode(message: Message | ChunkHeader) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_consumer_message(data: bytes) -> ConsumerMessage:
+    """Decode what a consumer sent. Raises MalformedMessage."""
+    return _decode(_from_consumer, data)
+
+
+def decode_producer_message(data: bytes) -> ProducerMessage:
+    """Decode what a producer sent. Raises MalformedMessage."""
+    return _decode(_from_producer, data)
+
+
+def decode_chunk_header(data: bytes) -> ChunkHeader:
+    """Decode the header of a chunk. Raises MalformedMessage."""
+    return _decode(_header, data)
+
+
+def common_schema(newest: int, oldest: int) -> int | None:
+    """The schema version to speak with a peer that offers these, or None."""
+    version = min(newest, SCHEMA)
+    return version if version >= max(oldest, OLDEST_SCHEMA) else None
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"{len(data)} bytes that are no message: {error}") from None
