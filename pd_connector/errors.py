@@ -12,7 +12,7 @@ class ConfigError(PDConnectorError, ValueError):
     """A config value cannot be used; the message names the key, the value and the mend."""
 
 
-class UnsupportedGeometry(PDConnectorError, ValueError):
+class UnsupportedGeometryError(PDConnectorError, ValueError):
     """This engine's cache cannot be moved by this version; the message says what is missing."""
 
 
@@ -20,7 +20,7 @@ class TransportError(PDConnectorError):
     """A transport could not be set up or refused a write."""
 
 
-class MalformedMessage(PDConnectorError, ValueError):
+class MalformedMessageError(PDConnectorError, ValueError):
     """Bytes from a peer that are no message of the schema."""
 
 

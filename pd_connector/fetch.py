@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pd_connector import wire
 from pd_connector.config import Config
 from pd_connector.consumer import Action, Consumer, Dial, Finished, Load, Place, Source, Tell
-from pd_connector.errors import Cause, MalformedMessage, PDConnectorError, TransportError
+from pd_connector.errors import Cause, MalformedMessageError, PDConnectorError, TransportError
 from pd_connector.integrity import checksum
 from pd_connector.pages import PagedCache
 from pd_connector.security import CurveKeys
@@ -93,7 +93,7 @@ class Fetcher:
                     break
                 try:
                     message = wire.decode_producer_message(data)
-                except MalformedMessage as error:
+                except MalformedMessageError as error:
                     self._end(source, Cause.MALFORMED_MESSAGE, str(error), now)
                     break
                 session.deadline = now + self._config.session_timeout_s
@@ -105,7 +105,7 @@ class Fetcher:
         """A chunk has landed; it is believed once it fits the plan and its checksum."""
         try:
             header = wire.decode_chunk_header(landed.header)
-        except MalformedMessage as error:
+        except MalformedMessageError as error:
             logger.warning("chunk with an unreadable header dropped: %s", error)
             self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
             return

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pd_connector import wire
 from pd_connector.config import Config
-from pd_connector.errors import Cause, MalformedMessage, TransportError
+from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.integrity import checksum
 from pd_connector.pages import PagedCache
 from pd_connector.plan import refusal
@@ -113,7 +113,7 @@ class Server:
         for sender, data in self._listener.receive():
             try:
                 message = wire.decode_consumer_message(data)
-            except MalformedMessage as error:
+            except MalformedMessageError as error:
                 self._reject(sender, Cause.MALFORMED_MESSAGE, str(error))
                 continue
             if isinstance(message, wire.Hello):

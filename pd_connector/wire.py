@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from pd_connector.errors import MalformedMessage
+from pd_connector.errors import MalformedMessageError
 from pd_connector.geometry import Geometry
 
 SCHEMA = 1
@@ -169,17 +169,17 @@ def encode(message: Message | ChunkHeader) -> bytes:
 
 
 def decode_consumer_message(data: bytes) -> ConsumerMessage:
-    """Decode what a consumer sent. Raises MalformedMessage."""
+    """Decode what a consumer sent. Raises MalformedMessageError."""
     return _decode(_from_consumer, data)
 
 
 def decode_producer_message(data: bytes) -> ProducerMessage:
-    """Decode what a producer sent. Raises MalformedMessage."""
+    """Decode what a producer sent. Raises MalformedMessageError."""
     return _decode(_from_producer, data)
 
 
 def decode_chunk_header(data: bytes) -> ChunkHeader:
-    """Decode the header of a chunk. Raises MalformedMessage."""
+    """Decode the header of a chunk. Raises MalformedMessageError."""
     return _decode(_header, data)
 
 
@@ -191,8 +191,8 @@ def common_schema(newest: int, oldest: int) -> int | None:
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     if len(data) > MAX_MESSAGE_BYTES:
-        raise MalformedMessage(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")
+        raise MalformedMessageError(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedMessage(f"{len(data)} bytes that are no message: {error}") from None
+        raise MalformedMessageError(f"{len(data)} bytes that are no message: {error}") from None

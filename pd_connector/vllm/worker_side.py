@@ -10,7 +10,7 @@ import torch
 from pd_connector.agent import Agent, Command
 from pd_connector.config import Config
 from pd_connector.consumer import Finished
-from pd_connector.errors import UnsupportedGeometry
+from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import Geometry, Shard
 from pd_connector.identity import model_fingerprint
 from pd_connector.pages import PagedCache
@@ -36,7 +36,7 @@ class WorkerSide:
         """Take the engine's cache tensors (by layer name) and start the agent.
 
         Raises:
-            UnsupportedGeometry: the cache has a form that cannot be moved.
+            UnsupportedGeometryError: the cache has a form that cannot be moved.
         """
         self.close()
         layers = _distinct_layers(kv_caches)
@@ -105,11 +105,11 @@ def describe_geometry(layers: list[torch.Tensor], vllm_config: "VllmConfig") -> 
     """The geometry of vLLM's cache tensors, each `[page, head, token, K and V]`.
 
     Raises:
-        UnsupportedGeometry: tensors of another form, or of unlike forms.
+        UnsupportedGeometryError: tensors of another form, or of unlike forms.
     """
     shapes = {(layer.shape[1:], layer.dtype) for layer in layers}
     if len(shapes) != 1 or layers[0].ndim != 4:
-        raise UnsupportedGeometry(
+        raise UnsupportedGeometryError(
             f"cache layers of shapes {sorted(str(shape) for shape in shapes)}: this version moves "
             "caches whose layers are alike, of form [page, head, token, K and V]"
         )
