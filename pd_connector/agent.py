@@ -108,8 +108,8 @@ class Agent:
         keys = CurveKeys.derive(config.key) if config.key else None
         self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
         sending = Slab(config.slots, config.slot_bytes)
-        landing = Slab(config.slots, config.slot_bytes)
-        made = make_transports(self._context, config, keys, landing, sending)
+        self._landing = Slab(config.slots, config.slot_bytes, shared="shm" in config.transports)
+        made = make_transports(self._context, config, keys, self._landing, sending)
         self._transports = [wrap(transport) for transport in made]
         common = self._context, config, keys, self.identity, cache, self._transports
         self._server = (
@@ -249,4 +249,5 @@ class Agent:
         for owner in (self._server, self._fetcher, *self._transports, self._gatekeeper):
             if owner:
                 owner.close()
+        self._landing.close()
         self._context.destroy(linger=100)

@@ -26,8 +26,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
-    transports: tuple[Literal["tcp", "nixl"], ...] = ("tcp",)
-    """Transports this engine offers, best first. The producer's order decides."""
+    transports: tuple[Literal["shm", "tcp", "nixl"], ...] = ("shm", "tcp")
+    """Transports this engine offers, best first; the producer takes the first of its own that
+    reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
+    needs nothing installed, `nixl` needs the extra of that name."""
     on_failure: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose KV did not arrive: computed here, or failed."""
     slot_mib: int = 4

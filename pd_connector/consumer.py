@@ -90,6 +90,7 @@ class _Incoming:
     opened: bool = False
     accepted: bool = False
     slots: list[int] = field(default_factory=list)
+    planned: int = 0
     missing: dict[int, Chunk] = field(default_factory=dict)
     nbytes: int = 0
     chunks: int = 0
@@ -185,10 +186,11 @@ class Consumer:
         incoming = self._opened_at(source, message.transfer)
         if incoming is None or incoming.accepted:
             return []
-        if message.chunks != len(incoming.missing) or message.codec not in codec.CODECS:
+        # Chunks into slots granted with `Open` may have overtaken this message.
+        if message.chunks != incoming.planned or message.codec not in codec.CODECS:
             detail = (
                 f"producer plans {message.chunks} chunks in codec {message.codec!r}, "
-                f"{len(incoming.missing)} chunks in {list(codec.CODECS)} wanted "
+                f"{incoming.planned} chunks in {list(codec.CODECS)} wanted "
                 "(is slot_mib the same on both sides?)"
             )
             return self._finish(message.transfer, Cause.CHUNK_MISMATCH, detail, now)
@@ -292,6 +294,7 @@ class Consumer:
         slot_bytes = self._config.slot_bytes
         chunks = plan(self._geometry, load.first_page, load.stop_page, slot_bytes)
         incoming.missing = {chunk.sequence: chunk for chunk in chunks}
+        incoming.planned = len(chunks)
         incoming.opened = True
         patience = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
         incoming.deadline = now + patience

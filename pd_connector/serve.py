@@ -191,16 +191,11 @@ class Server:
             return self._reject(sender, Cause.MODEL, detail)
         if unlike := refusal(self._cache.geometry, hello.geometry):
             return self._reject(sender, Cause.GEOMETRY, unlike)
-        transport = next((t for t in self._transports if t.name in hello.transports), None)
-        if transport is None:
-            here = [t.name for t in self._transports]
-            detail = f"transports {here} here, {list(hello.transports)} there"
-            return self._reject(sender, Cause.NO_TRANSPORT, detail)
         self._forget(sender)
-        try:
-            route = transport.connect(hello.transports[transport.name])
-        except TransportError as error:
-            return self._reject(sender, Cause.TRANSPORT, str(error))
+        connected = self._connect(hello)
+        if isinstance(connected, str):
+            return self._reject(sender, Cause.NO_TRANSPORT, connected)
+        transport, route = connected
         self._sessions[sender] = _Session(hello.engine_id, transport, route, now)
         welcome = wire.Welcome(
             schema=schema,
@@ -211,6 +206,21 @@ class Server:
         )
         self._listener.send(sender, wire.encode(welcome))
         return None
+
+    def _connect(self, hello: wire.Hello) -> tuple[Transport, Route] | str:
+        """The first transport of ours that reaches the consumer, or why there is none."""
+        problems: list[str] = []
+        for transport in self._transports:
+            address = hello.transports.get(transport.name)
+            if address is None:
+                problems.append(f"{transport.name}: not offered")
+                continue
+            try:
+                return transport, transport.connect(address)
+            except TransportError as error:
+                problems.append(str(error))
+        offered = ", ".join(hello.transports) or "none"
+        return f"consumer offers {offered}; here {'; '.join(problems)}"
 
     def _reject(self, sender: bytes, cause: Cause, detail: str) -> None:
         logger.warning("session refused (%s): %s", cause, detail)

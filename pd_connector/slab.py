@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slabs, their slots, and who holds which slot."""
 
+import fcntl
+import mmap
+import os
 from collections import deque
 
 import numpy as np
+
+SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""Shared slabs keep their size, so that nobody who maps one can be hurt by its owner."""
 
 
 class Slab:
     """One contiguous buffer of equal slots. Transports register it once, at start.
 
     Memory is reserved, not touched: untouched slots cost no physical memory.
+
+    Args:
+        slots: how many.
+        slot_bytes: size of each.
+        shared: back it with memory that can be handed to another process (`handle`).
     """
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    def __init__(self, slots: int, slot_bytes: int, *, shared: bool = False) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._buffer = np.empty(slots * slot_bytes, dtype=np.uint8)
+        self.handle = -1
+        if shared:
+            self.handle = os.memfd_create("pd-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.handle, self.nbytes)
+            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, SLAB_SEALS)
+            self._buffer = np.frombuffer(mmap.mmap(self.handle, self.nbytes), dtype=np.uint8)
+        else:
+            self._buffer = np.empty(self.nbytes, dtype=np.uint8)
 
     @property
     def address(self) -> int:
@@ -24,7 +42,13 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        return self._buffer.nbytes
+        return self.slots * self.slot_bytes
+
+    def close(self) -> None:
+        """Give up the handle. The memory goes when the last slot taken from it goes."""
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
 
     def slot(self, index: int, nbytes: int | None = None) -> memoryview:
         """The first `nbytes` bytes of a slot (all of it by default), writable."""

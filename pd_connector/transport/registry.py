@@ -6,6 +6,7 @@ from pd_connector.security import CurveKeys
 from pd_connector.session import Context
 from pd_connector.slab import Slab
 from pd_connector.transport.base import Transport
+from pd_connector.transport.shm import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
 
 
@@ -19,6 +20,8 @@ def make_transports(
             from pd_connector.transport.nixl import NixlTransport
 
             made.append(NixlTransport(landing, sending))
+        elif name == "shm":
+            made.append(ShmTransport(landing))
         else:
             made.append(TcpTransport(context, config.host, config.slot_bytes, config.permits, keys))
     return made
