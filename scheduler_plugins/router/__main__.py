@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m scheduler_plugins.router --prefill URL... --decode URL...`"""
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
+
+# Everything else in RouterConfig is a number with a default, and becomes an option by its name.
+HELP = {
+    "port": "port to listen on, 0 for any free one",
+    "connect_timeout_s": "time to open a connection to an engine",
+    "first_byte_timeout_s": "longest wait for a stream's first byte",
+    "answer_timeout_s": "longest wait for an answer that is not streamed",
+    "idle_timeout_s": "longest pause inside an answer, and of a client",
+    "refusal_grace_s": "wait for the decode engine after the prefill engine refused its copy",
+    "health_interval_s": "pause between two health checks of one engine",
+    "health_timeout_s": "time in which /health must be answered",
+    "health_misses": "unanswered health checks in a row after which an engine counts as hung",
+    "drain_timeout_s": "how long an engine that refuses connections may finish its requests",
+    "probe_timeout_s": "time in which a prefill engine must tell its address",
+    "probe_retry_s": "pause before a prefill engine without an address is asked again",
+    "attempts": "engines that may accept one request and fail it",
+    "body_mib": "largest request body in MiB",
+    "shutdown_timeout_s": "how long running requests may go on after SIGTERM",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the router until SIGINT or SIGTERM. Returns the exit status."""
+    try:
+        from aiohttp import web
+
+        from scheduler_plugins.router.app import create_app
+        from scheduler_plugins.router.config import RouterConfig
+    except ModuleNotFoundError as error:
+        print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
+        return 2
+
+    parser = _parser(RouterConfig)
+    given = vars(parser.parse_args(arguments))
+    level = given.pop("log_level")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        config = RouterConfig(**{name: value for name, value in given.items() if value is not None})
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        web.run_app(
+            create_app(config),
+            host=config.host,
+            port=config.port,
+            shutdown_timeout=config.shutdown_timeout_s,
+            handler_cancellation=True,
+            access_log=None,
+            print=lambda text: logging.info(text.splitlines()[0].strip("= ")),
+        )
+    except OSError as error:
+        print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser(config: type) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scheduler_plugins.router",
+        description="One OpenAI API in front of prefill and decode engines.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for side in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{side}",
+            nargs="+",
+            action="extend",
+            metavar="URL",
+            required=True,
+            help=f"base URLs of the {side} engines",
+        )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(API_KEY_VARIABLE),
+        metavar="KEY",
+        help=f"key for the router's own requests to the engines; better given in {API_KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        "--log-level",
+        default="INFO",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="log level",
+    )
+    for field in dataclasses.fields(config):
+        if field.name in HELP:
+            parser.add_argument(
+                "--" + field.name.replace("_", "-"),
+                type=int if field.type in (int, "int") else float,
+                default=field.default,
+                metavar="N" if field.type in (int, "int") else "SECONDS",
+                help=HELP[field.name],
+            )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router itself says to clients: errors in OpenAI's shape, headers, stream framing."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from multidict import CIMultiDict
+
+REQUEST_ID = "X-Request-Id"
+
+# RFC 9110 section 7.6.1: headers of one connection, not of the message.
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# The body is written anew for each side, uncompressed; the rest is between client and router.
+NOT_FORWARDED = HOP_BY_HOP | {
+    "accept-encoding",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "cookie",
+    "expect",
+    "host",
+}
+NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
+
+EVENT_STREAM = "text/event-stream"
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+def error_body(
+    message: str, kind: str, code: int, param: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """An error as OpenAI and vLLM shape it; `more` is added beside the usual fields."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
+
+
+def error_event(message: str) -> bytes:
+    """The last event of a stream that cannot go on."""
+    text = json.dumps(error_body(message, "stream_interrupted", 502))
+    return f"data: {text}\n\n".encode()
+
+
+def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:
+    """The client's headers as both sides get them, authorization included."""
+    sent = _without(headers, NOT_FORWARDED)
+    sent[REQUEST_ID] = request_id
+    sent["Content-Type"] = "application/json"
+    sent["Accept-Encoding"] = "identity"
+    return sent
+
+
+def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
+    """An engine's headers as the client gets them."""
+    returned = _without(headers.items(), NOT_RETURNED)
+    returned.setdefault(REQUEST_ID, request_id)
+    return returned
+
+
+def _without(headers: Iterable[tuple[str, str]], left_out: frozenset[str]) -> CIMultiDict[str]:
+    pairs = list(headers)
+    named = {
+        token.strip().lower()
+        for name, value in pairs
+        if name.lower() == "connection"
+        for token in value.split(",")
+    }
+    return CIMultiDict((n, v) for n, v in pairs if n.lower() not in left_out | named)
+
+
+class EventCutter:
+    """Lets only whole server-sent events through, so that an error event can follow at any time.
+
+    The bytes are not changed: what `feed` returned, joined, is a prefix of what it was given.
+    """
+
+    def __init__(self) -> None:
+        self.finished = False
+        """Whether the last whole event was the end mark `data: [DONE]`."""
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The events that `chunk` completes, empty if none."""
+        data = self._held + chunk
+        end = max((data.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in data), default=0)
+        whole, self._held = data[:end], data[end:]
+        if whole:
+            self._look_for_end(whole)
+        return whole
+
+    def rest(self) -> bytes:
+        """What is left at the end of the stream: bytes only if they are an unclosed end mark."""
+        self._look_for_end(self._held)
+        return self._held if self.finished else b""
+
+    def _look_for_end(self, data: bytes) -> None:
+        if data.strip():
+            self.finished = data[-40:].rstrip().endswith(b"[DONE]")

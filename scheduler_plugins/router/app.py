@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes, and what becomes of every error on the way."""
+
+import asyncio
+import json
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from scheduler_plugins.router import body
+from scheduler_plugins.router.answers import (
+    REQUEST_ID,
+    error_body,
+    headers_to_client,
+    headers_to_engine,
+)
+from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engines import Role
+from scheduler_plugins.router.exchange import Call, EngineFailedError, Patience, exchange
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policy import Policy, RoundRobin
+from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.proxy import ClientGoneError, ClientRequest, Shared, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+SHARED = web.AppKey("shared", Shared)
+METRICS = web.AppKey("metrics", Metrics)
+CONFIG = web.AppKey("config", RouterConfig)
+
+MODELS = "/v1/models"
+# nginx' name for it; the client never sees it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(config: RouterConfig) -> web.Application:
+    """The router as an aiohttp application; serve it with `handler_cancellation=True`.
+
+    Without that a client's disconnect would not end its requests to the engines.
+    """
+    app = web.Application(client_max_size=config.body_mib << 20, middlewares=[shape_errors])
+    app[CONFIG] = config
+    app[METRICS] = Metrics()
+    app.cleanup_ctx.append(_engines)
+    app.router.add_post(body.COMPLETIONS, completions)
+    app.router.add_post(body.CHAT, completions)
+    app.router.add_get(MODELS, models)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    return app
+
+
+async def _engines(app: web.Application) -> AsyncIterator[None]:
+    config = app[CONFIG]
+    session = aiohttp.ClientSession(
+        # A connection per request: an engine ends an idle one at a moment the router cannot know,
+        # and a POST lost to that looks like a dying engine.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+    async with session:
+        pool = EnginePool(config, session, app[METRICS])
+        policies: dict[Role, Policy] = {role: RoundRobin() for role in Role}
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policies)
+        try:
+            await pool.start()
+            yield
+        finally:
+            await pool.close()
+
+
+@web.middleware
+async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Give every error OpenAI's shape."""
+    try:
+        response: web.StreamResponse = await handler(request)
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[CONFIG].body_mib
+        message = f"the request body is larger than {limit} MiB (router option --body-mib)"
+        return _error(message, "invalid_request_error", 413)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        message = f"{request.method} {request.path}: {error.reason}"
+        response = _error(message, "invalid_request_error", error.status)
+        if allow := error.headers.get("Allow"):
+            response.headers["Allow"] = allow
+    return response
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Both completion routes."""
+    known = request.app[METRICS]
+    outcome = "internal_error"
+    known.in_flight.inc()
+    try:
+        response, outcome = await _complete(request)
+        return response
+    except web.HTTPRequestEntityTooLarge:
+        outcome = "bad_request"
+        raise
+    except (asyncio.CancelledError, ClientGoneError) as error:
+        outcome = "client_gone"
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        logger.info("%s", error)
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=CLIENT_CLOSED_REQUEST)
+    finally:
+        known.in_flight.dec()
+        known.requests.labels(request.path, outcome).inc()
+
+
+async def _complete(request: web.Request) -> tuple[web.StreamResponse, str]:
+    shared = request.app[SHARED]
+    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    try:
+        parsed = body.parse(await _read(request), request.path)
+    except body.BadRequestError as error:
+        response = _error(str(error), "invalid_request_error", 400, error.param)
+        response.headers[REQUEST_ID] = request_id
+        return response, "bad_request"
+    headers = headers_to_engine(request.headers.items(), request_id)
+    client_request = ClientRequest(shared, request, headers, parsed)
+    try:
+        return await client_request.serve()
+    except UnavailableError as error:
+        logger.warning("request %s: %s", request_id, error)
+        response = _unavailable(error, shared.config)
+        response.headers[REQUEST_ID] = request_id
+        return response, "unavailable"
+    except ClientGoneError as error:
+        raise ClientGoneError(f"request {request_id}: {error}") from None
+    except Exception:
+        if client_request.begun:
+            raise  # aiohttp closes the connection: too late for any other answer
+        logger.exception("request %s failed in the router", request_id)
+        return _error(
+            f"request {request_id} failed in the router", "internal_error", 500
+        ), "internal_error"
+
+
+async def _read(request: web.Request) -> bytes:
+    limit_s = request.app[CONFIG].idle_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await request.read()
+    except TimeoutError:
+        raise body.BadRequestError(f"the request body was not sent within {limit_s:g} s") from None
+    except aiohttp.web.RequestPayloadError as error:
+        raise body.BadRequestError(f"the request body cannot be read: {error}") from None
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """The model list of any engine that is up, decode side first."""
+    shared = request.app[SHARED]
+    config = shared.config
+    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    call = Call("GET", MODELS, headers_to_engine(request.headers.items(), request_id))
+    patience = Patience(config.probe_timeout_s, config.idle_timeout_s)
+    failed: dict[str, str] = {}
+    for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
+        try:
+            async with exchange(shared.session, engine, call, patience, config) as answer:
+                if answer.status >= 500:
+                    raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
+                content = await answer.read_all()
+                returned = headers_to_client(answer.headers, request_id)
+                return web.Response(status=answer.status, headers=returned, body=content)
+        except EngineFailedError as failure:
+            shared.pool.blame(engine, failure)
+            failed[engine.url] = str(failure)
+    engines = [
+        {"url": e.url, "role": str(e.role), "reason": failed.get(e.url, e.reason)}
+        for e in shared.pool.engines
+    ]
+    return _unavailable(UnavailableError(engines), config)
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """200 when at least one engine can serve, with the state of all."""
+    pool = request.app[SHARED].pool
+    decode, prefill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
+    serves = bool(decode or prefill)
+    state = {
+        "status": "ok" if serves else "unavailable",
+        "disaggregates": bool(decode) and any(engine.address for engine in prefill),
+        "engines": [engine.describe() for engine in pool.engines],
+    }
+    return web.json_response(state, status=200 if serves else 503)
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Prometheus' text format."""
+    text = request.app[METRICS].render()
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _error(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
+    return web.json_response(error_body(message, kind, status, param), status=status)
+
+
+def _unavailable(error: UnavailableError, config: RouterConfig) -> web.Response:
+    text = json.dumps(error_body(str(error), "service_unavailable", 503, engines=error.engines))
+    retry_after = {"Retry-After": str(math.ceil(config.health_interval_s))}
+    return web.Response(text=text, status=503, headers=retry_after, content_type="application/json")

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client sent, and what the two sides are sent instead. Pure functions."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+# Nothing here reaches the prompt, so the copy without it computes the same KV. A whitelist would be
+# wrong the day an engine learns a field that does: chat templates already see tools, tool_choice,
+# response_format and reasoning_effort.
+NOT_FOR_PREFILL = (
+    "best_of",
+    "logprob_token_ids",
+    "logprobs",
+    "min_tokens",  # more than max_tokens=1 is an error
+    "n",
+    "prompt_logprobs",
+    "return_prompt_text",
+    "return_token_ids",
+    "stream_options",  # an error without stream
+    "structured_outputs",  # a grammar compiled for one token nobody reads
+    "top_logprobs",
+)
+
+
+class BadRequestError(ValueError):
+    """A request the router itself can tell is wrong; `param` names the field if there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a prefill engine hands over KV, as it describes itself."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+def parse(raw: bytes, route: str) -> dict[str, Any]:
+    """Decode a request body and check the fields that the router acts on.
+
+    Raises:
+        BadRequestError: not a JSON object, or a field the router reads has a wrong type. Everything
+            else is left to the engine, which knows better.
+    """
+    try:
+        body = json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise BadRequestError("the request body is nested too deeply") from None
+    except ValueError as error:
+        raise BadRequestError(f"the request body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the request body is {_kind(body)}: must be a JSON object")
+    if route == CHAT:
+        _check(body, "messages", "a list of messages", isinstance(body.get("messages"), list))
+    else:
+        prompt = body.get("prompt")
+        _check(
+            body, "prompt", "a string or a list", prompt is None or isinstance(prompt, str | list)
+        )
+    for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
+        value = body.get(name)
+        _check(body, name, wanted, value is None or isinstance(value, types))
+    for name in ("n", "best_of", "max_tokens", "max_completion_tokens"):
+        value = body.get(name)
+        _check(body, name, "an integer", value is None or type(value) is int)
+    return body
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """The body as JSON bytes: ASCII, so that unpaired surrogates survive too."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def why_alone(body: Mapping[str, Any]) -> str | None:
+    """Why one transfer id cannot name this request's KV, as a metric label; None if it can."""
+    for name in ("n", "best_of"):
+        if (body.get(name) or 1) > 1:
+            return "several_answers"
+    if body.get("use_beam_search"):
+        return "beam_search"
+    # Logprobs of the prompt come from computing it, which received KV replaces.
+    if body.get("prompt_logprobs") is not None or body.get("echo"):
+        return "prompt_logprobs"
+    if "messages" in body:
+        return None
+    prompt = body.get("prompt")
+    if body.get("prompt_embeds") is not None or not prompt:
+        return "no_tokens"
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(type(t) is int for t in prompt):
+        return "batch"
+    return None
+
+
+def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
+    """The same prompt with one token to generate, its KV kept under the id `transfer`."""
+    copy = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
+    copy["stream"] = False
+    copy["max_tokens"] = 1
+    if "max_completion_tokens" in body:
+        copy["max_completion_tokens"] = 1
+    copy["kv_transfer_params"] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer,
+    }
+    return copy
+
+
+def decode_copy(body: Mapping[str, Any], address: Address, transfer: str) -> dict[str, Any]:
+    """The client's request, its prompt's KV to be had from `address` under the id `transfer`."""
+    return {
+        **body,
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": transfer,
+            "remote_engine_id": address.engine_id,
+            "remote_host": address.host,
+            "remote_port": address.port,
+            "remote_block_ids": None,  # prefill may not have begun: open the transfer and wait
+        },
+    }
+
+
+def alone(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's request for one engine; a client's own transfer parameters are not trusted."""
+    return {name: value for name, value in body.items() if name != "kv_transfer_params"}
+
+
+def probe(model: str) -> dict[str, Any]:
+    """The question to which a prefill engine answers with its address; it leases nothing."""
+    return {
+        "model": model,
+        "prompt": "a",
+        "max_tokens": 1,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "describe": True,
+        },
+    }
+
+
+def address_in(answer: object) -> Address | None:
+    """The address in a prefill engine's answer, None if it carries none."""
+    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    if not isinstance(params, dict):
+        return None
+    engine_id, host, port = (params.get(f"remote_{name}") for name in ("engine_id", "host", "port"))
+    if not isinstance(engine_id, str) or not isinstance(host, str) or type(port) is not int:
+        return None
+    return Address(engine_id, host, port)
+
+
+def _check(body: Mapping[str, Any], name: str, wanted: str, right: bool) -> None:
+    if not right:
+        found = _kind(body[name]) if name in body else "missing"
+        raise BadRequestError(f"{name} is {found}: must be {wanted}", name)
+
+
+def _kind(value: object) -> str:
+    kinds = {type(None): "null", bool: "a boolean", str: "a string", list: "a list"}
+    return kinds.get(type(value), "an object" if isinstance(value, dict) else "a number")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:40]} is out of range")
+    return number

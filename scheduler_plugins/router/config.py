@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of the router."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Engines, where to listen, and how long to wait for what. Times are in seconds."""
+
+    prefill: tuple[str, ...]
+    """Base URLs of the prefill engines; `host:port` is taken as `http://host:port`."""
+    decode: tuple[str, ...]
+    """Base URLs of the decode engines."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 lets the system choose one."""
+    api_key: str = ""
+    """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
+    engines). Client requests carry the client's key."""
+    connect_timeout_s: float = 5.0
+    """Time to open a connection to an engine."""
+    first_byte_timeout_s: float = 300.0
+    """Longest wait for the first byte of a stream, queueing and prefill included."""
+    answer_timeout_s: float = 3600.0
+    """Longest wait for an answer that is not streamed, the whole generation included."""
+    idle_timeout_s: float = 120.0
+    """Longest pause inside an answer, and of a client that neither sends nor reads."""
+    refusal_grace_s: float = 1.0
+    """How long the decode engine may still be waiting for KV after the prefill engine refused its
+    copy, before the request is sent again without a transfer."""
+    health_interval_s: float = 1.0
+    """Pause between two health checks of one engine."""
+    health_timeout_s: float = 5.0
+    """Time in which `/health` must be answered."""
+    health_misses: int = 2
+    """Health checks in a row without any answer after which an engine counts as hung."""
+    drain_timeout_s: float = 30.0
+    """How long an engine that takes no new connections may go on with the requests it has."""
+    probe_timeout_s: float = 30.0
+    """Time in which a prefill engine must tell its address."""
+    probe_retry_s: float = 30.0
+    """Pause before a prefill engine without an address is asked again."""
+    attempts: int = 3
+    """Engines that may accept one request and fail it; those that cannot be reached do not count."""
+    body_mib: int = 64
+    """Largest request body, in MiB."""
+    shutdown_timeout_s: float = 10.0
+    """How long running requests may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Normalise the URLs and check every value.
+
+        Raises:
+            ValueError: naming the setting, the value found and the value wanted.
+        """
+        for side in ("prefill", "decode"):
+            object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port {self.port}: must be between 0 and 65535")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_s") and not 0 < value < float("inf"):
+                raise ValueError(f"{field.name} {value}: must be a number of seconds > 0")
+            if field.name in ("health_misses", "attempts", "body_mib") and value < 1:
+                raise ValueError(f"{field.name} {value}: must be 1 or more")
+
+    @property
+    def look_s(self) -> float:
+        """How often a silent exchange looks whether its engine still lives."""
+        return min(0.5, self.health_interval_s)
+
+
+def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
+    if not given:
+        raise ValueError(f"{side}: no URL given; name at least one engine (--{side} URL)")
+    urls = tuple(_base_url(side, url) for url in given)
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name each engine once")
+    return urls
+
+
+def _base_url(side: str, given: str) -> str:
+    url = given if "://" in given else f"http://{given}"
+    wanted = f"{side} {given!r}: must look like http://host:port"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{wanted} ({error})") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError(wanted)
+    if parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{wanted}, without query, fragment or user name")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines: who is alive, who is busy, and where prefill engines hand over KV."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from scheduler_plugins.router.body import Address
+from scheduler_plugins.router.metrics import Metrics
+
+
+class Role(StrEnum):
+    """The side of a handoff an engine is on."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine as the router knows it. Changed on the event loop only."""
+
+    url: str
+    role: Role
+    metrics: Metrics = field(repr=False)
+    up: bool = False
+    """Whether it gets requests."""
+    reason: str = "not checked yet"
+    """Why it is not up, or why it has no address."""
+    address: Address | None = None
+    """Where it hands over KV; None on the decode side, and for an engine without our connector."""
+    in_flight: int = 0
+    """Requests open to it."""
+    down_since: float | None = None
+    """When it went down, on the event loop's clock."""
+    refusing: bool = False
+    """Down, but only known to take no new connections: it may be draining."""
+
+    def lost(self, now: float, drain_timeout_s: float) -> bool:
+        """Whether nothing more is to be expected of the requests it has."""
+        if self.up or self.down_since is None:
+            return False
+        return not self.refusing or now - self.down_since >= drain_timeout_s
+
+    def set_up(self) -> None:
+        self.up, self.refusing, self.down_since = True, False, None
+        if self.address is not None or self.role is Role.DECODE:
+            self.reason = ""
+        self._report()
+
+    def set_down(self, now: float, reason: str, *, refusing: bool) -> bool:
+        """Take it out of service; its address is void, as a restart changes it.
+
+        Returns whether it was up.
+        """
+        was_up = self.up
+        # Once known to hang it stays so until it answers: a refusal says nothing better.
+        self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
+        if was_up or self.down_since is None:
+            self.down_since = now
+        self.up, self.reason, self.address = False, reason, None
+        self._report()
+        return was_up
+
+    def set_address(self, address: Address | None, reason: str = "") -> None:
+        self.address, self.reason = address, reason
+        self._report()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count one open request."""
+        gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
+        self.in_flight += 1
+        gauge.inc()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            gauge.dec()
+
+    def describe(self) -> dict[str, Any]:
+        """Its state as `/health` shows it."""
+        state: dict[str, Any] = {
+            "url": self.url,
+            "role": self.role,
+            "state": "up" if self.up else "down",
+            "in_flight": self.in_flight,
+        }
+        if self.role is Role.PREFILL:
+            state["hands_over_kv"] = self.address is not None
+        if self.reason:
+            state["reason"] = self.reason
+        return state
+
+    def _report(self) -> None:
+        self.metrics.engine_up.labels(self.url, self.role).set(self.up)
+        if self.role is Role.PREFILL:
+            self.metrics.prefill_addressable.labels(self.url).set(self.address is not None)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's Prometheus metrics."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+FIRST_TOKEN_BUCKETS_S = (
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0),
+)
+
+
+class Metrics:
+    """One router's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "pd_router:requests",
+            "Requests finished, by route and by what became of them.",
+            ["route", "outcome"],
+            registry=self.registry,
+        )
+        self.flows = Counter(
+            "pd_router:flows",
+            "Attempts sent to engines, by flow (disaggregated, decode_alone, prefill_alone) "
+            "and, where not disaggregated, why.",
+            ["flow", "cause"],
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "pd_router:retries",
+            "Attempts that failed before a byte reached the client, by cause.",
+            ["cause"],
+            registry=self.registry,
+        )
+        self.prefill_failures = Counter(
+            "pd_router:prefill_failures",
+            "Prefill copies that failed; the decode side computes the prompt itself then.",
+            ["cause"],
+            registry=self.registry,
+        )
+        self.first_token_s = Histogram(
+            "pd_router:time_to_first_token_seconds",
+            "From the request's arrival to the first byte sent to the client, streams only.",
+            ["flow"],
+            buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "pd_router:requests_in_flight",
+            "Client requests being served.",
+            registry=self.registry,
+        )
+        self.engine_in_flight = Gauge(
+            "pd_router:engine_requests_in_flight",
+            "Requests open to an engine.",
+            ["engine", "role"],
+            registry=self.registry,
+        )
+        self.engine_up = Gauge(
+            "pd_router:engine_up",
+            "1 while an engine gets requests, 0 while it does not.",
+            ["engine", "role"],
+            registry=self.registry,
+        )
+        self.prefill_addressable = Gauge(
+            "pd_router:prefill_addressable",
+            "1 while a prefill engine's address for KV transfers is known.",
+            ["engine"],
+            registry=self.registry,
+        )
+
+    def render(self) -> bytes:
+        """All samples in Prometheus' text format."""
+        return generate_latest(self.registry)

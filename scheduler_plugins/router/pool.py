@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines behind the router, and the tasks that watch their health."""
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from scheduler_plugins.router import body
+from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engines import Engine, Role
+from scheduler_plugins.router.exchange import (
+    EXCERPT_BYTES,
+    Call,
+    EngineFailedError,
+    Unreachable,
+    failure_of,
+)
+from scheduler_plugins.router.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What the watching task of one engine remembers."""
+
+    engine: Engine
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    checked: asyncio.Event = field(default_factory=asyncio.Event)
+    misses: int = 0
+    probe_at: float = 0.0
+
+
+class EnginePool:
+    """All engines. One task per engine polls its health and probes prefill engines."""
+
+    def __init__(
+        self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._watches = [
+            _Watch(Engine(url, role, metrics))
+            for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+            for url in urls
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [watch.engine for watch in self._watches]
+
+    async def start(self) -> None:
+        """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        self._tasks = [
+            asyncio.create_task(self._run(watch), name=f"watch {watch.engine.url}")
+            for watch in self._watches
+        ]
+        for watch in self._watches:
+            await watch.checked.wait()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def up(self, role: Role, besides: Collection[Engine] = ()) -> list[Engine]:
+        """Engines of one side that may get a request, without those in `besides`."""
+        return [e for e in self.engines if e.role is role and e.up and e not in besides]
+
+    def blame(self, engine: Engine, failure: EngineFailedError) -> None:
+        """A request failed: one that cannot be reached is down at once, any other is checked now."""
+        if isinstance(failure, Unreachable):
+            self._set_down(engine, str(failure), refusing=failure.refused)
+        self._watch_of(engine).wake.set()
+
+    def confirm(self, engine: Engine, seen: body.Address | None) -> None:
+        """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
+        if seen is not None and engine.address is not None and seen != engine.address:
+            logger.warning("%s changed its address: probing it again", engine.url)
+            engine.set_address(None, "its address changed")
+            watch = self._watch_of(engine)
+            watch.probe_at = 0.0
+            watch.wake.set()
+
+    def _watch_of(self, engine: Engine) -> _Watch:
+        return next(watch for watch in self._watches if watch.engine is engine)
+
+    async def _run(self, watch: _Watch) -> None:
+        while True:
+            try:
+                await self._check(watch)
+            except Exception:
+                # The watch must outlive any surprise, or its engine stays as it is for ever.
+                logger.exception("checking %s failed", watch.engine.url)
+            watch.checked.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.health_interval_s):
+                    await watch.wake.wait()
+            watch.wake.clear()
+
+    async def _check(self, watch: _Watch) -> None:
+        engine = watch.engine
+        try:
+            await self._ask(engine, Call("GET", "/health", {}), self._config.health_timeout_s)
+        except EngineFailedError as failure:
+            # A busy engine may be late once; one that refuses, resets or says 503 is not busy.
+            late = failure.cause == "timeout"
+            watch.misses += late
+            if not late or watch.misses >= self._config.health_misses:
+                refusing = isinstance(failure, Unreachable) and failure.refused
+                self._set_down(engine, f"/health: {failure}", refusing=refusing)
+            elif not engine.up:
+                engine.reason = f"/health: {failure}"
+            return
+        watch.misses = 0
+        if not engine.up:
+            watch.probe_at = 0.0
+        if engine.role is Role.PREFILL and engine.address is None:
+            await self._probe(watch)
+        if not engine.up:
+            engine.set_up()
+            logger.info("%s (%s) is up", engine.url, engine.role)
+
+    async def _probe(self, watch: _Watch) -> None:
+        """Ask a prefill engine for its address; without one it hands over no KV."""
+        now = asyncio.get_running_loop().time()
+        if now < watch.probe_at:
+            return
+        watch.probe_at = now + self._config.probe_retry_s
+        engine = watch.engine
+        headers = {"Content-Type": "application/json"}
+        if self._config.api_key:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        limit_s = self._config.probe_timeout_s
+        try:
+            model = _first_model(
+                await self._ask(engine, Call("GET", "/v1/models", headers), limit_s)
+            )
+            question = Call("POST", body.COMPLETIONS, headers, body.encode(body.probe(model)))
+            address = body.address_in(_decoded(await self._ask(engine, question, limit_s)))
+            reason = "" if address else "its answer to the probe has no address: not our connector"
+        except EngineFailedError as failure:
+            address, reason = None, f"the probe failed: {failure}"
+        said_before = reason == engine.reason
+        engine.set_address(address, reason)
+        if address is None:
+            level = logging.DEBUG if said_before else logging.WARNING
+            logger.log(level, "%s (prefill) hands over no KV: %s", engine.url, reason)
+        else:
+            watch.probe_at = math.inf
+            logger.info(
+                "%s (prefill) hands over KV at %s:%d", engine.url, address.host, address.port
+            )
+
+    async def _ask(self, engine: Engine, call: Call, limit_s: float) -> bytes:
+        """The body of an engine's answer 200. Raises EngineFailedError for anything else."""
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._session.request(
+                    call.method, engine.url + call.path, headers=call.headers, data=call.body
+                ) as response,
+            ):
+                raw = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise EngineFailedError("timeout", f"no answer within {limit_s:g} s") from None
+            raise failure_of(error) from None
+        if response.status != 200:
+            said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+            raise EngineFailedError("status", f"{call.path} answered {response.status}: {said or '-'}")
+        return raw
+
+    def _set_down(self, engine: Engine, reason: str, *, refusing: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if engine.set_down(now, reason, refusing=refusing):
+            logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
+
+
+def _first_model(raw: bytes) -> str:
+    """The name of the model an engine serves; adapters follow it in the list."""
+    listed = _decoded(raw)
+    data = listed.get("data") if isinstance(listed, dict) else None
+    first = data[0] if isinstance(data, list) and data else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str):
+        raise EngineFailedError("status", "/v1/models names no model")
+    return name
+
+
+def _decoded(raw: bytes) -> object:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise EngineFailedError("status", "its answer is not JSON") from None

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of one attempt: its copy of the request, sent beside the decode side's."""
+
+import asyncio
+import json
+import logging
+from types import TracebackType
+
+import aiohttp
+
+from scheduler_plugins.router import body
+from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engines import Engine
+from scheduler_plugins.router.exchange import Call, EngineFailedError, Patience, excerpt, exchange
+from scheduler_plugins.router.pool import EnginePool
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillCopy:
+    """A request running on a prefill engine for as long as the `async with` block.
+
+    Leaving the block cancels what still runs, and waits until it is gone. Its answer reaches
+    nobody: the KV goes to the decode engine by itself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        call: Call,
+        pool: EnginePool,
+        session: aiohttp.ClientSession,
+        config: RouterConfig,
+    ) -> None:
+        self.engine = engine
+        self.failure: EngineFailedError | None = None
+        self._failed_at = 0.0
+        self._call = call
+        self._pool = pool
+        self._session = session
+        self._config = config
+
+    async def __aenter__(self) -> "PrefillCopy":
+        self._task = asyncio.create_task(self._run(), name=f"prefill copy {self.engine.url}")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def refused(self, now: float) -> EngineFailedError | None:
+        """Why a decode engine that still waits for the KV waits in vain, None if it may not.
+
+        A prefill engine that dies takes its session with it, so the decode engine notices. One that
+        lives but never took the copy leaves the decode engine waiting for a transfer nobody knows.
+        """
+        if self.failure is None or self.failure.accepted:
+            return None
+        if now - self._failed_at < self._config.refusal_grace_s:
+            return None
+        return PrefillRefused(self.failure)
+
+    async def _run(self) -> None:
+        try:
+            await self._send()
+        except EngineFailedError as failure:
+            self._fail(failure)
+            self._pool.blame(self.engine, failure)
+        except Exception as error:
+            logger.exception("the prefill copy to %s failed", self.engine.url)
+            self._fail(EngineFailedError("internal", repr(error)))
+
+    async def _send(self) -> None:
+        # The decode side's limits end this block, so the copy needs none of its own but liveness.
+        limit_s = self._config.answer_timeout_s
+        patience = Patience(limit_s, self._config.idle_timeout_s)
+        async with exchange(
+            self._session, self.engine, self._call, patience, self._config
+        ) as answer:
+            if answer.status != 200:
+                said = await excerpt(answer)
+                raise EngineFailedError(
+                    f"status_{answer.status}", f"{answer.status}: {said}", accepted=False
+                )
+            raw = await answer.read_all()
+        try:
+            seen = body.address_in(json.loads(raw))
+        except (ValueError, RecursionError):
+            raise EngineFailedError("malformed", "its answer is not JSON") from None
+        self._pool.confirm(self.engine, seen)
+
+    def _fail(self, failure: EngineFailedError) -> None:
+        self.failure = failure
+        self._failed_at = asyncio.get_running_loop().time()
+
+
+class PrefillRefused(EngineFailedError):
+    """The decode engine is to be asked again, without a transfer; it has done nothing wrong."""
+
+    def __init__(self, failure: EngineFailedError) -> None:
+        super().__init__("prefill_refused", f"the prefill engine did not take its copy: {failure}")

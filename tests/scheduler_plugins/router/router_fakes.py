@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake engines that inject faults and count, and a router in front of them.
+
+Real engines are tested under tests/engines; these only do what a real one cannot be made to do.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDictProxy
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler_plugins.router.app import SHARED, create_app
+from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engines import Engine
+
+Behaviour = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+DEADLINE_S = 20.0
+FAST = {
+    "health_interval_s": 0.05,
+    "health_timeout_s": 2.0,
+    "connect_timeout_s": 5.0,
+    "probe_timeout_s": 5.0,
+    "probe_retry_s": 0.2,
+    "refusal_grace_s": 0.3,
+}
+
+
+def event(text: str) -> bytes:
+    return f"data: {json.dumps({'text': text})}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def answer(
+    engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """What a healthy engine does: four events, or one object; who answered is in it."""
+    if body.get("stream"):
+        return await stream(4)(engine, request, body)
+    content = {"id": "cmpl-1", "served_by": engine.name}
+    return web.json_response(content, headers={"X-Engine": engine.name})
+
+
+def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
+    """So many events, and then `end`, `die`, `hang`, `stop` (no end mark), `half` (an event)."""
+
+    async def behave(
+        engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number in range(events):
+            await response.write(event(f"{engine.name}{number}"))
+            await asyncio.sleep(gap_s)
+        if then == "half":
+            await response.write(b'data: {"text": "hal')
+            await asyncio.sleep(0.02)
+        if then in ("die", "half"):
+            drop(request)
+        elif then == "hang":
+            await forever()
+        elif then == "end":
+            await response.write(DONE)
+        return response
+
+    return behave
+
+
+async def hang(
+    engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    await forever()
+    raise AssertionError
+
+
+async def drop_at_once(
+    engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    drop(request)
+    return web.Response()
+
+
+async def die_inside_json(
+    engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = 1000
+    await response.prepare(request)
+    await response.write(b'{"id": ')
+    await asyncio.sleep(0.02)
+    drop(request)
+    return response
+
+
+def status(code: int) -> Behaviour:
+    async def behave(
+        engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        error = {"error": {"message": f"{engine.name} says {code}", "code": code}}
+        return web.json_response(error, status=code)
+
+    return behave
+
+
+def slow(delay_s: float) -> Behaviour:
+    async def behave(
+        engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        await asyncio.sleep(delay_s)
+        return await answer(engine, request, body)
+
+    return behave
+
+
+def drop(request: web.Request) -> None:
+    """Break the connection as a killed process does."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+class FakeEngine:
+    """An engine's HTTP side. `behave` answers completions; everything it got is kept."""
+
+    def __init__(self, name: str, engine_id: str | None = None) -> None:
+        self.name = name
+        self.engine_id = engine_id
+        self.behave: Behaviour = answer
+        self.api_key = ""
+        self.healthy = True
+        self.hung = False
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[CIMultiDictProxy[str]] = []
+        self.probes = 0
+        self.health_checks = 0
+        self.cancelled = 0
+        self.running = 0
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def params(self) -> list[dict[str, Any] | None]:
+        return [body.get("kv_transfer_params") for body in self.bodies]
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        # access_log off: it formats a date for every request
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def refuse(self) -> None:
+        """Stop listening and keep the open connections, as a draining engine does."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
+    async def die(self) -> None:
+        """Stop listening and break every connection, as a killed engine does."""
+        if self._runner is None:
+            return
+        await self.refuse()
+        assert self._runner.server is not None
+        for protocol in list(self._runner.server.connections):
+            if protocol.transport is not None:
+                protocol.transport.abort()
+        await self._runner.cleanup()
+        self._runner = None
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        self.health_checks += 1
+        if self.hung:
+            await forever()
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": "m"}, {"id": "adapter"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": {"message": "no key", "code": 401}}, status=401)
+        if (body.get("kv_transfer_params") or {}).get("describe"):
+            self.probes += 1
+            return self.describe(body)
+        self.bodies.append(body)
+        self.headers.append(request.headers)
+        self.running += 1
+        try:
+            return await self.behave(self, request, body)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def describe(self, body: dict[str, Any]) -> web.Response:
+        """The answer to the router's probe."""
+        assert body["model"] == "m"
+        params = None
+        if self.engine_id is not None:
+            params = {
+                "remote_engine_id": self.engine_id,
+                "remote_host": "127.0.0.1",
+                "remote_port": 7000,
+                "describe": True,
+            }
+        return web.json_response({"id": "cmpl-0", "kv_transfer_params": params})
+
+
+class World:
+    """Fake engines, a router on a real socket, a client. Leaving checks that nothing is left."""
+
+    def __init__(self, prefill: int = 1, decode: int = 1, **settings: Any) -> None:
+        self.p = [FakeEngine(f"p{n}", engine_id=f"engine-p{n}") for n in range(prefill)]
+        self.d = [FakeEngine(f"d{n}") for n in range(decode)]
+        self._settings = {**FAST, **settings}
+
+    async def __aenter__(self) -> "World":
+        self._sockets_before = sockets()
+        for engine in self.p + self.d:
+            await engine.start()
+        config = RouterConfig(
+            prefill=tuple(e.url for e in self.p),
+            decode=tuple(e.url for e in self.d),
+            **self._settings,
+        )
+        self.app = create_app(config)
+        self._runner = web.AppRunner(
+            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = self._runner.addresses[0][1]
+        self.client = aiohttp.ClientSession(
+            f"http://127.0.0.1:{self.port}", timeout=aiohttp.ClientTimeout(total=DEADLINE_S)
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            await self.idle()
+        await self.client.close()
+        await self._runner.cleanup()
+        for engine in self.p + self.d:
+            await engine.die()
+        if error is None:
+            await until(lambda: len(asyncio.all_tasks()) == 1, "only the test's own task is left")
+            await until(lambda: sockets() == self._sockets_before, "all sockets are closed")
+
+    @property
+    def engines(self) -> list[Engine]:
+        return self.app[SHARED].pool.engines
+
+    def known(self, fake: FakeEngine) -> Engine:
+        """What the router knows of a fake engine."""
+        return next(engine for engine in self.engines if engine.url == fake.url)
+
+    async def idle(self) -> None:
+        """Wait until no request is open anywhere, on either side of the router."""
+        await until(lambda: all(e.in_flight == 0 for e in self.engines), "the router is idle")
+        await until(lambda: all(e.running == 0 for e in self.p + self.d), "the engines are idle")
+        await until(lambda: self._requests_in_flight() == 0, "no client request is open")
+
+    def _requests_in_flight(self) -> float | None:
+        registry = self.app[SHARED].metrics.registry
+        return registry.get_sample_value("pd_router:requests_in_flight")
+
+    async def down(self, fake: FakeEngine) -> None:
+        await until(lambda: not self.known(fake).up, f"{fake.name} is down")
+
+    async def up(self, fake: FakeEngine) -> None:
+        await until(lambda: self.known(fake).up, f"{fake.name} is up")
+
+    async def complete(self, **body: Any) -> "Reply":
+        """A completion, read to its end."""
+        return await self.post("/v1/completions", {"model": "m", "prompt": "hello", **body})
+
+    async def post(self, path: str, body: Any, **headers: str) -> "Reply":
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(path, data=content, headers=headers) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def get(self, path: str) -> "Reply":
+        async with self.client.get(path) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of that name with these labels."""
+        families = text_string_to_metric_families((await self.get("/metrics")).text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == f"pd_router:{name}" and labels.items() <= sample.labels.items()
+        )
+
+
+class Reply:
+    """What the client got."""
+
+    def __init__(self, status: int, headers: CIMultiDictProxy[str], content: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.content = content
+
+    @property
+    def text(self) -> str:
+        return self.content.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def events(self) -> list[Any]:
+        """The stream's events, all of which must be whole."""
+        assert self.content.endswith(b"\n\n"), self.content
+        lines = self.text.strip().split("\n\n")
+        assert all(line.startswith("data: ") for line in lines), lines
+        data = [line.removeprefix("data: ") for line in lines]
+        return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run one scenario under a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition; fails after the deadline, saying which."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + DEADLINE_S / 2
+    while not condition():
+        assert loop.time() < end, f"never came true: {what}; tasks: {asyncio.all_tasks()}"
+        await asyncio.sleep(0.005)
+
+
+def sockets() -> int:
+    """Open sockets of this process."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings, and the command as a user starts it."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from scheduler_plugins.router.config import RouterConfig
+
+COMMAND = [sys.executable, "-m", "scheduler_plugins.router"]
+
+
+def config(**settings: object) -> RouterConfig:
+    return RouterConfig(**{"prefill": ("http://p:1",), "decode": ("http://d:1",), **settings})  # type: ignore[arg-type]
+
+
+def test_urls_are_brought_to_one_form() -> None:
+    urls = ("a:1", "http://b:2/", "http://c:3/v1", "https://d/base/")
+    assert config(prefill=urls).prefill == (
+        "http://a:1",
+        "http://b:2",
+        "http://c:3",
+        "https://d/base",
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"prefill": ()}, "prefill: no URL"),
+        ({"decode": ("ftp://x",)}, "decode 'ftp://x'"),
+        ({"decode": ("http://x:notaport",)}, "decode 'http://x:notaport'"),
+        ({"decode": ("http://x:99999",)}, "decode 'http://x:99999'"),
+        ({"decode": ("a:1", "http://a:1/")}, "given 2 times"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s 0"),
+        ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
+        ({"attempts": 0}, "attempts 0"),
+        ({"port": 70000}, "port 70000"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], names: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(names)):
+        config(**settings)
+
+
+def test_wrong_options_end_with_a_message_and_status_2() -> None:
+    ended = subprocess.run(
+        [*COMMAND, "--prefill", "ftp://x", "--decode", "d:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "prefill 'ftp://x': must look like http://host:port" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_port_in_use_ends_with_a_message_and_status_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [*COMMAND, "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", port],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_listens_without_any_engine_alive_and_ends_on_a_signal(number: int) -> None:
+    command = [*COMMAND, "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", "0"]
+    router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert router.stderr is not None
+        url = next(
+            found.group()
+            for line in router.stderr
+            if (found := re.search(r"http://[\d.:]+$", line))
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{url}/health", timeout=20)
+        assert caught.value.code == 503
+        assert json.load(caught.value)["status"] == "unavailable"
+        router.send_signal(number)
+        _, said = router.communicate(timeout=20)
+        assert router.returncode == 0
+        assert "Traceback" not in said
+    finally:
+        router.kill()
+        router.communicate()
