@@ -24,7 +24,7 @@ class EngineFailedError(Exception):
         """Whether the engine may have begun to work on the request."""
 
 
-class Unreachable(EngineFailedError):
+class UnreachableError(EngineFailedError):
     """No connection; the engine has not seen the request."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
@@ -195,8 +195,8 @@ def failure_of(error: Exception) -> EngineFailedError:
     if isinstance(error, aiohttp.ClientConnectorError):
         refused = isinstance(error.os_error, ConnectionRefusedError)
         reason = "refused" if refused else error.os_error.strerror or str(error.os_error)
-        return Unreachable(f"no connection: {reason}", refused=refused)
+        return UnreachableError(f"no connection: {reason}", refused=refused)
     if isinstance(error, TimeoutError):
-        return Unreachable("no connection: timed out", refused=False)
+        return UnreachableError("no connection: timed out", refused=False)
     what = str(error) or type(error).__name__
     return EngineFailedError("died", f"the connection broke: {what}")

@@ -18,7 +18,7 @@ from scheduler_plugins.router.exchange import (
     EXCERPT_BYTES,
     Call,
     EngineFailedError,
-    Unreachable,
+    UnreachableError,
     failure_of,
 )
 from scheduler_plugins.router.metrics import Metrics
@@ -76,7 +76,7 @@ class EnginePool:
 
     def blame(self, engine: Engine, failure: EngineFailedError) -> None:
         """A request failed: one that cannot be reached is down at once, any other is checked now."""
-        if isinstance(failure, Unreachable):
+        if isinstance(failure, UnreachableError):
             self._set_down(engine, str(failure), refusing=failure.refused)
         self._watch_of(engine).wake.set()
 
@@ -114,7 +114,7 @@ class EnginePool:
             late = failure.cause == "timeout"
             watch.misses += late
             if not late or watch.misses >= self._config.health_misses:
-                refusing = isinstance(failure, Unreachable) and failure.refused
+                refusing = isinstance(failure, UnreachableError) and failure.refused
                 self._set_down(engine, f"/health: {failure}", refusing=refusing)
             elif not engine.up:
                 engine.reason = f"/health: {failure}"
@@ -175,7 +175,9 @@ class EnginePool:
             raise failure_of(error) from None
         if response.status != 200:
             said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-            raise EngineFailedError("status", f"{call.path} answered {response.status}: {said or '-'}")
+            raise EngineFailedError(
+                "status", f"{call.path} answered {response.status}: {said or '-'}"
+            )
         return raw
 
     def _set_down(self, engine: Engine, reason: str, *, refusing: bool) -> None:

@@ -63,7 +63,7 @@ class PrefillCopy:
             return None
         if now - self._failed_at < self._config.refusal_grace_s:
             return None
-        return PrefillRefused(self.failure)
+        return PrefillRefusedError(self.failure)
 
     async def _run(self) -> None:
         try:
@@ -99,7 +99,7 @@ class PrefillCopy:
         self._failed_at = asyncio.get_running_loop().time()
 
 
-class PrefillRefused(EngineFailedError):
+class PrefillRefusedError(EngineFailedError):
     """The decode engine is to be asked again, without a transfer; it has done nothing wrong."""
 
     def __init__(self, failure: EngineFailedError) -> None:

@@ -34,7 +34,7 @@ from scheduler_plugins.router.exchange import (
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policy import Policy
 from scheduler_plugins.router.pool import EnginePool
-from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefused
+from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ClientRequest:
                     "request %s: %s (%s) failed: %s",
                     *(self._request_id, plan.answering.url, plan.answering.role, failure),
                 )
-                if not isinstance(failure, PrefillRefused):
+                if not isinstance(failure, PrefillRefusedError):
                     self._shared.pool.blame(plan.answering, failure)
                 if self._response is not None:
                     return await self._interrupt(self._response, plan.answering, failure)
@@ -151,7 +151,7 @@ class ClientRequest:
 
     def _note(self, plan: Plan, failure: EngineFailedError) -> None:
         self._shared.metrics.retries.labels(failure.cause).inc()
-        if isinstance(failure, PrefillRefused):
+        if isinstance(failure, PrefillRefusedError):
             self._alone = failure.cause
             return
         self._failed[plan.answering] = str(failure)

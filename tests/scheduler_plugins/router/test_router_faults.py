@@ -21,7 +21,7 @@ from router_fakes import (
 )
 
 from scheduler_plugins.router.app import SHARED
-from scheduler_plugins.router.exchange import Unreachable
+from scheduler_plugins.router.exchange import UnreachableError
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_an_engine_that_cannot_be_reached_is_down_before_any_check_has_run() -> 
     async def scenario() -> None:
         async with World(decode=2) as world:
             engine = world.known(world.d[0])
-            world.app[SHARED].pool.blame(engine, Unreachable("no connection", refused=True))
+            world.app[SHARED].pool.blame(engine, UnreachableError("no connection", refused=True))
             assert not engine.up
             await world.up(world.d[0])
 
