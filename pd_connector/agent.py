@@ -17,7 +17,7 @@ import zmq
 
 from pd_connector.config import Config
 from pd_connector.consumer import Finished, Load, Source
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, ConfigError
 from pd_connector.fetch import Fetcher
 from pd_connector.pages import PagedCache
 from pd_connector.producer import Free, Offer
@@ -79,7 +79,8 @@ class Agent:
         transports: what moves bytes; made from the config by default.
 
     Raises:
-        PDConnectorError: the host cannot be listened on, or a transport cannot be set up.
+        PDConnectorError: the host cannot be listened on, a transport cannot be set up, or a
+            page does not fit in a slot.
     """
 
     def __init__(
@@ -93,6 +94,11 @@ class Agent:
         consumes: bool,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
+        if cache.geometry.page_bytes > config.slot_bytes:
+            raise ConfigError(
+                f"slot_mib {config.slot_mib}: one page of one layer has "
+                f"{cache.geometry.page_bytes} bytes and must fit in a slot (config key slot_mib)"
+            )
         self.identity = Identity(engine_id, secrets.randbits(63), model)
         self.telemetry = Telemetry()
         self._config = config
@@ -105,17 +111,17 @@ class Agent:
         self._failed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        keys = CurveKeys.derive(config.key) if config.key else None
-        self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
-        sending = Slab(config.slots, config.slot_bytes)
+        self._gatekeeper: Gatekeeper | None = None
         self._landing = Slab(config.slots, config.slot_bytes, shared="shm" in config.transports)
-        made = make_transports(self._context, config, keys, self._landing, sending)
-        self._transports = [wrap(transport) for transport in made]
-        common = self._context, config, keys, self.identity, cache, self._transports
-        self._server = (
-            Server(*common, sending, self.telemetry, self._outcomes.put) if produces else None
-        )
-        self._fetcher = Fetcher(*common, self.telemetry, self._outcomes.put) if consumes else None
+        self._transports: list[Transport] = []
+        self._server: Server | None = None
+        self._fetcher: Fetcher | None = None
+        try:
+            self._set_up(produces, consumes, wrap)
+        except BaseException:
+            self._shut()
+            os.close(self._wake)
+            raise
         self._update_gauges()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
@@ -167,6 +173,21 @@ class Agent:
             return
         os.close(self._wake)
 
+    def _set_up(
+        self, produces: bool, consumes: bool, wrap: Callable[[Transport], Transport]
+    ) -> None:
+        config = self._config
+        keys = CurveKeys.derive(config.key) if config.key else None
+        self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
+        sending = Slab(config.slots, config.slot_bytes)
+        made = make_transports(self._context, config, keys, self._landing, sending)
+        self._transports = [wrap(transport) for transport in made]
+        common = self._context, config, keys, self.identity, self._cache, self._transports
+        if produces:
+            self._server = Server(*common, sending, self.telemetry, self._outcomes.put)
+        if consumes:
+            self._fetcher = Fetcher(*common, self.telemetry, self._outcomes.put)
+
     def _run(self) -> None:
         try:
             while not self._stopping:
@@ -194,13 +215,14 @@ class Agent:
             os.eventfd_read(self._wake)
         if self._gatekeeper:
             self._gatekeeper.answer()
-        # Messages before chunks: an `Accept` precedes what it announces.
-        if self._server:
-            self._server.receive(now)
-        if self._fetcher:
-            self._fetcher.receive(now)
+        messages = self._server.take() if self._server else []
+        # Between the two, so that an offer is known to whatever was sent after it.
         while not self._commands.empty():
             self._obey(*self._commands.get(), now)
+        if self._server:
+            self._server.handle(messages, now)
+        if self._fetcher:
+            self._fetcher.receive(now)
         for transport in self._transports:
             written, landed = transport.poll()
             for write in written:
@@ -210,7 +232,7 @@ class Agent:
                 if self._fetcher:
                     self._fetcher.landed(arrival, now)
         if self._server:
-            self._server.send()
+            self._server.send(now)
             self._server.tick(now)
         if self._fetcher:
             self._fetcher.tick(now)

@@ -14,6 +14,8 @@ from pd_connector.errors import ConfigError
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
 MIN_KEY_CHARACTERS = 16
+MAX_SLOTS = 4096
+"""As many as one message of the control channel can grant."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,6 +104,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be 1 or more")
+        if self.slots > MAX_SLOTS:
+            raise ConfigError(f"slots {self.slots}: must be {MAX_SLOTS} at most")
         for name in self.__struct_fields__:
             if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} {getattr(self, name)}: must be a number of seconds > 0")

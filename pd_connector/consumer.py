@@ -5,7 +5,6 @@ No sockets, no engine, no clock: events come in as calls with the time, and what
 out as actions. Each load ends in exactly one `Finished`.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -115,11 +114,13 @@ class Consumer:
         self._one_sided = one_sided
         self._transfers: dict[str, _Incoming] = {}
         self._sessions: dict[Source, int] = {}  # sessions that stand, and their producer's epoch
-        # Slots quarantined until `Cancelled` comes, or until that time has passed.
+        # Cancelled transfers, and their slots: quarantined until `Cancelled` comes, or until that
+        # time has passed. Until then the same transfer is not loaded again, for a `Cancelled`
+        # does not say which of two ends it confirms.
         self._ending: dict[tuple[Source, str], tuple[list[int], float]] = {}
         # For producers whose session does not stand yet.
         self._farewells: dict[Source, list[wire.Message]] = {}
-        self._hungry: deque[str] = deque()
+        self._hungry: dict[str, None] = {}  # in the order in which they are served
 
     @property
     def transfers(self) -> int:
@@ -142,6 +143,10 @@ class Consumer:
         incoming = self._transfers.get(load.transfer)
         if incoming is not None and (incoming.load or incoming.request != load.request):
             return [Finished(load.request, Cause.DUPLICATE, load.transfer, 0, 0, 0.0)]
+        if (load.source, load.transfer) in self._ending:
+            self._transfers.pop(load.transfer, None)
+            detail = f"{load.transfer}: its last load still ends"
+            return [Finished(load.request, Cause.DUPLICATE, detail, 0, 0, 0.0)]
         incoming = self._transfers.setdefault(load.transfer, _Incoming(load.request, load.source))
         incoming.load = load
         incoming.source = load.source
@@ -196,7 +201,7 @@ class Consumer:
             return self._finish(message.transfer, Cause.CHUNK_MISMATCH, detail, now)
         incoming.accepted = True
         incoming.deadline = now + self._config.stall_timeout_s
-        self._hungry.append(message.transfer)
+        self._hungry[message.transfer] = None
         return self._grant(now)
 
     def refuse(self, source: Source, message: wire.Refuse, now: float) -> list[Action]:
@@ -265,7 +270,7 @@ class Consumer:
         incoming.deadline = now + self._config.stall_timeout_s
         if not incoming.missing:
             return self._finish(transfer, None, "", now)
-        self._hungry.append(transfer)
+        self._hungry[transfer] = None
         return self._grant(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -321,7 +326,8 @@ class Consumer:
         """Grant free slots, one at a time in turn, to the transfers that want some."""
         granted: dict[str, list[int]] = {}
         while self._pool.free and self._hungry:
-            transfer = self._hungry.popleft()
+            transfer = next(iter(self._hungry))
+            del self._hungry[transfer]
             incoming = self._transfers.get(transfer)
             if incoming is None or not incoming.wants_slots:
                 continue
@@ -329,7 +335,7 @@ class Consumer:
                 incoming.deadline = now + self._config.stall_timeout_s
             granted.setdefault(transfer, []).extend(self._take_slots(transfer, incoming, 1))
             if incoming.wants_slots:
-                self._hungry.append(transfer)
+                self._hungry[transfer] = None
         return [
             Tell(self._transfers[transfer].source, wire.Credit(transfer, slots))
             for transfer, slots in granted.items()
@@ -345,7 +351,7 @@ class Consumer:
             self._pool.quarantine(slot, until)
         if source in self._sessions:
             actions.append(Tell(source, over))
-            if incoming.slots:
+            if cause is not None:
                 self._ending[source, transfer] = incoming.slots, until
         else:
             self._farewells.setdefault(source, []).append(over)

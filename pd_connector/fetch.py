@@ -21,6 +21,8 @@ from pd_connector.transport.base import Landed, Transport
 
 logger = logging.getLogger("pd_connector.fetch")
 
+_TRANSFERS_PER_HEARTBEAT = 256
+
 
 @dataclass(slots=True)
 class _Session:
@@ -96,8 +98,9 @@ class Fetcher:
                 except MalformedMessageError as error:
                     self._end(source, Cause.MALFORMED_MESSAGE, str(error), now)
                     break
-                session.deadline = now + self._config.session_timeout_s
                 self._dispatch(source, session, message, now)
+                if session.greeted:  # until then only `Welcome` counts as an answer
+                    session.deadline = now + self._config.session_timeout_s
             if self._sessions.get(source) is session and (lost := session.connection.lost()):
                 self._end(source, *lost, now)
 
@@ -125,8 +128,8 @@ class Fetcher:
             self._next_heartbeat = now + self._config.heartbeat_s
             for source, session in self._sessions.items():
                 if session.greeted:
-                    beat = wire.Heartbeat(self._consumer.wanted(source)[:4096])
-                    session.connection.send(wire.encode(beat))
+                    for part in _parts(self._consumer.wanted(source)):
+                        session.connection.send(wire.encode(wire.Heartbeat(part)))
 
     def close(self) -> None:
         for session in self._sessions.values():
@@ -155,6 +158,15 @@ class Fetcher:
         self, source: Source, session: _Session, welcome: wire.Welcome, now: float
     ) -> None:
         transport = self._transports.get(welcome.transport)
+        if not wire.OLDEST_SCHEMA <= welcome.schema <= wire.SCHEMA:
+            detail = (
+                f"wire schema: producer chose {welcome.schema}, consumer speaks "
+                f"{wire.OLDEST_SCHEMA}-{wire.SCHEMA}"
+            )
+            return self._end(source, Cause.VERSION, detail, now)
+        if source.engine_id not in ("", welcome.engine_id):
+            detail = f"engine {welcome.engine_id} answers, {source.engine_id} was wanted"
+            return self._end(source, Cause.UNREACHABLE, detail, now)
         if session.greeted or transport is None:
             detail = f"welcome to transport {welcome.transport!r}, or a second one"
             return self._end(source, Cause.MALFORMED_MESSAGE, detail, now)
@@ -247,6 +259,12 @@ class Fetcher:
                     finished.detail,
                 )
         self._finished(finished)
+
+
+def _parts(transfers: list[str]) -> list[list[str]]:
+    """Cut what is wanted into heartbeats that stay below `wire.MAX_MESSAGE_BYTES`."""
+    size = _TRANSFERS_PER_HEARTBEAT
+    return [transfers[i : i + size] for i in range(0, max(1, len(transfers)), size)]
 
 
 def _cause(name: str) -> Cause:

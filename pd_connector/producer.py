@@ -77,6 +77,8 @@ class _Outgoing:
     next_chunk: int = 0
     writing: int = 0
     credits: deque[int] = field(default_factory=deque)
+    # Sessions that asked and were refused: their `Cancel` is not the true consumer's.
+    refused: set[Session] = field(default_factory=set)
 
     @property
     def sendable(self) -> bool:
@@ -136,6 +138,8 @@ class Producer:
         """A consumer asks for pages."""
         transfer = message.transfer
         outgoing = self._transfers.get(transfer)
+        if (session, transfer) in self._draining:
+            return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
         if outgoing is None:
             if not message.wait:
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such pages here")]
@@ -148,10 +152,11 @@ class Producer:
         return self._start(transfer, outgoing) if outgoing.offer else []
 
     def credit(self, session: Session, transfer: str, slots: Sequence[int]) -> None:
-        """A consumer grants slots."""
+        """A consumer grants slots; more than there are chunks left have no meaning."""
         outgoing = self._opened_by(session, transfer)
         if outgoing is not None:
-            outgoing.credits.extend(slots)
+            room = len(outgoing.chunks) - outgoing.next_chunk - len(outgoing.credits)
+            outgoing.credits.extend(slots[: max(0, room)])
             self._mark_ready(transfer, outgoing)
 
     def next_send(self) -> Send | None:
@@ -208,6 +213,9 @@ class Producer:
             return [answer]
         if outgoing.opening is not None and outgoing.opening.session != session:
             return [answer]
+        if outgoing.opening is None and session in outgoing.refused:
+            outgoing.refused.discard(session)
+            return [answer]
         if outgoing.offer is None:
             self._unwanted[transfer] = now + self._config.wait_timeout_s
         actions = self._end(transfer, cause, "", tell=False)
@@ -229,6 +237,7 @@ class Producer:
         for transfer, outgoing in list(self._transfers.items()):
             if outgoing.opening is not None and outgoing.opening.session == session:
                 actions += self._end(transfer, Cause.SESSION_LOST, "", tell=False)
+            outgoing.refused.discard(session)
         self._awaiting_end = {key for key in self._awaiting_end if key[0] != session}
         return actions
 
@@ -265,6 +274,7 @@ class Producer:
         if problem is not None or chosen is None:
             # The pages stay leased: whoever asked was not the consumer they are meant for.
             outgoing.opening = None
+            outgoing.refused.add(session)
             outgoing.credits.clear()
             return [_refusal(session, transfer, *(problem or (Cause.INTERNAL, "")))]
         outgoing.codec = chosen.name

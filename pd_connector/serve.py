@@ -22,6 +22,8 @@ from pd_connector.transport.base import Route, Transport, Written
 
 logger = logging.getLogger("pd_connector.serve")
 
+_MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
+
 
 class Identity(NamedTuple):
     """Who this rank is, as its peers see it. `epoch` differs for every start."""
@@ -44,6 +46,7 @@ class _Writing(NamedTuple):
     transfer: str
     send_slot: int
     nbytes: int
+    deadline: float
 
 
 class Server:
@@ -108,9 +111,13 @@ class Server:
     def withdraw(self, transfer: str) -> None:
         self._act(self._producer.withdraw(transfer))
 
-    def receive(self, now: float) -> None:
-        """Handle every message that waits."""
-        for sender, data in self._listener.receive():
+    def take(self) -> list[tuple[bytes, bytes]]:
+        """Messages that wait, to be given to `handle`."""
+        return self._listener.receive()
+
+    def handle(self, messages: Sequence[tuple[bytes, bytes]], now: float) -> None:
+        """Do what consumers ask."""
+        for sender, data in messages:
             try:
                 message = wire.decode_consumer_message(data)
             except MalformedMessageError as error:
@@ -140,13 +147,17 @@ class Server:
             self._producer.written(writing.session, writing.transfer, written.ok, written.detail)
         )
 
-    def send(self) -> None:
+    def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
         while self._send_slots and (send := self._producer.next_send()) is not None:
-            self._write(send)
+            self._write(send, now)
 
     def tick(self, now: float) -> None:
-        """End silent sessions and expired leases."""
+        """End silent sessions, sessions whose transport does not move, and expired leases."""
+        for stuck in {w.session for w in self._writing.values() if w.deadline <= now}:
+            if stuck in self._sessions:
+                detail = "a write did not end within stall_timeout_s"
+                self._reject(stuck, Cause.STALLED, detail)
         for sender, session in list(self._sessions.items()):
             if session.heard + self._config.session_timeout_s < now:
                 logger.warning("consumer %s fell silent: session ended", session.engine_id)
@@ -223,10 +234,11 @@ class Server:
         return f"consumer offers {offered}; here {'; '.join(problems)}"
 
     def _reject(self, sender: bytes, cause: Cause, detail: str) -> None:
+        detail = detail[:_MAX_DETAIL]
         logger.warning("session refused (%s): %s", cause, detail)
         self._telemetry.count("rejected_sessions", cause=cause)
         self._forget(sender)
-        reject = wire.Reject(cause, detail[:4096], wire.SCHEMA, wire.OLDEST_SCHEMA)
+        reject = wire.Reject(cause, detail, wire.SCHEMA, wire.OLDEST_SCHEMA)
         self._listener.send(sender, wire.encode(reject))
 
     def _forget(self, sender: bytes) -> None:
@@ -235,7 +247,7 @@ class Server:
             self._act(self._producer.session_lost(sender))
             session.transport.disconnect(session.route)
 
-    def _write(self, send: Send) -> None:
+    def _write(self, send: Send, now: float) -> None:
         session = self._sessions[send.session]
         send_slot = self._send_slots.popleft()
         fence = self._fences.get(send.request)
@@ -262,7 +274,8 @@ class Server:
             self._act(self._producer.written(send.session, send.transfer, False, str(error)))
             return
         self._telemetry.count("sent_chunks")
-        writing = _Writing(send.session, send.transfer, send_slot, len(payload))
+        deadline = now + self._config.stall_timeout_s
+        writing = _Writing(send.session, send.transfer, send_slot, len(payload), deadline)
         self._writing[session.transport.name, token] = writing
 
     def _act(self, actions: list[Action]) -> None:

@@ -22,6 +22,8 @@ _LOST: dict[int, tuple[Cause, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (Cause.AUTHENTICATION, "handshake failed"),
 }
 _WATCHED = sum(_LOST)
+_MAX_BATCH = 256
+"""Messages taken at a time: who floods one socket does not keep the thread from the others."""
 
 
 class Listener:
@@ -46,9 +48,9 @@ class Listener:
         self.port = bound_port(self.socket)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """Everything that waits, as (sender, bytes); more than one frame counts as malformed."""
+        """What waits, as (sender, bytes); more than one frame counts as malformed."""
         arrived: list[tuple[bytes, bytes]] = []
-        while readable(self.socket):
+        while len(arrived) < _MAX_BATCH and readable(self.socket):
             sender, *frames = self.socket.recv_multipart()
             arrived.append((sender, frames[0] if len(frames) == 1 else b""))
         return arrived
@@ -85,9 +87,9 @@ class Connection:
             raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
 
     def receive(self) -> list[bytes]:
-        """Every message that waits."""
+        """Messages that wait."""
         arrived: list[bytes] = []
-        while readable(self.socket):
+        while len(arrived) < _MAX_BATCH and readable(self.socket):
             frames = self.socket.recv_multipart()
             arrived.append(frames[0] if len(frames) == 1 else b"")
         return arrived

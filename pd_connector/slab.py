@@ -49,6 +49,7 @@ class Slab:
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
+            self._buffer = np.empty(0, dtype=np.uint8)  # the mapping has a descriptor of its own
 
     def slot(self, index: int, nbytes: int | None = None) -> memoryview:
         """The first `nbytes` bytes of a slot (all of it by default), writable."""

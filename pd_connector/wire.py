@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.geometry import Geometry
 
@@ -26,7 +27,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Fingerprint = Annotated[bytes, msgspec.Meta(max_length=64)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Slots = Annotated[list[Count], msgspec.Meta(max_length=4096)]
+Slots = Annotated[list[Count], msgspec.Meta(max_length=MAX_SLOTS)]
 Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 

@@ -19,7 +19,7 @@ def make_transports(
         if name == "nixl":
             from pd_connector.transport.nixl import NixlTransport
 
-            made.append(NixlTransport(landing, sending))
+            made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":
             made.append(ShmTransport(landing))
         else:

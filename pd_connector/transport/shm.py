@@ -15,8 +15,10 @@ import os
 import secrets
 import socket
 import struct
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -28,6 +30,7 @@ from pd_connector.transport.base import Landed, Route, Transport, Written
 _NOTE = struct.Struct("<IQ")  # slot, bytes; the header follows
 _TOKEN_BYTES = 16
 _MAX_NOTE_BYTES = 4096
+_MAX_NOTES = 1024  # taken from one producer at a time
 _MAX_STRANGERS = 64
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -35,8 +38,16 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 class _Address(msgspec.Struct, frozen=True, array_like=True):
     listener: str
     token: bytes
-    slots: int
-    slot_bytes: int
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+@dataclass(slots=True)
+class _Producer:
+    """A producer that may write here, once for every session that expects it."""
+
+    expected: int = 0
+    links: list[socket.socket] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -48,6 +59,7 @@ class _Consumer:
     slot_bytes: int
     window: mmap.mmap | None = None
     waiting: list[tuple[bytes, bytes, int]] = field(default_factory=list)
+    notes: deque[bytes] = field(default_factory=deque)  # that the socket had no room for
 
 
 class ShmTransport(Transport):
@@ -63,7 +75,7 @@ class ShmTransport(Transport):
         self._written: list[Written] = []
         self._consumers: dict[int, _Consumer] = {}
         self._strangers: dict[socket.socket, bytes] = {}  # connected, not (yet) expected
-        self._producers: dict[bytes, socket.socket | None] = {}  # expected, maybe connected
+        self._producers: dict[bytes, _Producer] = {}  # expected, maybe connected
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._name = f"pd-connector-{secrets.token_hex(12)}"
@@ -99,7 +111,7 @@ class ShmTransport(Transport):
 
     def expect(self, producer: bytes) -> Hashable:
         token = _read_address(producer).token
-        self._producers.setdefault(token, None)
+        self._producers.setdefault(token, _Producer()).expected += 1
         for stranger, presented in list(self._strangers.items()):
             if presented == token:
                 del self._strangers[stranger]
@@ -108,9 +120,12 @@ class ShmTransport(Transport):
 
     def dismiss(self, source: Hashable) -> None:
         assert isinstance(source, bytes)
-        link = self._producers.pop(source, None)
-        if link is not None:
-            link.close()
+        producer = self._producers.get(source)
+        if producer is None:
+            return
+        producer.expected -= 1
+        if not producer.expected:
+            self._remove(source)
 
     def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
         assert isinstance(route, int)
@@ -136,28 +151,29 @@ class ShmTransport(Transport):
         for consumer in list(self._consumers.values()):
             if consumer.window is None:
                 self._open_window(consumer)
+            self._tell(consumer)
         landed: list[Landed] = []
-        for token, link in list(self._producers.items()):
-            if link is not None:
-                landed += self._take_notes(token, link)
+        for producer in self._producers.values():
+            for link in list(producer.links):
+                landed += self._take_notes(producer, link)
         written, self._written = self._written, []
         return written, landed
 
     @property
     def pollables(self) -> list[object]:
         waiting = [c.link for c in self._consumers.values() if c.window is None]
-        links = [link for link in self._producers.values() if link is not None]
+        links = [link for producer in self._producers.values() for link in producer.links]
         return [s.fileno() for s in (self._listener, *waiting, *links, *self._strangers)]
 
     @property
     def restless(self) -> bool:
-        return False
+        return any(consumer.notes for consumer in self._consumers.values())
 
     def close(self) -> None:
         for route in list(self._consumers):
             self.disconnect(route)
         for token in list(self._producers):
-            self.dismiss(token)
+            self._remove(token)
         for stranger in self._strangers:
             stranger.close()
         self._strangers.clear()
@@ -168,9 +184,19 @@ class ShmTransport(Transport):
         start = slot * consumer.slot_bytes
         window = np.frombuffer(consumer.window, dtype=np.uint8, count=len(payload), offset=start)
         np.copyto(window, np.frombuffer(payload, dtype=np.uint8))  # without the interpreter lock
+        consumer.notes.append(_NOTE.pack(slot, len(payload)) + header)
+        return self._tell(consumer)
+
+    def _tell(self, consumer: _Consumer) -> str:
+        """Send the notes for which there is room; returns what went wrong."""
         try:
-            consumer.link.send(_NOTE.pack(slot, len(payload)) + header)
+            while consumer.notes:
+                consumer.link.send(consumer.notes[0])
+                consumer.notes.popleft()
+        except BlockingIOError:
+            pass  # it reads slowly: `poll` tries again
         except OSError as error:
+            consumer.notes.clear()
             return f"shm: the consumer is gone ({error})"
         return ""
 
@@ -185,11 +211,7 @@ class ShmTransport(Transport):
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received.frombytes(data[:4])
         for descriptor in received:
-            size = consumer.slots * consumer.slot_bytes
-            # Memory that its owner may shrink would kill this process on a write.
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SLAB_SEALS == SLAB_SEALS
-            if sealed and os.fstat(descriptor).st_size == size:
-                consumer.window = mmap.mmap(descriptor, size)
+            consumer.window = _map(descriptor, consumer.slots * consumer.slot_bytes)
             os.close(descriptor)
         if consumer.window is not None:
             for header, payload, slot in consumer.waiting:
@@ -231,20 +253,21 @@ class ShmTransport(Transport):
                 self._strangers[stranger] = data
 
     def _admit(self, link: socket.socket, token: bytes) -> None:
-        known = self._producers.get(token)
-        if known is not None:
-            known.close()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._landing.handle]))]
         try:
             link.sendmsg([b"\0"], rights)
         except OSError:
             link.close()
             return
-        self._producers[token] = link
+        self._producers[token].links.append(link)
 
-    def _take_notes(self, token: bytes, link: socket.socket) -> list[Landed]:
+    def _remove(self, token: bytes) -> None:
+        for link in self._producers.pop(token).links:
+            link.close()
+
+    def _take_notes(self, producer: _Producer, link: socket.socket) -> list[Landed]:
         landed: list[Landed] = []
-        while True:
+        for _ in range(_MAX_NOTES):
             try:
                 note = link.recv(_MAX_NOTE_BYTES)
             except BlockingIOError:
@@ -253,7 +276,7 @@ class ShmTransport(Transport):
                 note = b""
             if not note:
                 link.close()
-                self._producers[token] = None
+                producer.links.remove(link)
                 return landed
             if len(note) < _NOTE.size:
                 continue
@@ -261,10 +284,23 @@ class ShmTransport(Transport):
             if slot < self._landing.slots and nbytes <= self._landing.slot_bytes:
                 header = note[_NOTE.size :]
                 landed.append(Landed(header, slot, self._landing.slot(slot, nbytes)))
+        return landed
+
+
+def _map(descriptor: int, nbytes: int) -> mmap.mmap | None:
+    """Map a consumer's memory, if it is what a `Slab` shares."""
+    try:
+        # Memory that its owner may shrink would kill this process on a write.
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SLAB_SEALS == SLAB_SEALS
+        if sealed and os.fstat(descriptor).st_size == nbytes:
+            return mmap.mmap(descriptor, nbytes)
+    except (OSError, ValueError, OverflowError):  # not such memory, or more than can be mapped
+        pass
+    return None
 
 
 def _read_address(address: bytes) -> _Address:
     try:
         return msgspec.msgpack.decode(address, type=_Address)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"shm address of a peer cannot be read: {error}") from None

@@ -5,9 +5,11 @@ The producer listens (ROUTER), each consumer dials it (DEALER), so that only pro
 reachable ports. A payload arrives in memory of its own; the slot it names is only a credit.
 """
 
+import contextlib
+import itertools
 import secrets
-from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -22,6 +24,17 @@ _MAX_GREETING_BYTES = 4096  # ZeroMQ's own handshake counts against it
 _MAX_HEADER_BYTES = 1 << 16
 # Greetings of consumers whose session has not reached us yet; a flood drops the oldest.
 _MAX_EARLY_GREETINGS = 1024
+
+_Frames = list[bytes | memoryview]
+
+
+@dataclass(slots=True)
+class _Consumer:
+    """One `connect`. A consumer whose session broke may be connected twice for a while."""
+
+    identity: bytes
+    greeted: bool  # its dial has arrived, so that a ROUTER knows where to send
+    waiting: list[_Frames] = field(default_factory=list)
 
 
 class TcpTransport(Transport):
@@ -52,11 +65,12 @@ class TcpTransport(Transport):
         self._permits = permits
         self._host = host
         self._identity = secrets.token_bytes(16)
-        self._tokens = 0
+        self._numbers = itertools.count(1)  # of writes, routes and sources
         self._written: list[Written] = []
-        self._routes: dict[bytes, deque[list[bytes | memoryview]]] = {}
-        self._greeted: dict[bytes, None] = {}
-        self._sources: dict[tuple[str, int], zmq.Socket[bytes]] = {}
+        self._routes: dict[int, _Consumer] = {}
+        self._early: dict[bytes, None] = {}
+        self._expected: dict[int, tuple[str, int]] = {}
+        self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._listener = context.socket(zmq.ROUTER)
         self._listener.linger = 0
         self._listener.sndhwm = 0  # bounded by the slots that consumers grant
@@ -78,20 +92,78 @@ class TcpTransport(Transport):
 
     def connect(self, consumer: bytes) -> Route:
         _, _, identity = _read_address(consumer)
-        self._routes[identity] = deque()
-        return identity
+        # A greeting opens the routes that wait for it, or the next one. A greeting that has
+        # opened a route opens no later one: its dial may have ended since.
+        greeted = identity in self._early
+        self._early.pop(identity, None)
+        route = next(self._numbers)
+        self._routes[route] = _Consumer(identity, greeted)
+        return route
 
     def disconnect(self, route: Route) -> None:
-        assert isinstance(route, bytes)
+        assert isinstance(route, int)
         self._routes.pop(route, None)
-        self._greeted.pop(route, None)
 
     def expect(self, producer: bytes) -> Hashable:
         host, port, _ = _read_address(producer)
         if not self._permits(host):
             raise TransportError(f"tcp transport: {host!r} is not loopback and no key is set")
-        if (host, port) in self._sources:
-            return host, port
+        socket = self._sockets.get((host, port)) or self._dial(host, port)
+        with contextlib.suppress(zmq.Again):
+            socket.send(_GREETING, flags=zmq.DONTWAIT)
+        source = next(self._numbers)
+        self._expected[source] = host, port
+        return source
+
+    def dismiss(self, source: Hashable) -> None:
+        assert isinstance(source, int)
+        dialled = self._expected.pop(source, None)
+        if dialled is not None and dialled not in self._expected.values():
+            self._sockets.pop(dialled).close()
+
+    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
+        assert isinstance(route, int)
+        consumer = self._routes.get(route)
+        if consumer is None:
+            raise TransportError("tcp transport: no such consumer (any more)")
+        frames: _Frames = [header, slot.to_bytes(4, "little"), payload]
+        token = next(self._numbers)
+        problem = ""
+        if consumer.greeted:
+            problem = self._send(consumer, frames)
+        else:  # a ROUTER would drop the message
+            consumer.waiting.append([*frames[:2], bytes(payload)])
+        self._written.append(Written(token, not problem, problem))
+        return token
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        self._take_greetings()
+        landed: list[Landed] = []
+        for socket in self._sockets.values():
+            while readable(socket):
+                frames = socket.recv_multipart(copy=False)
+                if len(frames) == 3 and len(frames[1].buffer) == 4:
+                    slot = int.from_bytes(frames[1].bytes, "little")
+                    landed.append(Landed(frames[0].bytes, slot, frames[2].buffer))
+        written, self._written = self._written, []
+        return written, landed
+
+    @property
+    def pollables(self) -> list[object]:
+        return [self._listener, *self._sockets.values()]
+
+    @property
+    def restless(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        for socket in (self._listener, *self._sockets.values()):
+            socket.close()
+        self._sockets.clear()
+        self._expected.clear()
+        self._routes.clear()
+
+    def _dial(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.rcvhwm = 0
@@ -105,77 +177,33 @@ class TcpTransport(Transport):
         except zmq.ZMQError as error:
             socket.close()
             raise TransportError(f"tcp transport cannot dial {host}:{port}: {error}") from error
-        socket.send(_GREETING)
-        self._sources[host, port] = socket
-        return host, port
-
-    def dismiss(self, source: Hashable) -> None:
-        assert isinstance(source, tuple)
-        socket = self._sources.pop(source, None)
-        if socket is not None:
-            socket.close()
-
-    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
-        assert isinstance(route, bytes)
-        if route not in self._routes:
-            raise TransportError("tcp transport: no such consumer (any more)")
-        frames: list[bytes | memoryview] = [header, slot.to_bytes(4, "little"), payload]
-        self._tokens += 1
-        if route in self._greeted:
-            self._send(route, self._tokens, frames)
-        else:  # the consumer's dial has not arrived; a ROUTER would drop the message
-            self._routes[route].append([*frames[:2], bytes(payload)])
-            self._written.append(Written(self._tokens, True, ""))
-        return self._tokens
-
-    def poll(self) -> tuple[list[Written], list[Landed]]:
-        self._take_greetings()
-        landed: list[Landed] = []
-        for socket in self._sources.values():
-            while readable(socket):
-                frames = socket.recv_multipart(copy=False)
-                if len(frames) == 3 and len(frames[1].buffer) == 4:
-                    slot = int.from_bytes(frames[1].bytes, "little")
-                    landed.append(Landed(frames[0].bytes, slot, frames[2].buffer))
-        written, self._written = self._written, []
-        return written, landed
-
-    @property
-    def pollables(self) -> list[object]:
-        return [self._listener, *self._sources.values()]
-
-    @property
-    def restless(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        for socket in (self._listener, *self._sources.values()):
-            socket.close()
-        self._sources.clear()
-        self._routes.clear()
+        self._sockets[host, port] = socket
+        return socket
 
     def _take_greetings(self) -> None:
         while readable(self._listener):
             identity, *frames = self._listener.recv_multipart()
             if frames != [_GREETING]:
                 continue
-            self._greeted[identity] = None
-            if len(self._greeted) > len(self._routes) + _MAX_EARLY_GREETINGS:
-                self._greeted.pop(next(i for i in self._greeted if i not in self._routes))
-            for waiting in self._routes.get(identity, ()):
-                self._send(identity, None, waiting)
-            if identity in self._routes:
-                self._routes[identity].clear()
+            new = [c for c in self._routes.values() if c.identity == identity and not c.greeted]
+            for consumer in new:
+                consumer.greeted = True
+                for message in consumer.waiting:
+                    self._send(consumer, message)
+                consumer.waiting.clear()
+            if not new:
+                self._early[identity] = None
+                if len(self._early) > _MAX_EARLY_GREETINGS:
+                    del self._early[next(iter(self._early))]
 
-    def _send(self, route: bytes, token: int | None, frames: list[bytes | memoryview]) -> None:
-        ok, detail = True, ""
+    def _send(self, consumer: _Consumer, frames: _Frames) -> str:
+        """Send, or say why that is not possible."""
         try:
             # Copied by ZeroMQ: one memcpy buys a send slot that is free at once.
-            self._listener.send_multipart([route, *frames], flags=zmq.DONTWAIT)
+            self._listener.send_multipart([consumer.identity, *frames], flags=zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            ok, detail = False, f"tcp write: {error}"
-        if token is not None:
-            self._written.append(Written(token, ok, detail))
+            return f"tcp write: {error}"
+        return ""
 
 
 def _read_address(address: bytes) -> tuple[str, int, bytes]:

@@ -1,0 +1,35 @@
+# Every target first brings .venv up to date; that takes two minutes once and a moment afterwards.
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest --durations=15
+
+.PHONY: setup demo doctor lint fast engine test clean
+
+setup:
+	@ci/setup
+
+demo: setup
+	@.venv/bin/pd-connector demo
+
+doctor: setup
+	@.venv/bin/pd-connector doctor
+
+lint: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+fast: setup
+	$(PYTEST) -m "not engine" --timeout=300
+
+engine: setup
+	$(PYTEST) -m engine --timeout=900
+
+# In this order, so that the cheapest mistakes show first; a failure ends the run.
+test: setup
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory fast
+	@$(MAKE) --no-print-directory engine
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

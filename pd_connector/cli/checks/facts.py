@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was seen on this machine: plain data, filled in by `probe`, read by the checks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The outcome of trying something in a process of its own."""
+
+    works: bool
+    detail: str = ""
+    """What it printed, or why it failed."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """Python, distributions and entry points."""
+
+    python: tuple[int, int, int] = (3, 11, 0)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Installed version by distribution, of those the doctor knows; absent if not installed."""
+    plugins: tuple[str, ...] = ()
+    """Values of the entry points called `pd_connector` in the group `vllm.general_plugins`."""
+    torch_cuda: str | None = None
+    """CUDA version torch was built for; None for a CPU build or no torch."""
+    gpus: tuple[str, ...] = ()
+    """One line per GPU: name, driver version, memory."""
+    gpu_error: str = ""
+    """What nvidia-smi said when it failed; empty if it worked or is not there."""
+
+
+@dataclass(frozen=True)
+class Transports:
+    """What KV can travel over."""
+
+    zmq: str = ""
+    curve: bool = False
+    nixl: Trial | None = None
+    """None if it is not installed."""
+    ucxx: Trial | None = None
+    """None if it is not installed."""
+    ucx_devices: tuple[str, ...] | None = None
+    """Lines `transport device` of `ucx_info -d`; None if that program is not there."""
+    rdma_devices: tuple[str, ...] = ()
+    interfaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Network:
+    """Addresses and names of this host."""
+
+    addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Addresses by interface, loopback included."""
+    outward: str | None = None
+    """The address this host uses to reach other networks; None without a route."""
+    hostname: str = "localhost"
+    resolved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Addresses by name, of the host name and the configured host; empty if one does not resolve."""
+    bindable: Mapping[str, str] = field(default_factory=dict)
+    """By host: why no free port can be bound on it; an empty string if one can."""
+    port_range: tuple[int, int] = (32768, 60999)
+    """Ports the system picks free ones from."""
+    firewalls: tuple[str, ...] = ()
+    """Firewall managers that are switched on."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resource limits of processes started from here."""
+
+    memlock_bytes: int | None = None
+    """None if unlimited."""
+    files: int | None = None
+    """Hard limit of open files; None if unlimited."""
+    shm_bytes: int = 0
+    shm_free_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it, with the environment variables."""
+
+    software: Software = Software()
+    transports: Transports = Transports()
+    network: Network = Network()
+    limits: Limits = Limits()
+    environment: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the engine tests: `pair`, `reference`, and the engines' logs when a test fails.
+
+A test module says which setup it wants with a constant `SETUP`, or a test with
+`@pytest.mark.parametrize("setup", [...], indirect=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from harness import Answer, EnginePool, Pair, Prompt, Setup
+
+LOG_LINES = 40
+_HERE = Path(__file__).parent
+
+
+class Reference(Protocol):
+    """Asks the engine that answers are held to."""
+
+    def __call__(self, prompt: Prompt, max_tokens: int = 32, **extra: object) -> Answer: ...
+
+
+_pools: list[EnginePool] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test in this folder starts engines."""
+    for item in items:
+        if item.path.parent == _HERE:
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    """All engines of this session."""
+    pool = EnginePool(tmp_path_factory.mktemp("engines"))
+    _pools.append(pool)
+    yield pool
+    pool.stop()
+    _pools.remove(pool)
+
+
+@pytest.fixture(scope="module")
+def setup(request: pytest.FixtureRequest) -> Setup:
+    """How the pair is configured: the test's parameter, the module's SETUP, or the defaults."""
+    chosen = getattr(request, "param", None) or getattr(request.module, "SETUP", None)
+    return chosen or Setup()
+
+
+@pytest.fixture
+def pair(engines: EnginePool, setup: Setup) -> Iterator[Pair]:
+    """A running pair; after the test everything it used has come home."""
+    pair = engines.pair(setup)
+    yield pair
+    pair.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def reference(engines: EnginePool) -> Reference:
+    """Answers of one engine without a connector."""
+    return engines.reference
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        for pool in _pools:
+            for service in pool.services:
+                title = f"end of the log of {service.name} ({service.log_path})"
+                report.sections.append((title, service.log_tail(LOG_LINES)))
+    return report

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines for tests: pairs that tests share, requests to them, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pd_connector.launch import Census, Client, RouterProcess, Samples, Service, VllmEngine
+from pd_connector.launch.progress import wait_all
+from pd_connector.launch.service import stop_services
+
+MODEL = Path(__file__).parents[2] / "pd_connector" / "demo" / "model"
+
+IDLE_GAUGES = (
+    "pd_connector:leased_pages",
+    "pd_connector:outgoing_transfers",
+    "pd_connector:incoming_transfers",
+    "pd_connector:landing_slots",
+    "pd_connector:send_slots",
+)
+"""Gauges of our connector that are zero when nothing is under way."""
+
+IDLE_ENGINE_GAUGES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+
+TWO_STEP_PARAMS: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a proxy written for NixlConnector sends to the prefill engine."""
+
+DEADLINE_S = 120.0
+"""For conditions that come true in well under a second on an idle machine."""
+
+# In bfloat16 an engine differs from itself by a hundredth when it computes a prompt in other
+# portions; in float32 a comparison can be a thousand times sharper.
+EXACT_ARGS = ("--dtype", "float32")
+PROBE_ARGS = ("--worker-extension-cls", "probe.Probe")
+PROBE_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # for the route /collective_rpc
+    "PYTHONPATH": str(Path(__file__).parent),
+}
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion: tokens, their logprobs, and the alternatives' logprobs by token."""
+
+    tokens: tuple[str, ...]  # "token_id:N"
+    logprobs: tuple[float, ...]
+    top: tuple[Mapping[str, float], ...]
+    text: str
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any]:
+        """What the prefill engine says for the decode engine; empty when it says nothing."""
+        return dict(self.raw.get("kv_transfer_params") or {})
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.raw["usage"]["prompt_tokens"])
+
+
+@cache
+def _model(base_url: str) -> str:
+    return Client(base_url).model()
+
+
+def url_of(target: Service | str) -> str:
+    """Base URL of a service, or the URL itself."""
+    return target if isinstance(target, str) else target.base_url
+
+
+def fresh_salt() -> str:
+    """A prefix-cache salt that nothing has used: the prompt is computed whole, in one order.
+
+    KV from the prefix cache was computed in other portions, and may differ in the last bit.
+    """
+    return uuid.uuid4().hex
+
+
+def request_body(
+    target: Service | str, prompt: Prompt, max_tokens: int = 32, logprobs: int = 5, **extra: Any
+) -> dict[str, Any]:
+    """Body of a greedy completion that always has `max_tokens` tokens."""
+    return {
+        "model": _model(url_of(target)),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": logprobs,
+        "return_tokens_as_token_ids": True,
+        **extra,
+    }
+
+
+def completion(target: Service | str, prompt: Prompt, max_tokens: int = 32, **extra: Any) -> Answer:
+    """A completion, not streamed, that finds nothing in a prefix cache unless told otherwise.
+
+    Args:
+        extra: goes into the body. `cache_salt` is a fresh one by default; None shares the cache
+            with all requests without a salt. `timeout_s` is the client's limit.
+    """
+    timeout_s = extra.pop("timeout_s", None)
+    extra.setdefault("cache_salt", fresh_salt())
+    body = request_body(target, prompt, max_tokens, **extra)
+    raw = Client(url_of(target)).post("/v1/completions", body, timeout_s)
+    choice = raw["choices"][0]
+    found = choice["logprobs"]
+    return Answer(
+        tuple(found["tokens"]),
+        tuple(found["token_logprobs"]),
+        tuple(found["top_logprobs"]),
+        choice["text"],
+        raw,
+    )
+
+
+def prefill_step(p: Service | str, prompt: Prompt, **extra: Any) -> dict[str, Any]:
+    """First step of a two-step proxy: prefill, and the parameters for the decode engine."""
+    answer = completion(p, prompt, 1, kv_transfer_params=dict(TWO_STEP_PARAMS), **extra)
+    return answer.kv_transfer_params
+
+
+def two_step(
+    p: Service | str, d: Service | str, prompt: Prompt, max_tokens: int = 32, **extra: Any
+) -> Answer:
+    """A whole request as a two-step proxy written for NixlConnector makes it."""
+    extra.setdefault("cache_salt", fresh_salt())
+    params = prefill_step(p, prompt, **extra)
+    return completion(d, prompt, max_tokens, kv_transfer_params=params, **extra)
+
+
+def assert_same_logprobs(found: Answer, wanted: Answer, tolerance: float = 0.0) -> None:
+    """Same tokens, same logprobs, same alternatives; the first difference is in the message."""
+    rows = itertools.zip_longest(
+        zip(found.tokens, found.logprobs, found.top, strict=True),
+        zip(wanted.tokens, wanted.logprobs, wanted.top, strict=True),
+    )
+    for index, (here, there) in enumerate(rows):
+        assert here is not None, f"{len(found.tokens)} tokens, wanted {len(wanted.tokens)}"
+        assert there is not None, f"{len(found.tokens)} tokens, wanted {len(wanted.tokens)}"
+        where = f"token {index} of {len(wanted.tokens)}: found {here}, wanted {there}"
+        assert here[0] == there[0], f"another token at {where}"
+        assert abs(here[1] - there[1]) <= tolerance, f"another logprob at {where}"
+        # The order of near-equal alternatives may change within the tolerance, and so may who is
+        # the last of them: compare those that both have.
+        common = here[2].keys() & there[2].keys()
+        assert tolerance > 0 or len(common) == len(there[2]), f"other alternatives at {where}"
+        for token in common:
+            apart = abs(here[2][token] - there[2][token])
+            assert apart <= tolerance, f"another logprob of {token} at {where}"
+
+
+def largest_difference(found: Answer, other: Answer) -> float:
+    """Largest distance of two logprobs at the same place; infinite when the tokens differ."""
+    if found.tokens != other.tokens:
+        return math.inf
+    return max(abs(a - b) for a, b in zip(found.logprobs, other.logprobs, strict=True))
+
+
+def wait_until(
+    condition: Callable[[], Any], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> Any:
+    """Wait until a condition is true and return its value; `what` says what was waited for."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            text = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {deadline_s:.0f} s: {text}")
+        time.sleep(0.1)
+    return value
+
+
+def busy(samples: Samples, *, connector: bool) -> dict[str, float]:
+    """Gauges that say that something is under way."""
+    names = IDLE_ENGINE_GAUGES + (IDLE_GAUGES if connector else ())
+    missing = [name for name in names if not samples.has(name)]
+    assert not missing, f"/metrics does not have {missing}"
+    return {name: value for name in names if (value := samples.total(name))}
+
+
+def assert_idle(engine: VllmEngine, deadline_s: float = DEADLINE_S) -> None:
+    """Wait until the engine has no request, no used page, no lease, no slot in use, no transfer."""
+    connector = engine.connector == "PDConnector"
+    left: dict[str, float] = {}
+    looks = itertools.count(1)
+
+    def idle() -> bool:
+        nonlocal left
+        left = busy(engine.metrics(), connector=connector)
+        if left and next(looks) % 20 == 0:
+            # vLLM updates its gauges only when it steps; one token makes it step.
+            completion(engine, "a", 1)
+        return not left
+
+    wait_until(idle, lambda: f"{engine.name} idle; still above zero: {left}", deadline_s)
+
+
+def assert_no_leaks(engine: VllmEngine, before: Census, deadline_s: float = DEADLINE_S) -> None:
+    """Wait until the engine has no more processes, threads and open files than before."""
+    now = before
+
+    def back() -> bool:
+        nonlocal now
+        assert engine.family is not None
+        now = Census.of(engine.family)
+        return all(a <= b for a, b in zip(now, before, strict=True))
+
+    wait_until(back, lambda: f"{engine.name} as small as before: {now}, was {before}", deadline_s)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a pair of engines is configured. Tests with equal setups share the engines."""
+
+    connector: str = "PDConnector"
+    extra_config: str = "{}"  # JSON, so that a setup can be a key
+    kv_transfer: str = "{}"
+    args: tuple[str, ...] = ()
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, *, kv_transfer: Mapping[str, Any] | None = None, args: Sequence[str] = (), **extra: Any
+    ) -> Setup:
+        """PDConnector with these config keys."""
+        return cls(
+            extra_config=json.dumps(extra, sort_keys=True),
+            kv_transfer=json.dumps(kv_transfer or {}, sort_keys=True),
+            args=tuple(args),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.connector}{'' if self.extra_config == '{}' else self.extra_config}"
+
+    def engine(self, side: str, role: Any, logs: Path) -> VllmEngine:
+        """One engine of the pair, not started."""
+        own = self.prefill_args if role == "kv_producer" else self.decode_args
+        return VllmEngine(
+            MODEL,
+            role,
+            self.connector,
+            json.loads(self.extra_config),
+            json.loads(self.kv_transfer),
+            name=side,
+            args=[*EXACT_ARGS, *PROBE_ARGS, *self.args, *own],
+            env=PROBE_ENVIRONMENT,
+            log_path=logs / f"{side}.log",
+        )
+
+
+class Pair:
+    """A prefill engine, a decode engine, and a router in front of them when it is asked for."""
+
+    def __init__(self, setup: Setup, logs: Path) -> None:
+        self.setup = setup
+        self.p = setup.engine("prefill", "kv_producer", logs)
+        self.d = setup.engine("decode", "kv_consumer", logs)
+        self._router = RouterProcess(
+            [self.p.base_url],
+            [self.d.base_url],
+            hands_over=setup.connector == "PDConnector",
+            log_path=logs / "router.log",
+        )
+
+    @property
+    def engines(self) -> tuple[VllmEngine, VllmEngine]:
+        return self.p, self.d
+
+    @property
+    def services(self) -> list[Service]:
+        return [self.p, self.d, self._router]
+
+    @property
+    def router(self) -> RouterProcess:
+        """The router, running; while both engines run, it also knows where to fetch KV."""
+        if not self._router.running:
+            self._router.stop()
+            self._router.start()
+        if all(engine.running for engine in self.engines):
+            self._router.wait_ready()
+        return self._router
+
+    def start(self, beside: Sequence[Service] = ()) -> None:
+        """Start what does not run, side by side with `beside`, and wait for all of it."""
+        started: list[Service] = list(beside)
+        for engine in self.engines:
+            if not engine.running:
+                engine.kill()
+                started.append(engine.start())
+        wait_all(started)
+
+    def stop(self) -> None:
+        stop_services(self.services)
+
+    def assert_idle(self) -> None:
+        """Both engines that run have nothing under way."""
+        for engine in self.engines:
+            if engine.running:
+                assert_idle(engine)
+
+
+class EnginePool:
+    """All engines of a test session: one pair at a time, and the engine that answers are held to."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._pair: Pair | None = None
+        self._number = itertools.count(1)
+        self._reference = VllmEngine(
+            MODEL,
+            connector=None,
+            name="reference",
+            args=EXACT_ARGS,
+            log_path=logs / "reference.log",
+        )
+        self._answers: dict[str, Answer] = {}
+
+    @property
+    def services(self) -> list[Service]:
+        """Everything that has been started and not stopped."""
+        all_services = [self._reference, *(self._pair.services if self._pair else ())]
+        return [service for service in all_services if service.family is not None]
+
+    def pair(self, setup: Setup) -> Pair:
+        """The pair with this setup, both engines running; another pair is stopped first."""
+        if self._pair is not None and self._pair.setup != setup:
+            self._pair.stop()
+            self._pair = None
+        if self._pair is None:
+            self._pair = Pair(setup, self._logs / f"pair{next(self._number)}")
+        # The reference is nearly always wanted; beside others its start costs less.
+        beside = [] if self._reference.running else [self._reference.start()]
+        self._pair.start(beside)
+        return self._pair
+
+    def reference(self, prompt: Prompt, max_tokens: int = 32, **extra: Any) -> Answer:
+        """What one engine without a connector answers; each question is asked once a session."""
+        key = json.dumps([prompt, max_tokens, extra], sort_keys=True, default=list)
+        if key not in self._answers:
+            if not self._reference.running:
+                self._reference.kill()
+                self._reference.start().wait_ready()
+            self._answers[key] = completion(self._reference, prompt, max_tokens, **extra)
+        return self._answers[key]
+
+    def stop(self) -> None:
+        stop_services(self.services)

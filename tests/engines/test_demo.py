@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector demo` as a user runs it: it ends by itself, and nothing is left however it ends."""
+
+import os
+import signal
+import sys
+
+import pytest
+from harness import wait_until
+
+from pd_connector.launch import Family
+
+COMMAND = [sys.executable, "-m", "pd_connector.cli", "demo"]
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """The command, running, with its output in a file."""
+    log = tmp_path / "output"
+    with Family(COMMAND, env={"COLUMNS": "120"}, log=log) as family:
+        yield family, log
+
+
+def test_every_answer_equals_one_engines_and_no_process_is_left(demo):
+    family, log = demo
+    wait_until(lambda: family.returncode is not None, log.read_text, deadline_s=600)
+    said = log.read_text()
+    assert family.returncode == 0, said
+    assert said.count("bit for bit") == 5, said
+    assert "two GPU hosts" in said.splitlines()[-1], said
+    assert family.survivors() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_ended_while_engines_start(demo, number):
+    family, log = demo
+    # Its guard, two engines and a router.
+    wait_until(lambda: len(family.survivors()) >= 4, log.read_text)
+    # As a terminal does it for Ctrl-C: to the whole foreground group.
+    os.killpg(family.pid, number)
+    wait_until(lambda: family.returncode is not None, log.read_text)
+    wait_until(lambda: not family.survivors(), lambda: f"no survivors: {family.members()}")
+    if number != signal.SIGKILL:
+        assert family.returncode == 130
+        assert "interrupted" in log.read_text()

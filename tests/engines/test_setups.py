@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same handoff under other settings: NIXL, a cache too small, failures that are to be shown."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from harness import (
+    MODEL,
+    Pair,
+    Setup,
+    assert_same_logprobs,
+    completion,
+    prefill_step,
+    two_step,
+)
+from test_handoff import LENGTHS, prompt_of
+from tools import TOLERANCE, delta
+
+from pd_connector.launch import HttpError
+
+pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
+
+NIXL = Setup.of(transports=["nixl"])
+SMALL = Setup.of(
+    on_failure="fail",
+    slot_mib=1,
+    slots=2,
+    args=["--num-gpu-blocks-override", "130", "--max-num-batched-tokens", "256"],
+)
+
+
+@pytest.mark.parametrize("setup", [NIXL], indirect=True, ids=["nixl"])
+def test_nixl_moves_the_same_pages(pair: Pair, reference) -> None:
+    prompts = [prompt_of(tokens, start=11) for tokens in LENGTHS.values()]
+    with delta(pair.d, "pd_connector:received_transfers_total") as received:
+        answers = [two_step(pair.p, pair.d, prompt) for prompt in prompts]
+        with ThreadPoolExecutor(16) as threads:
+            answers += threads.map(lambda prompt: two_step(pair.p, pair.d, prompt), prompts * 3)
+    assert received.amount == 4 * len(prompts)
+    for prompt, answer in zip(prompts * 4, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@pytest.mark.parametrize("setup", [SMALL], indirect=True, ids=["small"])
+def test_preemption_chunked_prefill_and_few_slots(pair: Pair, reference) -> None:
+    """130 pages for sixteen requests that grow to 16 pages each; two slots of 1 MiB."""
+    prompts = [prompt_of(260, start=170 * i) for i in range(16)]
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda p: two_step(pair.p, pair.d, p, 250), prompts))
+    assert pair.d.metrics().total("vllm:num_preemptions_total") > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt, 250), TOLERANCE)
+
+
+@pytest.mark.parametrize("setup", [SMALL], indirect=True, ids=["small"])
+def test_a_long_prompt_through_two_small_slots(pair: Pair, reference) -> None:
+    prompt = prompt_of(3500, start=11)
+    with delta(pair.d, "pd_connector:received_chunks_total") as chunks:
+        assert_same_logprobs(two_step(pair.p, pair.d, prompt), reference(prompt), TOLERANCE)
+    assert chunks.amount > 2
+
+
+@pytest.mark.parametrize("setup", [SMALL], indirect=True, ids=["small"])
+def test_failures_are_shown_where_that_is_configured(pair: Pair) -> None:
+    params = prefill_step(pair.p, prompt_of(100))
+    with pytest.raises(HttpError) as failure:
+        completion(pair.d, prompt_of(100, start=1), kv_transfer_params=params)
+    assert failure.value.status == 500
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with one weight changed."""
+    folder = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(MODEL, folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_another_model_on_the_other_side_is_refused(engines, other_weights, reference) -> None:
+    name = ("--served-model-name", "m")
+    setup = Setup(prefill_args=("--model", str(other_weights), *name), decode_args=name)
+    pair = engines.pair(setup)
+    prompt = prompt_of(100)
+    with delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused:
+        answer = two_step(pair.p, pair.d, prompt)
+    assert refused.amount == 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    pair.assert_idle()

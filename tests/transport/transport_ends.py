@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One end of a transport with its slabs, as an agent would hold it, and a loop that drives ends."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import zmq
+
+from pd_connector.config import is_loopback
+from pd_connector.security import CurveKeys, Gatekeeper
+from pd_connector.slab import Slab
+from pd_connector.transport.base import Transport, Written
+from pd_connector.transport.shm import ShmTransport
+from pd_connector.transport.tcp import TcpTransport
+
+KEY = "a shared secret of some length"
+SLOTS = 8
+SLOT_BYTES = 256 * 1024
+DEADLINE_S = 120.0
+
+
+class Arrival(NamedTuple):
+    """What landed, copied at once: the slot may be written again."""
+
+    header: bytes
+    slot: int
+    payload: bytes
+
+
+class End:
+    """A transport of one `kind`: shm, tcp, tcp+curve or nixl.
+
+    Args:
+        key: for tcp+curve, the shared secret; empty for an end that has none.
+    """
+
+    def __init__(
+        self, kind: str, *, key: str = KEY, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
+    ) -> None:
+        self.kind = kind
+        self.landing = Slab(slots, slot_bytes, shared=kind == "shm")
+        self.sending = Slab(slots, slot_bytes)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.keys = CurveKeys.derive(key) if kind == "tcp+curve" and key else None
+        self.gatekeeper = Gatekeeper(self.context, self.keys) if self.keys else None
+        self.transport = self._make()
+        self.written: list[Written] = []
+        self.landed: list[Arrival] = []
+
+    def send(self, route: Any, header: bytes, payload: bytes, slot: int, source: int = 0) -> int:
+        """Write `payload` from the send slot `source`."""
+        memory = self.sending.slot(source, len(payload))
+        memory[:] = payload
+        return self.transport.write(route, header, memory, slot)
+
+    def poll(self) -> None:
+        if self.gatekeeper:
+            self.gatekeeper.answer()
+        written, landed = self.transport.poll()
+        self.written += written
+        self.landed += [Arrival(a.header, a.slot, bytes(a.payload)) for a in landed]
+
+    def close(self) -> None:
+        self.transport.close()
+        if self.gatekeeper:
+            self.gatekeeper.close()
+        self.landing.close()
+        self.context.destroy(linger=0)
+
+    def _make(self) -> Transport:
+        if self.kind == "shm":
+            return ShmTransport(self.landing)
+        if self.kind == "nixl":
+            from pd_connector.transport.nixl import NixlTransport
+
+            return NixlTransport(self.landing, self.sending)
+        return TcpTransport(
+            self.context, "127.0.0.1", self.landing.slot_bytes, is_loopback, self.keys
+        )
+
+
+def drive(*ends: End, until: Callable[[], bool]) -> None:
+    """Poll the ends in turn until the condition holds; fails after DEADLINE_S."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not until():
+        assert time.monotonic() < deadline, [(e.written, len(e.landed)) for e in ends]
+        for end in ends:
+            end.poll()
+        time.sleep(0.0005)
+
+
+def meet(producer: End, consumer: End) -> tuple[Any, Any]:
+    """Connect both ways; returns the producer's route and the consumer's source."""
+    route = producer.transport.connect(consumer.transport.address())
+    return route, consumer.transport.expect(producer.transport.address())
