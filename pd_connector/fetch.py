@@ -109,7 +109,8 @@ class Fetcher:
         try:
             header = wire.decode_chunk_header(landed.header)
         except MalformedMessageError as error:
-            logger.warning("chunk with an unreadable header dropped: %s", error)
+            # Not the exception itself: its frames would keep the slot's memory.
+            logger.warning("chunk with an unreadable header dropped: %s", str(error))
             self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
             return
         actions = self._consumer.landed(header, landed.slot, landed.payload, now)

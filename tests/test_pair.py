@@ -63,7 +63,13 @@ class Interleavings(RuleBasedStateMachine):
     def withdraw(self, transfer: str) -> None:
         self.world.produce(self.world.producer.withdraw(transfer))
 
-    @rule(i=which, transfer=names, pages=st.integers(1, 10), first=st.integers(0, 3), wait=st.booleans())
+    @rule(
+        i=which,
+        transfer=names,
+        pages=st.integers(1, 10),
+        first=st.integers(0, 3),
+        wait=st.booleans(),
+    )
     def load(self, i: int, transfer: str, pages: int, first: int, wait: bool) -> None:
         self.world.load(self.link(i), transfer, pages, first_page=first, wait=wait)
 
@@ -243,7 +249,9 @@ def test_without_faults_every_load_arrives_in_any_order_of_events(seed: int, one
         link = chance.choice(world.links)
         first = chance.randrange(sizes[name])
         wait = name in late
-        asked.append((link, world.load(link, name, sizes[name] - first, first_page=first, wait=wait)))
+        asked.append(
+            (link, world.load(link, name, sizes[name] - first, first_page=first, wait=wait))
+        )
     while not all(request in link.finished for link, request in asked):
         link = chance.choice(world.links)
         step = chance.randrange(7)

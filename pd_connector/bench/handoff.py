@@ -25,7 +25,7 @@ BAR_FROM_TOKENS = 3500
 BAR = 1.0
 """From this prompt length on, our handoff may take at most this share of the baseline's."""
 
-SPINNING_CORES = 0.4
+SPINNING_CORES = 0.2
 """A pair that uses more than this at rest spins. One that waits uses a hundredth."""
 LOOK_S = 3.0
 """How long to look at engines at rest."""

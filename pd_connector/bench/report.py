@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from pd_connector.bench.sample import Sample
@@ -90,17 +91,24 @@ def write_json(path: Path, comparisons: Iterable[Comparison]) -> None:
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def table(comparisons: Sequence[Comparison], baseline: str, caption: str = "") -> Table:
-    """The comparisons as a table, side by side; `baseline` names what ours is compared with."""
+def table(comparisons: Sequence[Comparison], baseline: str) -> Table:
+    """The comparisons as a table, side by side; `baseline` names what ours is compared with.
+
+    Each value is a median with its 10th and 90th percentile below it, so that a terminal of 80
+    columns holds both sides.
+    """
     columns = list(dict.fromkeys(key for c in comparisons for key in c.params))
-    drawn = Table(caption=caption or None, caption_justify="left")
+    drawn = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        caption="median, 10th - 90th percentile; ratio of the medians: ours / baseline",
+        caption_justify="left",
+    )
     drawn.add_column("")
     for column in columns:
-        drawn.add_column(column.replace("_", " "), justify="right")
-    for heading in ("ours", baseline):
-        drawn.add_column(f"{heading}\nmedian (p10 - p90)", justify="right", no_wrap=True)
-    for heading in ("ratio", "bar", "ok"):
-        drawn.add_column(heading, justify="right")
+        drawn.add_column(column.replace("_", "\n"), justify="right", no_wrap=True)
+    for heading in ("ours", baseline, "ratio", "bar", "ok"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
     for comparison in comparisons:
         drawn.add_row(
             comparison.name,
@@ -121,7 +129,7 @@ def missed(comparisons: Iterable[Comparison]) -> list[Comparison]:
 
 def _spread(sample: Sample, unit: str) -> str:
     low, high = _figures(sample.p10), _figures(sample.p90)
-    return f"{_figures(sample.median)} {unit} ({low} - {high})"
+    return f"{_figures(sample.median)} {unit}\n[dim]{low} - {high}[/]"
 
 
 def _figures(value: float) -> str:

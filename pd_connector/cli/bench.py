@@ -79,7 +79,9 @@ def handoff(
     with _exit_codes(stderr):
         _check_installed()
         findings = _measure(model, contenders, lengths, runs, warm_ups, stderr)
-    stdout.print(table(findings.comparisons, BASELINE.connector, "\n".join(_notes(findings))))
+    stdout.print(table(findings.comparisons, BASELINE.connector))
+    for note in _notes(findings):
+        stdout.print(note, soft_wrap=True, highlight=False, markup=False)
     if json is not None:
         write_json(json, findings.comparisons)
     if missed(findings.comparisons):

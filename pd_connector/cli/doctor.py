@@ -65,11 +65,12 @@ def show(findings: Iterable[Finding], console: Console) -> None:
     """Print a table per area, then one line of summary."""
     findings = list(findings)
     for area in dict.fromkeys(finding.area for finding in findings):
-        table = Table(title=escape(area), title_justify="left", title_style="bold", box=None)
-        table.add_column("", width=4)
-        table.add_column("", min_width=14)
-        table.add_column("found", overflow="fold")
-        table.add_column("what to do", overflow="fold")
+        console.print(escape(area), style="bold", highlight=False)
+        table = Table(box=None, expand=True, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column("status", width=4)
+        table.add_column("name", width=17, overflow="fold")
+        table.add_column("found", ratio=1, overflow="fold")
+        table.add_column("what to do", ratio=1, overflow="fold")
         for finding in findings:
             if finding.area == area:
                 style = STYLES[finding.status]

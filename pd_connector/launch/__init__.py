@@ -2,6 +2,7 @@
 """Starting, watching and ending real processes: for `demo`, `bench` and the tests.
 
 - `family`: a process and everything it started, ended as one
+- `proc`: processes as `/proc` shows them
 - `guard`: ends the families of a launcher that died without ending them itself
 - `ports`: ports that nobody else takes between choosing and listening
 - `service`: an HTTP server that is such a family: readiness, log, start again

@@ -20,8 +20,8 @@ belongs to, joined by colons. A process that has lost its parent is still recogn
 
 POLITE_S = 5.0
 """Time between SIGTERM and SIGKILL: engines remove their shared memory in it."""
-TRACKER_S = 2.0
-"""Time for Python's resource trackers to clean up after processes that were killed."""
+TRACKER_S = 5.0
+"""Time for Python's resource trackers to clean up, once those they serve are gone."""
 UNKILLABLE_S = 30.0
 """How long SIGKILL may take: a process inside a system call ends after the call."""
 
@@ -131,15 +131,22 @@ def kill_all(members: Callable[[], list[Process]]) -> None:
         TimeoutError: something survives even that; the message has its pids.
     """
     started = time.monotonic()
+    alone_since = None  # since when only trackers are left
     while left := members():
-        waited_s = time.monotonic() - started
-        if waited_s > UNKILLABLE_S:
+        now = time.monotonic()
+        if now - started > UNKILLABLE_S:
             raise TimeoutError(
-                f"processes {[p.pid for p in left]} survive SIGKILL for {waited_s:.0f} s: they "
-                "hang in the kernel (see /proc/PID/stack)"
+                f"processes {[p.pid for p in left]} survive SIGKILL for {now - started:.0f} s: "
+                "they hang in the kernel (see /proc/PID/stack)"
             )
-        spare = waited_s < TRACKER_S
-        signal_all([p for p in left if not (spare and _is_tracker(p.pid))], signal.SIGKILL)
+        served = [p for p in left if not _is_tracker(p.pid)]
+        if served:
+            alone_since = None
+        elif alone_since is None:
+            alone_since = now
+        elif now - alone_since > TRACKER_S:
+            served = left
+        signal_all(served, signal.SIGKILL)
         signal_all(left, signal.SIGCONT)
         time.sleep(0.02)
 

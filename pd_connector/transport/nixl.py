@@ -272,5 +272,5 @@ def _import_api() -> Any:
 def _read_address(address: bytes) -> _Address:
     try:
         return msgspec.msgpack.decode(address, type=_Address)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"nixl address of a peer cannot be read: {error}") from None

@@ -10,6 +10,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import zmq
@@ -25,6 +26,7 @@ _MAX_HEADER_BYTES = 1 << 16
 # Greetings of consumers whose session has not reached us yet; a flood drops the oldest.
 _MAX_EARLY_GREETINGS = 1024
 
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Frames = list[bytes | memoryview]
 
 
@@ -207,7 +209,9 @@ class TcpTransport(Transport):
 
 
 def _read_address(address: bytes) -> tuple[str, int, bytes]:
+    """Host, port and identity in a peer's `address()`."""
     try:
-        return msgspec.msgpack.decode(address, type=tuple[str, int, bytes])
-    except msgspec.DecodeError as error:
+        host, port, identity = msgspec.msgpack.decode(address, type=tuple[str, _Port, bytes])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransportError(f"tcp address of a peer cannot be read: {error}") from None
+    return host, port, identity

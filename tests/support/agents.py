@@ -152,7 +152,9 @@ class Rank:
         return b"".join(layer[page].numpy().tobytes() for layer in self.layers)
 
 
-def assert_pages(source: Rank, pages: Sequence[int], destination: Rank, into: Sequence[int]) -> None:
+def assert_pages(
+    source: Rank, pages: Sequence[int], destination: Rank, into: Sequence[int]
+) -> None:
     for page, local in zip(pages, into, strict=True):
         assert destination.page(local) == source.page(page), f"page {page} -> {local} differs"
 

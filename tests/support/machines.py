@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from pd_connector import wire
 from pd_connector.config import Config
-from pd_connector.consumer import Consumer, Dial, Finished, Load, Place, Source, Tell
 from pd_connector.consumer import Action as ConsumerAction
+from pd_connector.consumer import Consumer, Dial, Finished, Load, Place, Source, Tell
 from pd_connector.errors import Cause
 from pd_connector.geometry import Geometry, Shard
 from pd_connector.integrity import checksum

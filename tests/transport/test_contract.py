@@ -198,7 +198,18 @@ def test_ending_what_has_ended_already_is_harmless(make_end: MakeEnd) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", [b"", b"\xc1", b"no msgpack at all", b"\x93\x01\x02\x03", b"\x80", bytes(1000)]
+    "address",
+    [
+        b"",
+        b"\xc1",
+        b"no msgpack at all",
+        b"\x93\x01\x02\x03",
+        b"\x80",
+        bytes(1000),
+        b"\x93\xa3\xed\xa0\xbd\x01\xc4\x00",  # a text that is no UTF-8
+        b"\x91" * 100_000,
+    ],
+    ids=["empty", "reserved", "text", "numbers", "map", "zeros", "utf-8", "deep"],
 )
 def test_an_address_that_cannot_be_read_is_refused(make_end: MakeEnd, address: bytes) -> None:
     end = make_end()

@@ -3,10 +3,11 @@
 
 import os
 import signal
+import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,11 +32,11 @@ def kind() -> str:
 
 
 @pytest.fixture
-def stranger() -> Iterator[Any]:
+def stranger() -> Any:
     """A NIXL agent that is no transport of ours."""
     agent = api.nixl_agent("stranger", api.nixl_agent_config(False, backends=[]))
     agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
-    yield agent
+    return agent
 
 
 def test_a_producer_that_is_not_expected_is_not_heard(make_end: MakeEnd) -> None:
@@ -96,22 +97,42 @@ def test_metadata_that_nixl_cannot_read_is_refused(
     producer, consumer = make_end(), make_end()
     address = msgspec.msgpack.decode(consumer.transport.address())
     address[1] = address[1][:100] if metadata is None else metadata
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(TransportError, match="cannot reach the consumer"):
-        producer.transport.connect(msgspec.msgpack.encode(address))
-    assert len(os.listdir("/proc/self/fd")) == before
+    descriptors = set()
+    for _ in range(3):
+        with pytest.raises(TransportError, match="cannot reach the consumer"):
+            producer.transport.connect(msgspec.msgpack.encode(address))
+        descriptors.add(len(os.listdir("/proc/self/fd")))
+    assert len(descriptors) == 1
 
 
 def test_loopback_engines_listen_on_loopback_only(make_end: MakeEnd) -> None:
     end = make_end()
     end.transport.connect(make_end().transport.address())
-    listening = _listening_addresses()
+    listening = _listening()
     assert listening
-    assert set(listening) == {"0100007F"}
+    assert {address for address, _ in listening} == {"0100007F"}
 
 
-def _listening_addresses() -> list[str]:
-    """Hexadecimal IPv4 addresses of this process's listening TCP sockets."""
+def test_bytes_that_are_not_ucx_are_ignored_on_its_port(make_end: MakeEnd) -> None:
+    producer, consumer = make_end(), make_end()
+    strangers = []
+    for _, port in _listening():
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(5000), os.urandom(5000)):
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+            strangers[-1].sendall(garbage)
+    for _ in range(100):
+        consumer.poll()
+        producer.poll()
+    route, _ = meet(producer, consumer)
+    producer.send(route, b"still", b"here", slot=0)
+    drive(producer, consumer, until=lambda: bool(consumer.landed))
+    assert consumer.landed == [Arrival(b"still", 0, b"here")]
+    for stranger in strangers:
+        stranger.close()
+
+
+def _listening() -> list[tuple[str, int]]:
+    """Hexadecimal address and port of this process's listening TCP sockets."""
     inodes = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -124,7 +145,8 @@ def _listening_addresses() -> list[str]:
             for line in list(lines)[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    found.append(fields[1].split(":")[0])
+                    address, _, port = fields[1].partition(":")
+                    found.append((address, int(port, 16)))
     return found
 
 

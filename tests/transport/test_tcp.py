@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only the tcp transport has: a port that anybody can dial, keys, and hosts."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -44,10 +45,8 @@ def _assert_serves(producer: End, consumer: End) -> None:
 def test_bytes_that_are_not_zeromq_are_ignored(make_end: MakeEnd, garbage: bytes) -> None:
     producer, consumer = make_end(), make_end()
     with socket.create_connection(("127.0.0.1", _port(producer))) as stranger:
-        try:
+        with contextlib.suppress(ConnectionError):  # cut off already
             stranger.sendall(garbage)
-        except ConnectionError:
-            pass  # cut off already
         _assert_serves(producer, consumer)
 
 
@@ -177,26 +176,18 @@ def test_a_host_that_the_config_does_not_permit_is_not_dialled(make_end: MakeEnd
 
 @pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 62])
 def test_a_port_that_does_not_exist_is_refused(make_end: MakeEnd, port: int) -> None:
-    with pytest.raises(TransportError, match="cannot dial"):
+    with pytest.raises(TransportError, match="cannot be read"):
         make_end().transport.expect(msgspec.msgpack.encode(("127.0.0.1", port, b"identity")))
 
 
-@pytest.mark.parametrize(
-    "host", ["", "a b", "host\0name", ";", "[", "127.0.0.1:1;127.0.0.1", "\ud83d"]
-)
-def test_a_host_that_is_no_host_is_refused(host: str) -> None:
+@pytest.mark.parametrize("host", ["", "a b", "host\0name", ";", "[", "127.0.0.1:1;127.0.0.1"])
+def test_a_host_that_is_no_host_does_no_harm(host: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     transport = TcpTransport(context, "127.0.0.1", SLOT_BYTES, lambda _: True)
     try:
-        try:
-            address = msgspec.msgpack.encode((host, 1, b"identity"))
-        except UnicodeEncodeError:
-            address = b"\x93\xa3\xed\xa0\xbd\x01\xc4\x00"
-        try:
-            source = transport.expect(address)
-        except TransportError:
-            return
-        transport.dismiss(source)  # a name that does not resolve is found out by dialling
+        # Refused at once, or found out by dialling, as a name is that does not resolve.
+        with contextlib.suppress(TransportError):
+            transport.dismiss(transport.expect(msgspec.msgpack.encode((host, 1, b"identity"))))
     finally:
         transport.close()
         context.destroy(linger=0)

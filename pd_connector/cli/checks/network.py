@@ -68,7 +68,7 @@ def settings(facts: Facts) -> Finding:
     try:
         Config.load({}, facts.environment)
     except ConfigError as error:
-        return Finding(AREA, "host and key", Status.FAIL, str(error), "see what was found")
+        return Finding(AREA, "host and key", Status.FAIL, str(error))
     if key:
         return Finding(AREA, "host and key", Status.OK, f"{host}, authenticated and encrypted")
     return Finding(

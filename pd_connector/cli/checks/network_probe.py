@@ -13,7 +13,7 @@ from pd_connector.cli.checks.facts import Network
 _SIOCGIFADDR = 0x8915
 _DEFAULT_PORTS = (32768, 60999)
 # Addresses kept for documentation: connecting a datagram socket sends nothing, it only asks for a route.
-_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_ELSEWHERE = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def network(host: str) -> Network:

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from importlib import metadata

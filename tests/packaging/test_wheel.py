@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gets from `pip install`."""
+
+from zipfile import ZipFile
+
+PACKAGES = ("pd_connector", "scheduler_plugins", "pd_kernels")
+DIST_INFO = "pd_connector-0.1.0.dist-info"
+
+
+def test_the_wheel_holds_the_three_packages_and_nothing_else(contents):
+    assert {name.split("/")[0] for name in contents} == {*PACKAGES, DIST_INFO}
+
+
+def test_no_module_of_the_packages_is_left_out(contents, root):
+    """A folder without __init__.py would be."""
+    for package in PACKAGES:
+        where = root / "kernels" if package == "pd_kernels" else root
+        modules = {str(file.relative_to(where)) for file in (where / package).rglob("*.py")}
+        assert modules
+        assert modules <= contents
+
+
+def test_the_demo_model_is_in_it(contents, root):
+    files = {file.name for file in (root / "pd_connector/demo/model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    assert {f"pd_connector/demo/model/{file}" for file in files} <= contents
+
+
+def test_types_are_offered_to_type_checkers(contents):
+    assert "pd_connector/py.typed" in contents
+
+
+def test_entry_points_are_registered_and_exist(wheel, root):
+    with ZipFile(wheel) as archive:
+        text = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
+    assert "[vllm.general_plugins]\npd_connector = pd_connector.vllm.plugin:register" in text
+    assert "[console_scripts]\npd-connector = pd_connector.cli.app:main" in text
+    assert "\ndef register()" in (root / "pd_connector/vllm/plugin.py").read_text()
+    assert "\ndef main()" in (root / "pd_connector/cli/app.py").read_text()
+
+
+def test_the_version_is_the_same_wherever_it_is_written(wheel):
+    import pd_connector
+
+    assert wheel.name.split("-")[1] == pd_connector.__version__
+
+
+def test_the_licence_is_in_it(contents):
+    assert f"{DIST_INFO}/licenses/LICENSE" in contents

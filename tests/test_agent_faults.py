@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents over real sockets while something goes wrong: the cause is named, nothing wrong counts
+as received, everything comes home, and the next transfer works."""
+
+import itertools
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from support.agents import (
+    GEOMETRY,
+    LONG,
+    SHORT,
+    TRANSPORTS,
+    Rank,
+    Ranks,
+    assert_pages,
+    ranks,
+    until,
+)
+from support.transports import Meddle, MeddlingTransport
+
+from pd_connector import fetch, serve, wire
+from pd_connector.agent import Drop
+from pd_connector.errors import Cause
+
+__all__ = ["ranks"]
+
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+Written = tuple[bytes, bytes, int] | None
+
+
+def meddling(meddle: Meddle, ends: bool = True) -> dict[str, Any]:
+    return {"wrap": lambda inner: MeddlingTransport(inner, meddle, ends)}
+
+
+def only_first(meddle: Meddle, chunks: int = 1) -> Meddle:
+    """Meddle with so many chunks, and with none after them."""
+    seen = itertools.count()
+    return lambda *chunk: meddle(*chunk) if next(seen) < chunks else chunk
+
+
+def flipped(header: bytes, payload: bytes, slot: int) -> Written:
+    return header, bytes([payload[0] ^ 1]) + payload[1:], slot
+
+
+def swallowed(header: bytes, payload: bytes, slot: int) -> Written:
+    return None
+
+
+def with_header(**fields: Any) -> Meddle:
+    def meddle(header: bytes, payload: bytes, slot: int) -> Written:
+        changed = msgspec.structs.replace(wire.decode_chunk_header(header), **fields)
+        return wire.encode(changed), payload, slot
+
+    return meddle
+
+
+def pair(ranks: Ranks, settings: dict[str, Any], **options: Any) -> tuple[Rank, Rank]:
+    producer = ranks(settings, consumes=False, **options)
+    return producer, ranks(settings, seed=1, produces=False)
+
+
+def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:
+    producer.offer(transfer, [11, 12, 13])
+    consumer.load(producer.source, transfer, [21, 22, 23])
+    assert consumer.loaded(transfer).cause is None
+    assert_pages(producer, [11, 12, 13], consumer, [21, 22, 23])
+
+
+@each_transport
+def test_a_corrupt_chunk_fails_its_load_and_the_next_one_arrives(ranks: Ranks, transport: str):
+    settings = LONG | TRANSPORTS[transport]
+    producer, consumer = pair(ranks, settings, **meddling(only_first(flipped)))
+    before = consumer.page(5)
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert consumer.loaded("t").cause == Cause.CHECKSUM
+    assert consumer.page(5) == before
+    assert consumer.count("failed_transfers", cause=Cause.CHECKSUM) == 1
+    assert producer.freed("t").cause == Cause.CHECKSUM
+    assert_serves_on(producer, consumer)
+
+
+@each_transport
+def test_without_checksums_a_corrupt_page_would_count_as_received(
+    ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serve, "checksum", lambda data: b"")
+    monkeypatch.setattr(fetch, "checksum", lambda data: b"")
+    settings = LONG | TRANSPORTS[transport]
+    producer, consumer = pair(ranks, settings, **meddling(only_first(flipped)))
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert consumer.loaded("t").cause is None
+    assert consumer.page(5) != producer.page(1)
+
+
+def test_a_slot_that_changes_while_it_is_read_is_noticed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    """A peer that was given up may write late: the bytes are right when checked, and then not."""
+    producer, consumer = pair(ranks, LONG | TRANSPORTS["shm"])
+    scatter = consumer.agent._cache.scatter
+
+    def slow_scatter(chunk: Any, pages: Any, payload: memoryview) -> None:
+        monkeypatch.undo()
+        payload[0] ^= 1
+        scatter(chunk, pages, payload)
+
+    monkeypatch.setattr(consumer.agent._cache, "scatter", slow_scatter)
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert consumer.loaded("t").cause == Cause.CHECKSUM
+    assert_serves_on(producer, consumer)
+
+
+@each_transport
+@pytest.mark.parametrize(
+    ("meddle", "cause"),
+    [
+        (lambda h, p, s: (h, p[:-1], s), Cause.CHUNK_MISMATCH),
+        (lambda h, p, s: (h, p + b"x", s), Cause.CHUNK_MISMATCH),
+        (with_header(epoch=1), Cause.CHUNK_MISMATCH),
+        (with_header(identity=b"other"), Cause.CHUNK_MISMATCH),
+        (with_header(first_page=1), Cause.CHUNK_MISMATCH),
+        (with_header(codec="int8"), Cause.CHUNK_MISMATCH),
+        (with_header(checksum=b""), Cause.CHECKSUM),
+        (with_header(transfer="another"), Cause.STALLED),
+        (with_header(sequence=2**60), Cause.STALLED),
+        (lambda h, p, s: (b"\xc1 no header", p, s), Cause.STALLED),
+        (lambda h, p, s: (h, p, (s + 1) % 4), Cause.STALLED),
+        (swallowed, Cause.STALLED),
+    ],
+    ids=[
+        *("shorter", "longer", "epoch", "identity", "range", "codec", "checksum", "transfer"),
+        *("sequence", "no header", "slot", "lost"),
+    ],
+)
+def test_a_chunk_that_is_not_the_wanted_one_never_counts(
+    ranks: Ranks, transport: str, meddle: Meddle, cause: Cause
+):
+    settings = SHORT | TRANSPORTS[transport] | {"stall_timeout_s": 0.3}
+    producer, consumer = pair(ranks, settings, **meddling(only_first(meddle)))
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert consumer.loaded("t").cause == cause
+    assert_serves_on(producer, consumer)
+
+
+@each_transport
+def test_writes_that_never_end_cost_the_session_and_no_send_slot(ranks: Ranks, transport: str):
+    settings = LONG | TRANSPORTS[transport] | {"stall_timeout_s": 0.5, "lease_s": 1.0}
+    meddle = only_first(swallowed, chunks=4)
+    producer, consumer = pair(ranks, settings, **meddling(meddle, ends=False))
+    for transfer in "abcd":
+        producer.offer(transfer, [1])
+        consumer.load(producer.source, transfer, [ord(transfer) - ord("a")])
+    for transfer in "abcd":
+        assert consumer.loaded(transfer).cause in (Cause.STALLED, Cause.SESSION_LOST)
+    until(lambda: producer.gauge("send_slots") == 0)
+    until(lambda: consumer.gauge("producer_sessions") == 0)
+    assert_serves_on(producer, consumer)
+
+
+@each_transport
+def test_a_producer_that_froze_is_given_up_and_serves_again_for_good(ranks: Ranks, transport: str):
+    def freeze(header: bytes, payload: bytes, slot: int) -> Written:
+        time.sleep(2.0)
+        return header, payload, slot
+
+    settings = SHORT | TRANSPORTS[transport] | {"stall_timeout_s": 3.0, "session_timeout_s": 1.0}
+    producer, consumer = pair(ranks, settings, **meddling(only_first(freeze)))
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    # The older session of this consumer ends while the newer one is in use.
+    for i in range(6):
+        until(lambda: consumer.gauge("landing_slots") == 0)
+        producer.offer(f"{i}", [11, 12])
+        consumer.load(producer.source, f"{i}", [1, 2])
+        outcome = consumer.loaded(f"{i}")
+        assert outcome.cause is None or i == 0, outcome
+        time.sleep(0.3)
+
+
+@each_transport
+def test_a_consumer_that_froze_loses_its_transfers_and_fetches_again(ranks: Ranks, transport: str):
+    settings = SHORT | TRANSPORTS[transport] | {"session_timeout_s": 0.5}
+    producer, consumer = pair(ranks, settings)
+    assert_serves_on(producer, consumer, "before")
+    consumer.load(producer.source, "t", [5], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers"))
+    step = consumer.agent._step
+    consumer.agent._step = lambda now: time.sleep(0.01)  # type: ignore[method-assign]
+    until(lambda: producer.gauge("consumer_sessions") == 0)
+    assert producer.gauge("outgoing_transfers") == 0
+    consumer.agent._step = step  # type: ignore[method-assign]
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    for i in range(3):
+        assert_serves_on(producer, consumer, f"{i}")
+
+
+@each_transport
+@pytest.mark.parametrize("streamed", [0, 1, 2])
+def test_a_load_dropped_after_some_chunks_frees_both_sides(
+    ranks: Ranks, transport: str, streamed: int
+):
+    seen: list[int] = []
+
+    def first_chunks(header: bytes, payload: bytes, slot: int) -> Written:
+        seen.append(slot)
+        return (header, payload, slot) if len(seen) <= streamed else None
+
+    settings = LONG | TRANSPORTS[transport]
+    geometry = msgspec.structs.replace(GEOMETRY, page_size=1 << 13)
+    producer = ranks(settings, geometry=geometry, consumes=False, **meddling(first_chunks))
+    consumer = ranks(settings, geometry=geometry, produces=False, seed=1)
+    producer.offer("t", [1, 2, 3, 4])
+    consumer.load(producer.source, "t", [5, 6, 7, 8])
+    until(lambda: consumer.count("received_chunks") == streamed and len(seen) > streamed)
+    consumer.agent.submit(Drop("load of t", Cause.ABORTED))
+    assert consumer.loaded("t").cause == Cause.ABORTED
+    assert producer.freed("t").cause == Cause.ABORTED
+
+
+@each_transport
+def test_a_producer_that_ends_mid_transfer_fails_its_loads_at_once(ranks: Ranks, transport: str):
+    settings = LONG | TRANSPORTS[transport] | {"lease_s": 1.0}
+    producer, consumer = pair(ranks, settings, **meddling(swallowed))
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    until(lambda: producer.count("sent_chunks"))
+    ranks.stop(producer)
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    assert_serves_on(ranks(settings, consumes=False), consumer)
+
+
+@each_transport
+def test_a_consumer_that_ends_mid_transfer_costs_no_pages(ranks: Ranks, transport: str):
+    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 60.0}
+    producer, consumer = pair(ranks, settings, **meddling(only_first(swallowed)))
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    until(lambda: producer.count("sent_chunks"))
+    ranks.stop(consumer)
+    assert producer.freed("t").cause == Cause.SESSION_LOST
+    assert_serves_on(producer, ranks(settings, produces=False, seed=2))

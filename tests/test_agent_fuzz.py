@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that lie, and bytes that are no messages: an agent serves on."""
+
+import os
+import pickle
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.agents import (
+    GEOMETRY,
+    LONG,
+    MODEL,
+    SHORT,
+    TOKENS,
+    TRANSPORTS,
+    Rank,
+    Ranks,
+    assert_pages,
+    ranks,
+    until,
+)
+
+from pd_connector import wire
+from pd_connector.consumer import Source
+from pd_connector.errors import Cause
+
+__all__ = ["ranks"]
+
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+HELLO = wire.Hello(1, 1, "liar", "", MODEL, GEOMETRY, {})
+OPEN = wire.Open("bait", TOKENS, 0, 4, False, ["raw"], [])
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+class LyingConsumer:
+    """A consumer that says what a test wants, over a real control connection."""
+
+    def __init__(self, context: zmq.Context[Any], port: int) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def say(self, *messages: wire.Message | bytes | list[bytes]) -> None:
+        for message in messages:
+            if isinstance(message, wire.Message):
+                message = wire.encode(message)
+            self.socket.send_multipart(message if isinstance(message, list) else [message])
+
+    def hear(self) -> wire.ProducerMessage:
+        assert self.socket.poll(20_000), "the producer answers"
+        return wire.decode_producer_message(self.socket.recv())
+
+    def hear_all_until(self, kind: type) -> list[wire.ProducerMessage]:
+        heard = [self.hear()]
+        while not isinstance(heard[-1], kind):
+            heard.append(self.hear())
+        return heard
+
+
+class LyingProducer:
+    """A producer that answers what a test wants."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.source = Source("127.0.0.1", port, "")
+
+    def hear(self) -> tuple[bytes, wire.ConsumerMessage]:
+        assert self.socket.poll(20_000), "the consumer speaks"
+        sender, data = self.socket.recv_multipart()
+        return sender, wire.decode_consumer_message(data)
+
+    def say(self, to: bytes, *messages: wire.Message | list[bytes]) -> None:
+        for message in messages:
+            frames = message if isinstance(message, list) else [wire.encode(message)]
+            self.socket.send_multipart([to, *frames])
+
+
+def assert_serves_on(ranks: Ranks, producer: Rank, transport: str = "") -> None:
+    settings = LONG | (TRANSPORTS[transport] if transport else {})
+    consumer = ranks(settings, produces=False, seed=9)
+    producer.offer("good", [1, 2])
+    consumer.load(producer.source, "good", [3, 4])
+    assert consumer.loaded("good").cause is None
+    assert_pages(producer, [1, 2], consumer, [3, 4])
+    assert producer.count("agent_failures") == 0
+
+
+def valid_messages() -> list[bytes]:
+    messages: list[wire.Message] = [
+        HELLO,
+        OPEN,
+        wire.Credit("bait", [1, 2]),
+        wire.Done("bait"),
+        wire.Cancel("bait", "aborted"),
+        wire.Heartbeat(["bait"]),
+        wire.Welcome(1, "e", 1, "tcp", b""),
+        wire.Accept("bait", "raw", 1),
+    ]
+    return [wire.encode(message) for message in messages]
+
+
+def garbage(chance: random.Random) -> list[bytes]:
+    """Frames of one message: noise, broken and truncated messages, several frames."""
+    valid = chance.choice(valid_messages())
+    match chance.randrange(6):
+        case 0:
+            return [chance.randbytes(chance.randrange(300))]
+        case 1:
+            return [valid[: chance.randrange(len(valid))]]
+        case 2:
+            broken = bytearray(valid)
+            broken[chance.randrange(len(broken))] ^= 1 << chance.randrange(8)
+            return [bytes(broken)]
+        case 3:
+            return [valid, valid]
+        case 4:
+            return [b"\x91" * chance.choice([10, 100_000])]
+        case _:
+            return [b"\xdd\xff\xff\xff\xff" + valid, b"", b""]
+
+
+def test_messages_that_are_none_cost_their_sender_the_session_only(
+    ranks: Ranks, context: zmq.Context[Any]
+):
+    producer = ranks(LONG, consumes=False)
+    chance = random.Random(7)
+    for _ in range(3):
+        liar = LyingConsumer(context, producer.agent.port)
+        liar.say(HELLO)
+        liar.say(*(garbage(chance) for _ in range(150)))
+    until(lambda: producer.count("rejected_sessions", cause=Cause.MALFORMED_MESSAGE) > 100)
+    assert_serves_on(ranks, producer)
+
+
+def test_a_message_above_the_limit_is_not_even_received(ranks: Ranks, context: zmq.Context[Any]):
+    producer = ranks(LONG, consumes=False)
+    for _ in range(3):
+        LyingConsumer(context, producer.agent.port).say(bytes(wire.MAX_MESSAGE_BYTES + 1))
+    assert_serves_on(ranks, producer)
+    assert producer.count("rejected_sessions", cause=Cause.MALFORMED_MESSAGE) == 0
+
+
+def test_nothing_is_unpickled(ranks: Ranks, context: zmq.Context[Any], tmp_path: Path):
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    bomb = pickle.dumps(Bomb())
+    producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
+    liar = LyingConsumer(context, producer.agent.port)
+    liar.say(bomb, [bomb, bomb])
+    liar.say(msgspec.structs.replace(HELLO, transports={"tcp": bomb, "shm": bomb}))
+    assert_serves_on(ranks, producer)
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads(bomb)
+    assert (tmp_path / "exploded").exists()
+
+
+ADDRESSES: dict[str, bytes] = {
+    "empty": b"",
+    "noise": bytes(range(256)),
+    "deep": b"\x94" + b"\x91" * 100_000,
+    "deep tail": b"\x96\xa1a\xc4\x01a\x01\x01" + b"\x91" * 100_000 + b"\x01\x01",
+    "no text": b"\x93\xa2\xff\xfe\x01\xc4\x01a",
+    "no text of shm": b"\x94\xa2\xff\xfe\xc4\x01a\x01\x01",
+    "nobody": msgspec.msgpack.encode(("x" * 300, 2**63, b"")),
+    "nobody of shm": msgspec.msgpack.encode(("x" * 300, b"", 2**63, 2**63)),
+    "nothing of shm": msgspec.msgpack.encode(("", b"", 0, 0)),
+    "longer identity": msgspec.msgpack.encode(("127.0.0.1", 1, b"x" * 5000)),
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_of_transports_that_are_none(
+    ranks: Ranks, context: zmq.Context[Any], address: str
+):
+    producer = ranks(LONG | {"lease_s": 1.0}, consumes=False)
+    data = ADDRESSES[address]
+    for offered in ({"tcp": data}, {"shm": data}, {"tcp": data, "shm": data}):
+        liar = LyingConsumer(context, producer.agent.port)
+        producer.offer("bait", [1, 2, 3, 4])
+        liar.say(msgspec.structs.replace(HELLO, transports=offered))
+        liar.say(OPEN, wire.Credit("bait", [0, 1]), wire.Heartbeat([]), wire.Cancel("bait", ""))
+        liar.hear_all_until(wire.Cancelled | wire.Reject)  # type: ignore[arg-type]
+    assert_serves_on(ranks, producer)
+
+
+@each_transport
+@pytest.mark.parametrize("slot", [4, 2**32, 2**63 - 1])
+def test_slots_that_the_consumer_does_not_have(
+    ranks: Ranks, context: zmq.Context[Any], transport: str, slot: int
+):
+    settings = SHORT | TRANSPORTS[transport] | {"key": ""}
+    producer, lender = ranks(settings, consumes=False), ranks(settings, produces=False)
+    address = {name: t.address() for name, t in lender.agent._fetcher._transports.items()}
+    liar = LyingConsumer(context, producer.agent.port)
+    producer.offer("bait", [1, 2, 3, 4])
+    liar.say(msgspec.structs.replace(HELLO, transports=address))
+    liar.say(msgspec.structs.replace(OPEN, slots=[slot, slot]))
+    liar.say(*[wire.Credit("bait", [slot] * 4000)] * 5, wire.Done("bait"), wire.Heartbeat([]))
+    liar.hear_all_until(wire.Pulse)
+    producer.freed("bait")
+    assert_serves_on(ranks, producer, transport if "key" not in transport else "tcp")
+
+
+def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: zmq.Context[Any]):
+    producer = ranks(SHORT, consumes=False)
+    shy = ranks(SHORT, produces=False)
+    address = {name: t.address() for name, t in shy.agent._fetcher._transports.items()}
+    liar = LyingConsumer(context, producer.agent.port)
+    liar.say(msgspec.structs.replace(HELLO, transports=address))
+    for i in range(500):
+        liar.say(wire.Open(f"{i}", TOKENS, 0, 2**62, True, ["raw"] * 16, [7] * 50))
+        liar.say(wire.Credit(f"{i}", [9] * 50), wire.Cancel(f"no {i}", "no cause"))
+        liar.say(wire.Done(f"nothing {i}"))
+    until(lambda: producer.gauge("outgoing_transfers") == 500)
+    until(lambda: producer.gauge("outgoing_transfers") == 0)
+    until(lambda: not producer.agent._server._producer._unwanted)
+    assert_serves_on(ranks, producer)
+
+
+@each_transport
+def test_noise_on_every_port(ranks: Ranks, transport: str):
+    producer = ranks(LONG | TRANSPORTS[transport], consumes=False)
+    ports = [producer.agent.port]
+    for owned in producer.agent._transports:
+        ports += [owned._port] if hasattr(owned, "_port") else []
+    chance = random.Random(3)
+    greeting = bytes.fromhex("ff00000000000000017f0300") + b"NULL" + bytes(48)
+    for port in ports:
+        for i in range(40):
+            with socket.create_connection(("127.0.0.1", port)) as noisy:
+                prefix = greeting if i % 2 else b""
+                noisy.sendall(prefix + chance.randbytes(chance.randrange(1, 2000)))
+    assert_serves_on(ranks, producer, transport)
+
+
+def test_many_connections_at_once_and_no_memory_kept(ranks: Ranks):
+    producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
+    ports = [producer.agent.port, producer.agent._transports[0]._port]  # type: ignore[attr-defined]
+    before = resident_bytes()
+    for _ in range(2):
+        crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(500)]
+        assert_serves_on_once(ranks, producer)
+        for stranger in crowd:
+            stranger.close()
+    assert resident_bytes() - before < 64 << 20
+
+
+def assert_serves_on_once(ranks: Ranks, producer: Rank) -> None:
+    assert_serves_on(ranks, producer, "tcp")
+    producer.look()
+    producer.ended.clear()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+WELCOME = wire.Welcome(1, "engine", 5, "tcp", msgspec.msgpack.encode(("127.0.0.1", 9, b"x")))
+LIES: dict[str, tuple[list[wire.Message | list[bytes]], set[Cause]]] = {
+    "silence": ([], {Cause.UNREACHABLE}),
+    "noise": ([[b"\xc1"]], {Cause.MALFORMED_MESSAGE}),
+    "two frames": ([[wire.encode(WELCOME), b""]], {Cause.MALFORMED_MESSAGE}),
+    "a consumer's message": ([HELLO], {Cause.MALFORMED_MESSAGE}),
+    "another schema": ([msgspec.structs.replace(WELCOME, schema=2)], {Cause.VERSION}),
+    "another transport": (
+        [msgspec.structs.replace(WELCOME, transport="x")],
+        {Cause.MALFORMED_MESSAGE},
+    ),
+    "welcome twice": ([WELCOME, WELCOME], {Cause.MALFORMED_MESSAGE}),
+    "only pulses": ([wire.Pulse(1)] * 3, {Cause.UNREACHABLE}),
+    "welcome and silence": ([WELCOME], {Cause.SESSION_LOST, Cause.WAIT_TIMEOUT}),
+    "no cause": ([wire.Reject("no such", "", 9, 9)], {Cause.UNREACHABLE}),
+    "a refusal without a cause": (
+        [WELCOME, wire.Refuse("t", "no such", "")],
+        {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+    "another plan": (
+        [WELCOME, wire.Accept("t", "raw", 2**60)],
+        {Cause.CHUNK_MISMATCH, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+    "accepted and nothing more": (
+        [WELCOME, wire.Accept("t", "raw", 1), wire.Accept("t", "raw", 1)],
+        {Cause.STALLED, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+} | {
+    f"address {name}": (
+        [msgspec.structs.replace(WELCOME, transport=transport, transport_address=data)],
+        # What can be dialled at all turns out to be silent.
+        {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    )
+    for name, data in ADDRESSES.items()
+    for transport in ("tcp", "shm")
+}
+
+
+def test_a_producer_that_lies_fails_the_load_with_a_cause(ranks: Ranks, context: zmq.Context[Any]):
+    """All lies at once: each is told by a producer of its own, to the same consumer."""
+    consumer = ranks(SHORT, produces=False)
+    liars = {name: LyingProducer(context) for name in LIES}
+    for name, liar in liars.items():
+        consumer.load(liar.source, name, [0])
+    for name, liar in liars.items():
+        sender, hello = liar.hear()
+        assert isinstance(hello, wire.Hello)
+        for message in LIES[name][0]:
+            if isinstance(message, (wire.Refuse, wire.Accept)):
+                message = msgspec.structs.replace(message, transfer=name)
+            liar.say(sender, message)
+    for name in liars:
+        assert consumer.loaded(name).cause in LIES[name][1], (name, consumer.loaded(name))
+    producer = ranks(LONG, consumes=False)
+    producer.offer("good", [1])
+    consumer.load(producer.source, "good", [2])
+    assert consumer.loaded("good").cause is None
+
+
+def test_a_producer_that_only_pulses_is_not_kept(ranks: Ranks, context: zmq.Context[Any]):
+    consumer = ranks(SHORT, produces=False)
+    liar = LyingProducer(context)
+    consumer.load(liar.source, "t", [0])
+    sender, _ = liar.hear()
+
+    def pulse() -> bool:
+        liar.say(sender, wire.Pulse(1))
+        return consumer.gauge("producer_sessions") == 0
+
+    until(pulse)
+    assert consumer.loaded("t").cause == Cause.UNREACHABLE
