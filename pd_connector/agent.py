@@ -21,6 +21,7 @@ from pd_connector.errors import Cause, ConfigError
 from pd_connector.fetch import Fetcher
 from pd_connector.pages import PagedCache
 from pd_connector.producer import Free, Offer
+from pd_connector.scheduling import prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
 from pd_connector.serve import Identity, Server
 from pd_connector.slab import Slab
@@ -189,6 +190,7 @@ class Agent:
             self._fetcher = Fetcher(*common, self.telemetry, self._outcomes.put)
 
     def _run(self) -> None:
+        prefer_short_slices()
         try:
             while not self._stopping:
                 self._wait()

@@ -88,7 +88,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"key of {len(self.key)} characters: must have at least {MIN_KEY_CHARACTERS} "
                 f"(config key `key` or variable {KEY_VARIABLE}; `pd-connector key` makes one)"
             )
-        if self.host in ("", "*", "0.0.0.0", "::"):
+        if _is_wildcard(self.host):
             raise ConfigError(
                 f"host {self.host!r}: must be the name or address under which peers reach this "
                 "engine, not a wildcard (config key host)"
@@ -101,6 +101,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         if not self.transports:
             raise ConfigError('transports []: must name at least one, such as ["tcp"]')
+        if len(set(self.transports)) < len(self.transports):
+            raise ConfigError(f"transports {list(self.transports)}: must name each one once")
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be 1 or more")
@@ -125,6 +127,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("", "*")
 
 
 def _unknown_key(name: str, known: tuple[str, ...]) -> str:

@@ -73,7 +73,7 @@ class Finished(NamedTuple):
     detail: str
     nbytes: int  # received and verified
     chunks: int
-    seconds: float  # since the load began
+    seconds: float  # since the load began, or since the prefill ended where that was later
 
 
 Action = Dial | Tell | Place | Finished
@@ -114,6 +114,7 @@ class Consumer:
         self._one_sided = one_sided
         self._transfers: dict[str, _Incoming] = {}
         self._sessions: dict[Source, int] = {}  # sessions that stand, and their producer's epoch
+        self._chunk_bytes: dict[Source, int] = {}  # what fits in a slot on either side
         # Cancelled transfers, and their slots: quarantined until `Cancelled` comes, or until that
         # time has passed. Until then the same transfer is not loaded again, for a `Cancelled`
         # does not say which of two ends it confirms.
@@ -163,9 +164,15 @@ class Consumer:
                 return self._finish(transfer, cause, "", now)
         return []
 
-    def session_up(self, source: Source, epoch: int, now: float) -> list[Action]:
-        """A session stands: open what waited for it."""
+    def session_up(
+        self, source: Source, epoch: int, now: float, slot_bytes: int = 0
+    ) -> list[Action]:
+        """A session stands: open what waited for it. `slot_bytes` is the size of the producer's
+        slots, 0 if it is not known."""
         self._sessions[source] = epoch
+        self._chunk_bytes[source] = min(
+            slot_bytes or self._config.slot_bytes, self._config.slot_bytes
+        )
         farewells = self._farewells.pop(source, [])
         actions: list[Action] = [Tell(source, message) for message in farewells]
         for transfer, incoming in self._transfers.items():
@@ -176,6 +183,7 @@ class Consumer:
     def session_down(self, source: Source, cause: Cause, detail: str, now: float) -> list[Action]:
         """A session has ended or could not be opened: its transfers fail."""
         self._sessions.pop(source, None)
+        self._chunk_bytes.pop(source, None)
         actions: list[Action] = []
         for transfer in self.wanted(source):
             actions += self._finish(transfer, cause, detail, now)
@@ -195,11 +203,12 @@ class Consumer:
         if message.chunks != incoming.planned or message.codec not in codec.CODECS:
             detail = (
                 f"producer plans {message.chunks} chunks in codec {message.codec!r}, "
-                f"{incoming.planned} chunks in {list(codec.CODECS)} wanted "
-                "(is slot_mib the same on both sides?)"
+                f"{incoming.planned} chunks in {list(codec.CODECS)} wanted"
             )
             return self._finish(message.transfer, Cause.CHUNK_MISMATCH, detail, now)
         incoming.accepted = True
+        if incoming.load is not None and incoming.load.wait:
+            incoming.began = now  # the prefill took until now, not the transfer
         incoming.deadline = now + self._config.stall_timeout_s
         self._hungry[message.transfer] = None
         return self._grant(now)
@@ -296,7 +305,7 @@ class Consumer:
     def _open(self, transfer: str, incoming: _Incoming, now: float) -> list[Action]:
         load = incoming.load
         assert load is not None
-        slot_bytes = self._config.slot_bytes
+        slot_bytes = self._chunk_bytes[load.source]
         chunks = plan(self._geometry, load.first_page, load.stop_page, slot_bytes)
         incoming.missing = {chunk.sequence: chunk for chunk in chunks}
         incoming.planned = len(chunks)
@@ -312,6 +321,7 @@ class Consumer:
             codecs=list(codec.CODECS),
             # A prefill that has not finished would only sit on its slots.
             slots=[] if load.wait else self._take_slots(transfer, incoming, len(chunks)),
+            slot_bytes=slot_bytes,
         )
         return [Tell(load.source, message)]
 

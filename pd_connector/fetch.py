@@ -168,6 +168,10 @@ class Fetcher:
         if source.engine_id not in ("", welcome.engine_id):
             detail = f"engine {welcome.engine_id} answers, {source.engine_id} was wanted"
             return self._end(source, Cause.UNREACHABLE, detail, now)
+        page_bytes = self._cache.geometry.page_bytes
+        if 0 < welcome.slot_bytes < page_bytes:
+            detail = f"producer's slots of {welcome.slot_bytes} bytes: a page has {page_bytes}"
+            return self._end(source, Cause.GEOMETRY, detail, now)
         if session.greeted or transport is None:
             detail = f"welcome to transport {welcome.transport!r}, or a second one"
             return self._end(source, Cause.MALFORMED_MESSAGE, detail, now)
@@ -177,7 +181,8 @@ class Fetcher:
             return self._end(source, Cause.TRANSPORT, str(error), now)
         session.transport = transport
         session.greeted = True
-        return self._act(self._consumer.session_up(source, welcome.epoch, now), now)
+        up = self._consumer.session_up(source, welcome.epoch, now, welcome.slot_bytes)
+        return self._act(up, now)
 
     def _dial(self, source: Source, now: float) -> None:
         if source in self._sessions:

@@ -33,7 +33,7 @@ def token_fingerprint(
     """
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-tokens")
     for part in (salt, adapter, *inputs):
-        encoded = part.encode()
+        encoded = part.encode("utf-8", "surrogatepass")  # JSON may carry lone surrogates
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     digest.update(b"tokens")
     digest.update(array("i", tokens).tobytes())

@@ -261,6 +261,7 @@ class Producer:
         assert outgoing.opening is not None
         session, message = outgoing.opening.session, outgoing.opening.message
         chosen = codec.negotiate(message.codecs)
+        slot_bytes = message.slot_bytes or self._config.slot_bytes
         problem: tuple[Cause, str] | None = None
         if message.identity != outgoing.offer.identity:
             problem = Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
@@ -269,6 +270,9 @@ class Producer:
                 Cause.TOKENS,
                 f"pages {message.first_page}-{message.stop_page} of {len(outgoing.offer.pages)}",
             )
+        elif not self._geometry.page_bytes <= slot_bytes <= self._config.slot_bytes:
+            fits = f"{self._geometry.page_bytes} (a page) to {self._config.slot_bytes} (a slot)"
+            problem = Cause.GEOMETRY, f"chunks of {slot_bytes} bytes: here {fits}"
         elif chosen is None:
             problem = Cause.GEOMETRY, f"codecs {message.codecs} / {list(codec.CODECS)}"
         if problem is not None or chosen is None:
@@ -278,9 +282,7 @@ class Producer:
             outgoing.credits.clear()
             return [_refusal(session, transfer, *(problem or (Cause.INTERNAL, "")))]
         outgoing.codec = chosen.name
-        outgoing.chunks = plan(
-            self._geometry, message.first_page, message.stop_page, self._config.slot_bytes
-        )
+        outgoing.chunks = plan(self._geometry, message.first_page, message.stop_page, slot_bytes)
         self._mark_ready(transfer, outgoing)
         return [Reply(session, wire.Accept(transfer, chosen.name, len(outgoing.chunks)))]
 

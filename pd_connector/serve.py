@@ -214,6 +214,7 @@ class Server:
             epoch=self._identity.epoch,
             transport=transport.name,
             transport_address=transport.address(),
+            slot_bytes=self._config.slot_bytes,
         )
         self._listener.send(sender, wire.encode(welcome))
         return None
@@ -249,9 +250,12 @@ class Server:
 
     def _write(self, send: Send, now: float) -> None:
         session = self._sessions[send.session]
-        send_slot = self._send_slots.popleft()
+        send_slot = self._send_slots.pop()  # the one used last is warm in the cache
         fence = self._fences.get(send.request)
-        payload = self._cache.gather(send.chunk, send.pages, self._sending.slot(send_slot), fence)
+        window = session.transport.window(session.route, send.slot)
+        if window is None or len(window) < send.chunk.nbytes(self._cache.geometry):
+            window = self._sending.slot(send_slot)
+        payload = self._cache.gather(send.chunk, send.pages, window, fence)
         header = wire.ChunkHeader(
             transfer=send.transfer,
             epoch=self._identity.epoch,

@@ -27,7 +27,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Fingerprint = Annotated[bytes, msgspec.Meta(max_length=64)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Slots = Annotated[list[Count], msgspec.Meta(max_length=MAX_SLOTS)]
+Slot = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Slots = Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
 Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 
@@ -55,6 +56,7 @@ class Welcome(Message, frozen=True):
     epoch: Count
     transport: Name
     transport_address: bytes
+    slot_bytes: Count = 0  # of its send slots; 0 where it does not say
 
 
 class Reject(Message, frozen=True):
@@ -80,6 +82,7 @@ class Open(Message, frozen=True):
     wait: bool
     codecs: Annotated[list[Name], msgspec.Meta(max_length=16)]
     slots: Slots
+    slot_bytes: Count = 0  # the largest chunk; 0 for the size of the producer's own slots
 
 
 class Accept(Message, frozen=True):

@@ -94,6 +94,21 @@ def test_many_transfers_share_few_slots(ranks: Ranks, transport: str):
 
 
 @each_transport
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])
+def test_chunks_fit_in_the_smaller_slots_of_the_two(
+    ranks: Ranks, transport: str, here: int, there: int
+):
+    geometry = Geometry(Shard(0, 2, 0, 1), 1, 1 << 18, "uint8", "large pages")
+    settings = LONG | TRANSPORTS[transport]
+    producer = ranks(settings | {"slot_mib": here}, geometry=geometry)
+    consumer = ranks(settings | {"slot_mib": there}, geometry=geometry, seed=1)
+    producer.offer("t", range(20))
+    consumer.load(producer.source, "t", range(20))
+    assert consumer.loaded("t").cause is None
+    assert_pages(producer, range(20), consumer, range(20))
+
+
+@each_transport
 def test_both_directions_at_once(ranks: Ranks, transport: str):
     settings = LONG | TRANSPORTS[transport]
     one, two = ranks(settings), ranks(settings, seed=1, engine_id="other engine")
@@ -145,7 +160,7 @@ def test_a_consumer_that_holds_keeps_the_lease_and_one_that_does_not_loses_it(ra
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_an_unknown_transfer_fails_with_its_cause(ranks: Ranks, wait: bool):
-    producer, consumer = ranks.pair(SHORT)
+    producer, consumer = ranks.pair(SHORT | {"wait_timeout_s": 30.0})
     consumer.load(producer.source, "nobody's", [1], wait=wait)
     assert consumer.loaded("nobody's").cause == Cause.UNKNOWN_TRANSFER
 

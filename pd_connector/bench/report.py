@@ -100,11 +100,12 @@ def table(comparisons: Sequence[Comparison], baseline: str) -> Table:
     columns = list(dict.fromkeys(key for c in comparisons for key in c.params))
     drawn = Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
         caption="median, 10th - 90th percentile; ratio of the medians: ours / baseline",
         caption_justify="left",
     )
-    drawn.add_column("")
+    drawn.add_column("", no_wrap=True)
     for column in columns:
         drawn.add_column(column.replace("_", "\n"), justify="right", no_wrap=True)
     for heading in ("ours", baseline, "ratio", "bar", "ok"):

@@ -55,14 +55,16 @@ def group() -> None:
 
 @app.command()
 def handoff(
-    model: Annotated[str, typer.Option(help="Folder or name of the model.")] = str(MODEL_DIR),
+    model: Annotated[str, typer.Option(help="Folder or name.", show_default="the demo's")] = str(
+        MODEL_DIR
+    ),
     prompt_tokens: Annotated[
         list[int] | None,
-        typer.Option(min=2, help="Prompt length; may be repeated.  [default: 512, 2048, 3500]"),
+        typer.Option(min=2, help="Prompt length; may be repeated (512, 2048, 3500)."),
     ] = None,
     transport: Annotated[
         list[TransportName] | None,
-        typer.Option(help="Transport of ours; each gets engines of its own.  [default: shm]"),
+        typer.Option(help="Transport of ours; each gets engines of its own (shm)."),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs of each pair and length.")] = 9,
     warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 2,

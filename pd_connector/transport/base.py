@@ -67,6 +67,13 @@ class Transport(abc.ABC):
         payload arrive together, once, or not at all. Raises TransportError if it cannot start.
         """
 
+    def window(self, route: Route, slot: int) -> memoryview | None:
+        """The consumer's landing slot itself, where this process can write to it.
+
+        Whoever fills it passes what was filled to `write`, which then copies nothing.
+        """
+        return None
+
     @abc.abstractmethod
     def poll(self) -> tuple[list[Written], list[Landed]]:
         """Make progress and take what has ended since the last call. Never waits."""

@@ -113,6 +113,9 @@ class FaultTransport(Transport):
         self._started[token] = number
         return token
 
+    def window(self, route: Route, slot: int) -> memoryview | None:
+        return self.inner.window(route, slot)
+
     def poll(self) -> tuple[list[Written], list[Landed]]:
         written, landed = self.inner.poll()
         for completion in written:

@@ -22,6 +22,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from pd_connector.errors import TransportError
 from pd_connector.slab import SLAB_SEALS, Slab
@@ -60,6 +61,11 @@ class _Consumer:
     window: mmap.mmap | None = None
     waiting: list[tuple[bytes, bytes, int]] = field(default_factory=list)
     notes: deque[bytes] = field(default_factory=deque)  # that the socket had no room for
+
+    def slot(self, index: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The first bytes of a landing slot, writable."""
+        assert self.window is not None
+        return np.frombuffer(self.window, np.uint8, nbytes, index * self.slot_bytes)
 
 
 class ShmTransport(Transport):
@@ -105,9 +111,7 @@ class ShmTransport(Transport):
         assert isinstance(route, int)
         consumer = self._consumers.pop(route, None)
         if consumer is not None:
-            consumer.link.close()
-            if consumer.window is not None:
-                consumer.window.close()
+            consumer.link.close()  # its window goes when the last view of it goes
 
     def expect(self, producer: bytes) -> Hashable:
         token = _read_address(producer).token
@@ -146,6 +150,13 @@ class ShmTransport(Transport):
             self._written.append(Written(self._tokens, not problem, problem))
         return self._tokens
 
+    def window(self, route: Route, slot: int) -> memoryview | None:
+        assert isinstance(route, int)
+        consumer = self._consumers.get(route)
+        if consumer is None or consumer.window is None or slot >= consumer.slots:
+            return None
+        return consumer.slot(slot, consumer.slot_bytes).data
+
     def poll(self) -> tuple[list[Written], list[Landed]]:
         self._welcome_strangers()
         for consumer in list(self._consumers.values()):
@@ -180,10 +191,9 @@ class ShmTransport(Transport):
         self._listener.close()
 
     def _copy(self, consumer: _Consumer, header: bytes, payload: memoryview, slot: int) -> str:
-        assert consumer.window is not None
-        start = slot * consumer.slot_bytes
-        window = np.frombuffer(consumer.window, dtype=np.uint8, count=len(payload), offset=start)
-        np.copyto(window, np.frombuffer(payload, dtype=np.uint8))  # without the interpreter lock
+        source, target = np.frombuffer(payload, np.uint8), consumer.slot(slot, len(payload))
+        if source.ctypes.data != target.ctypes.data:  # not gathered there in the first place
+            np.copyto(target, source)  # without the interpreter lock
         consumer.notes.append(_NOTE.pack(slot, len(payload)) + header)
         return self._tell(consumer)
 

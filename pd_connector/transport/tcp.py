@@ -23,6 +23,9 @@ from pd_connector.transport.base import Landed, Route, Transport, Written
 _GREETING = b"\x00pd-tcp"
 _MAX_GREETING_BYTES = 4096  # ZeroMQ's own handshake counts against it
 _MAX_HEADER_BYTES = 1 << 16
+# Chunks taken from one producer at a time, and chunks that may wait to be taken: a producer that
+# floods us takes neither all our time nor all our memory.
+_MAX_BATCH = 64
 # Greetings of consumers whose session has not reached us yet; a flood drops the oldest.
 _MAX_EARLY_GREETINGS = 1024
 
@@ -128,6 +131,8 @@ class TcpTransport(Transport):
         consumer = self._routes.get(route)
         if consumer is None:
             raise TransportError("tcp transport: no such consumer (any more)")
+        if slot >= 1 << 32:
+            raise TransportError(f"tcp transport: slot {slot} is none of the consumer's")
         frames: _Frames = [header, slot.to_bytes(4, "little"), payload]
         token = next(self._numbers)
         problem = ""
@@ -142,7 +147,9 @@ class TcpTransport(Transport):
         self._take_greetings()
         landed: list[Landed] = []
         for socket in self._sockets.values():
-            while readable(socket):
+            for _ in range(_MAX_BATCH):
+                if not readable(socket):
+                    break
                 frames = socket.recv_multipart(copy=False)
                 if len(frames) == 3 and len(frames[1].buffer) == 4:
                     slot = int.from_bytes(frames[1].bytes, "little")
@@ -168,7 +175,7 @@ class TcpTransport(Transport):
     def _dial(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        socket.rcvhwm = 0
+        socket.rcvhwm = _MAX_BATCH
         socket.ipv6 = True
         socket.routing_id = self._identity
         socket.maxmsgsize = self._slot_bytes + _MAX_HEADER_BYTES
@@ -183,7 +190,9 @@ class TcpTransport(Transport):
         return socket
 
     def _take_greetings(self) -> None:
-        while readable(self._listener):
+        for _ in range(_MAX_EARLY_GREETINGS):
+            if not readable(self._listener):
+                break
             identity, *frames = self._listener.recv_multipart()
             if frames != [_GREETING]:
                 continue

@@ -41,7 +41,7 @@ GAUGES = {
     "producer_sessions": "Sessions with producers (consumer).",
 }
 HISTOGRAMS = {
-    "transfer_seconds": "From pages allocated to every chunk verified and placed (consumer).",
+    "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",
 }
 _BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
 _PREFIX = "pd_connector:"

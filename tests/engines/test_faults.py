@@ -168,10 +168,12 @@ def test_a_prefill_engine_killed_during_the_transfer(pair: Pair, reference) -> N
 def test_a_decode_engine_killed_during_the_transfer(pair: Pair, reference) -> None:
     prompt, salt = prompt_of(3500, start=77), fresh_salt()
     params = prefill_step(pair.p, prompt, cache_salt=salt)
-    with paused(pair.p):
-        with leaving_client(pair.d, prompt, cache_salt=salt, kv_transfer_params=params):
-            wait_until(lambda: loading(pair), "the transfer is under way")
-            pair.d.kill()
+    with (
+        paused(pair.p),
+        leaving_client(pair.d, prompt, cache_salt=salt, kv_transfer_params=params),
+    ):
+        wait_until(lambda: loading(pair), "the transfer is under way")
+        pair.d.kill()
     pair.start()
     with delta(pair.d, "pd_connector:received_transfers_total") as received:
         assert_same_logprobs(two_step(pair.p, pair.d, prompt), reference(prompt), TOLERANCE)

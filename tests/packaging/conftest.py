@@ -10,7 +10,6 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +19,13 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pip() -> list[str]:
+    """How pip is called."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory, pip: list[str]) -> Path:
     """The wheel `pip install .` would install. Built with the setuptools that is here: no network."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -30,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for package in ("pd_connector", "scheduler_plugins", "kernels", "tests", "examples"):
         shutil.copytree(ROOT / package, source / package, ignore=unwanted)
-    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (built,) = folder.glob("*.whl")

@@ -7,7 +7,6 @@ import tomllib
 from importlib import metadata
 
 import pytest
-from conftest import PIP
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -94,20 +93,27 @@ def test_no_requirement_has_an_upper_bound(project):
         assert all(bound.operator == ">=" for bound in Requirement(line).specifier), line
 
 
-def would_install(*requirements):
-    """Names of what pip would install without any index to take it from; None if it cannot."""
-    command = [*PIP, "install", "--dry-run", "--no-index", "--quiet", "--report", "-"]
-    ended = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
-    if ended.returncode:
-        return None
-    report = json.loads(ended.stdout)
-    return {canonicalize_name(item["metadata"]["name"]) for item in report["install"]}
+@pytest.fixture
+def would_install(pip):
+    """Asks pip what it would install without any index to take it from; None if it cannot."""
+
+    def ask(*requirements):
+        command = [*pip, "install", "--dry-run", "--no-index", "--quiet", "--report", "-"]
+        ended = subprocess.run(
+            [*command, *requirements], capture_output=True, text=True, check=False
+        )
+        if ended.returncode:
+            return None
+        report = json.loads(ended.stdout)
+        return {canonicalize_name(item["metadata"]["name"]) for item in report["install"]}
+
+    return ask
 
 
 @pytest.mark.parametrize("extra", ["", "[router]"])
-def test_pip_itself_would_install_nothing_else(wheel, vllm, extra):
+def test_pip_itself_would_install_nothing_else(would_install, wheel, vllm, extra):
     assert would_install(f"pd-connector{extra} @ {wheel.as_uri()}") == {"pd-connector"}
 
 
-def test_pip_would_say_so_if_a_version_had_to_move(wheel, vllm):
+def test_pip_would_say_so_if_a_version_had_to_move(would_install, wheel, vllm):
     assert would_install(f"pd-connector @ {wheel.as_uri()}", "numpy<1.0") is None

@@ -24,12 +24,12 @@ TOKENS = b"tokens"
 SHORT: dict[str, Any] = {
     "slot_mib": 1,
     "slots": 4,
-    "lease_s": 2.0,
+    "lease_s": 1.5,
     "heartbeat_s": 0.1,
-    "session_timeout_s": 1.5,
+    "session_timeout_s": 1.0,
     "connect_timeout_s": 1.0,
-    "stall_timeout_s": 1.5,
-    "wait_timeout_s": 3.0,
+    "stall_timeout_s": 1.0,
+    "wait_timeout_s": 1.5,
 }
 """For tests in which something is to time out."""
 

@@ -10,6 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pd_connector import wire
 from pd_connector.config import Config
@@ -45,6 +46,22 @@ def identity_of(transfer: str) -> bytes:
 def content(tag: int, prompt_page: int, layer: int) -> bytes:
     """The bytes of one page of one layer: no two pages of any two prompts are alike."""
     return struct.pack("<IHH", tag, prompt_page, layer)
+
+
+FALSE_FIELDS: dict[str, Any] = {
+    "transfer": "transfer9",
+    "epoch": 77,
+    "sequence": 900,
+    "identity": b"other tokens",
+    "first_layer": 1,
+    "stop_layer": 7,
+    "first_page": 5,
+    "stop_page": 2**40,
+    "codec": "int8",
+    "nbytes": 2**40,
+    "checksum": b"",
+}
+"""For each field of a chunk's header a value that is not the wanted one."""
 
 
 @dataclass
@@ -417,4 +434,6 @@ class World:
             assert link.pool.held == 0, "every slot comes home"
             assert link.pool.free == self.config.slots
             assert link.consumer._ending == {}
+            assert link.consumer._farewells == {}
+            assert link.consumer._hungry == {}
             assert sorted(link.free_pages) == list(range(40))

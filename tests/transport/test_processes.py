@@ -2,6 +2,7 @@
 """The contract between two processes, of which one may be killed or stopped."""
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -43,11 +44,10 @@ def test_a_consumer_that_dies_or_stops_holds_no_write_and_no_other_consumer_up(
     make_end: MakeEnd, make_peer: MakePeer, end: signal.Signals
 ) -> None:
     dying, other, producer = make_peer("consumer"), make_peer("consumer"), make_end()
-    routes = []
     for peer in (dying, other):
         peer.tell(producer.transport.address())
-        drive(producer, until=lambda p=peer: p.listen() == ["expected"])
-        routes.append(producer.transport.connect(peer.address))
+    drive(producer, until=lambda: dying.listen() == other.listen() == ["expected"])
+    routes = [producer.transport.connect(peer.address) for peer in (dying, other)]
     producer.send(routes[0], b"whole", b"payload", slot=0)
     drive(producer, until=lambda: len(dying.listen()) == 2)
     producer.written.clear()
@@ -74,12 +74,12 @@ def test_a_producer_that_dies_leaves_whole_chunks_and_a_consumer_that_serves_on(
     make_end: MakeEnd, make_peer: MakePeer
 ) -> None:
     consumer = make_end()
-    for round_ in range(2):
+    for is_killed in (True, False):
         producer = make_peer("producer")
         source = consumer.transport.expect(producer.address)
         producer.tell(consumer.transport.address())
-        wanted = 1 if round_ == 0 else SLOTS
-        drive(consumer, until=lambda n=wanted: len(consumer.landed) >= n)
+        wanted = 1 if is_killed else SLOTS
+        drive(consumer, until=functools.partial(_has, consumer, wanted))
         producer.kill()
         for _ in range(50):
             consumer.poll()
@@ -88,3 +88,7 @@ def test_a_producer_that_dies_leaves_whole_chunks_and_a_consumer_that_serves_on(
             assert payload == bytes([slot]) * SLOT_BYTES
         consumer.transport.dismiss(source)
         consumer.landed.clear()
+
+
+def _has(consumer: End, chunks: int) -> bool:
+    return len(consumer.landed) >= chunks

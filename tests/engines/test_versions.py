@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of different vLLM versions hand over to each other, in both directions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import (
+    EXACT_ARGS,
+    MODEL,
+    PROBE_ENVIRONMENT,
+    EnginePool,
+    Pair,
+    Setup,
+    assert_same_logprobs,
+    two_step,
+)
+from test_handoff import prompt_of
+from tools import TOLERANCE, delta
+
+from pd_connector.launch import VllmEngine
+
+OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
+"""Where `ci/setup` puts vLLM 0.31 beside the 0.32 of the environment."""
+
+
+class MixedSetup(Setup):
+    """Both engines in both roles, the prefill engine with the older vLLM."""
+
+    def engine(self, side: str, role: object, logs: Path) -> VllmEngine:
+        older = {"PYTHONPATH": f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"}
+        return VllmEngine(
+            MODEL,
+            "kv_both",
+            name=side,
+            args=EXACT_ARGS,
+            env=older if role == "kv_producer" else {},
+            log_path=logs / f"{side}.log",
+        )
+
+
+@pytest.fixture
+def mixed(engines: EnginePool) -> Pair:
+    if not OLDER.is_dir():
+        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup")
+    return engines.pair(MixedSetup())
+
+
+def test_versions_0_31_and_0_32_hand_over_both_ways(mixed: Pair, reference) -> None:
+    assert json.loads(mixed.p.client.get("/version"))["version"].startswith("0.31")
+    assert json.loads(mixed.d.client.get("/version"))["version"].startswith("0.32")
+    prompt = prompt_of(700, start=60)
+    for prefill, decode in ((mixed.p, mixed.d), (mixed.d, mixed.p)):
+        with delta(decode, "pd_connector:received_transfers_total") as received:
+            answer = two_step(prefill, decode, prompt)
+        assert received.amount == 1
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    mixed.assert_idle()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in processes of their own die, freeze and come back; the other side recovers."""
+
+import signal
+
+import pytest
+from support.agents import GEOMETRY, SHORT, TRANSPORTS, Rank, Ranks, make_layers, ranks, until
+from support.children import Child, Children, children, nursery
+
+from pd_connector.errors import Cause
+
+__all__ = ["children", "nursery", "ranks"]
+
+each_transport = pytest.mark.parametrize("transport", ["shm", "tcp"])
+PATIENT = {"session_timeout_s": 30.0, "stall_timeout_s": 30.0, "connect_timeout_s": 30.0}
+
+
+def assert_fetches(consumer: Rank, producer: Child, transfer: str) -> None:
+    """A good transfer arrives. Short timeouts on a busy machine may cost it another attempt."""
+    for attempt in range(5):
+        producer.call("offer", f"{transfer} {attempt}", [11, 12, 13])
+        consumer.load(producer.call("source"), f"{transfer} {attempt}", [1, 2, 3])
+        finished = consumer.loaded(f"{transfer} {attempt}")
+        if finished.cause is None:
+            break
+        assert finished.cause in (Cause.STALLED, Cause.SESSION_LOST, Cause.UNREACHABLE), finished
+    assert finished.cause is None
+    for page, local in ((11, 1), (12, 2), (13, 3)):
+        assert consumer.page(local) == producer.call("page", page)
+
+
+@each_transport
+def test_pages_arrive_exactly_between_two_processes(
+    ranks: Ranks, children: Children, transport: str
+):
+    settings = SHORT | PATIENT | TRANSPORTS[transport]
+    producer = children(settings, consumes=False, seed=4)
+    consumer = ranks(settings, produces=False)
+    assert_fetches(consumer, producer, "t")
+    assert producer.call("page", 11) == b"".join(
+        layer[11].numpy().tobytes() for layer in make_layers(GEOMETRY, 24, 4)
+    )
+    producer.call("assert_at_rest")
+
+
+@each_transport
+def test_a_killed_producer_fails_its_loads_at_once_and_another_serves(
+    ranks: Ranks, children: Children, transport: str
+):
+    settings = SHORT | PATIENT | TRANSPORTS[transport]
+    producer = children(settings, consumes=False, chunks=0)
+    consumer = ranks(settings, produces=False, seed=1)
+    producer.call("offer", "t", [1, 2])
+    consumer.load(producer.call("source"), "t", [1, 2])
+    until(lambda: producer.call("count", "sent_chunks"))
+    producer.kill()
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    assert_fetches(consumer, children(settings, consumes=False, seed=2), "afterwards")
+
+
+@each_transport
+def test_a_killed_consumer_costs_its_leases_only(ranks: Ranks, children: Children, transport: str):
+    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 60.0}
+    producer = ranks(settings, consumes=False)
+    consumer = children(settings, produces=False)
+    producer.offer("t", [1, 2])
+    consumer.call("load", producer.source, "t", [1, 2])
+    producer.freed("t")
+    producer.offer("waits for room", [3])
+    consumer.call("load", producer.source, "never offered", [3], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers") == 2)
+    consumer.kill()
+    until(lambda: producer.gauge("outgoing_transfers") == 1)
+    another = ranks(SHORT | PATIENT | TRANSPORTS[transport], produces=False, seed=1)
+    another.load(producer.source, "waits for room", [3])
+    assert another.loaded("waits for room").cause is None
+    assert another.page(3) == producer.page(3)
+
+
+@each_transport
+def test_a_stopped_producer_fails_its_loads_in_bounded_time_and_serves_when_it_goes_on(
+    ranks: Ranks, children: Children, transport: str
+):
+    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 1.0}
+    producer = children(settings, consumes=False)
+    consumer = ranks(settings, produces=False, seed=1)
+    source = producer.call("source")
+    consumer.load(source, "t", [1, 2], wait=True)
+    until(lambda: producer.call("gauge", "outgoing_transfers"))
+    producer.signal(signal.SIGSTOP)
+    assert consumer.loaded("t").cause in (Cause.SESSION_LOST, Cause.WAIT_TIMEOUT)
+    consumer.load(source, "while it stands still", [1, 2])
+    assert consumer.loaded("while it stands still").cause == Cause.UNREACHABLE
+    producer.signal(signal.SIGCONT)
+    for i in range(3):
+        assert_fetches(consumer, producer, f"afterwards {i}")
+
+
+@each_transport
+def test_a_producer_that_stops_between_chunks_stalls_its_loads(
+    ranks: Ranks, children: Children, transport: str
+):
+    """Its machine answers no more, its connection stands."""
+    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 1.0}
+    producer = children(settings, consumes=False, chunks=0)
+    consumer = ranks(settings, produces=False, seed=1)
+    producer.call("offer", "t", [1, 2])
+    consumer.load(producer.call("source"), "t", [1, 2])
+    until(lambda: producer.call("count", "sent_chunks"))
+    producer.signal(signal.SIGSTOP)
+    assert consumer.loaded("t").cause in (Cause.STALLED, Cause.SESSION_LOST)
+    consumer.assert_at_rest()
+    producer.kill()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A config is right, or the error says which key, which value, and what to do."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_connector.config import Config, is_loopback
+from pd_connector.errors import ConfigError
+
+KEY = "a secret of sixteen characters"
+
+
+def _load(environment: dict[str, str] | None = None, /, **extra: Any) -> Config:
+    return Config.load(extra, environment or {})
+
+
+def test_the_defaults_are_valid_and_stay_on_this_machine() -> None:
+    config = _load()
+    assert config.host == "127.0.0.1"
+    assert config.on_failure == "recompute"
+    assert config.slot_bytes == config.slot_mib * 2**20
+    assert not config.permits("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("transport", "transports"), ("lease", "lease_s"), ("slot_mb", "slot_mib"), ("Host", "host")],
+)
+def test_the_nearest_key_is_named_for_an_unknown_one(written: str, meant: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"unknown config key '{written}'.*did you mean '{meant}'"
+    ):
+        _load(**{written: "x"})
+
+
+def test_all_keys_are_named_for_one_that_is_like_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(qqqqqqqq=1)
+    for key in Config.__struct_fields__:
+        assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("slots", "16", "Expected `int`"),
+        ("slots", 1.5, "Expected `int`"),
+        ("slots", True, "Expected `int`"),
+        ("slots", None, "Expected `int`"),
+        ("insecure", "yes", "Expected `bool`"),
+        ("host", 7, "Expected `str`"),
+        ("lease_s", "30s", "Expected `float`"),
+        ("transports", "tcp", "Expected `array`"),
+        ("transports", ["tpc"], "Invalid enum value 'tpc'"),
+        ("on_failure", "retry", "Invalid enum value 'retry'"),
+    ],
+)
+def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
+    key: str, value: object, wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(**{key: value})
+    message = str(caught.value)
+    assert wanted in message
+    assert f"{key} {value!r}" in message
+    assert f"config key {key}" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("slots", 0),
+        ("slots", -1),
+        ("slots", 1_000_000),
+        ("slot_mib", 0),
+        ("lease_s", 0),
+        ("stall_timeout_s", -3.0),
+        ("wait_timeout_s", float("nan")),
+        ("connect_timeout_s", float("inf")),
+        ("transports", []),
+        ("transports", ["tcp", "shm", "tcp"]),
+        ("session_timeout_s", 1.5),
+        ("lease_s", 1.0),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        _load(**{key: value})
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "0::0", "::0"])
+def test_a_wildcard_is_no_host_whatever_else_is_set(host: str) -> None:
+    for permission in ({"key": KEY}, {"insecure": True}):
+        with pytest.raises(ConfigError, match="not a wildcard"):
+            _load(host=host, **permission)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "prefill.example", "2001:db8::1", "127.0.0.1.evil"])
+def test_without_a_key_a_host_other_than_loopback_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"PD_CONNECTOR_KEY .* `insecure: true`"):
+        _load(host=host)
+    assert _load(host=host, key=KEY).permits(host)
+    assert _load(host=host, insecure=True).permits(host)
+
+
+def test_a_short_key_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="key of 7 characters") as caught:
+        _load(key="hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_variables_fill_in_what_the_config_leaves_out() -> None:
+    environment = {"PD_CONNECTOR_KEY": KEY, "PD_CONNECTOR_HOST": "10.0.0.1"}
+    config = _load(environment)
+    assert (config.key, config.host) == (KEY, "10.0.0.1")
+    config = _load(environment, host="10.0.0.2")
+    assert (config.key, config.host) == (KEY, "10.0.0.2")
+    assert _load({"PD_CONNECTOR_HOST": ""}).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.255.0.3", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("localhost.example", False),
+        ("127.0.0.1:80", False),
+        ("2130706433", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_told_from_the_text_alone(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(Config.__struct_fields__) | st.text(), _json, max_size=4))
+def test_any_config_loads_or_ends_in_a_config_error(extra: dict[str, Any]) -> None:
+    try:
+        config = Config.load(extra, {})
+    except ConfigError:
+        return
+    assert config.permits(config.host)
