@@ -180,17 +180,24 @@ class Consumer:
                 actions += self._open(transfer, incoming, now)
         return actions
 
-    def session_down(self, source: Source, cause: Cause, detail: str, now: float) -> list[Action]:
-        """A session has ended or could not be opened: its transfers fail."""
+    def session_down(
+        self, source: Source, cause: Cause, detail: str, now: float, *, silenced: bool = False
+    ) -> list[Action]:
+        """A session has ended or could not be opened: its transfers fail.
+
+        With `silenced` the producer certainly writes no more, and its slots are home at once.
+        """
         self._sessions.pop(source, None)
         self._chunk_bytes.pop(source, None)
+        slots: list[int] = []
         actions: list[Action] = []
         for transfer in self.wanted(source):
+            slots += self._transfers[transfer].slots
             actions += self._finish(transfer, cause, detail, now)
         for key in [key for key in self._ending if key[0] == source]:
-            slots, _ = self._ending.pop(key)
-            if not self._one_sided:
-                self._pool.absolve(slots)
+            slots += self._ending.pop(key)[0]
+        if silenced or not self._one_sided:
+            self._pool.absolve(slots)
         self._farewells.pop(source, None)
         return actions + self._grant(now)
 
@@ -365,8 +372,6 @@ class Consumer:
                 self._ending[source, transfer] = incoming.slots, until
         else:
             self._farewells.setdefault(source, []).append(over)
-            if not self._one_sided:
-                self._pool.absolve(incoming.slots)
         if incoming.load is not None:
             seconds = now - incoming.began
             numbers = incoming.nbytes, incoming.chunks, seconds

@@ -219,10 +219,12 @@ class Fetcher:
         level = logging.WARNING if self._consumer.wanted(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
+        silenced = session.transport is None or session.transport.silenced(session.expected)
         if session.transport is not None:
             session.transport.dismiss(session.expected)
         session.connection.close()
-        self._act(self._consumer.session_down(source, cause, detail, now), now)
+        down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
+        self._act(down, now)
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         pending = deque(actions)

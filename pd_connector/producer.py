@@ -17,6 +17,8 @@ from pd_connector.errors import Cause
 from pd_connector.geometry import Geometry
 from pd_connector.plan import Chunk, plan
 
+_REMEMBERED_ENDS = 1024
+
 Session = bytes
 """The routing id of a consumer's connection."""
 
@@ -96,6 +98,8 @@ class Producer:
         # Transfers that are over while writes of theirs are under way, and who waits to hear.
         self._draining: dict[tuple[Session, str], int] = {}
         self._awaiting_end: set[tuple[Session, str]] = set()
+        # Ended lately: whoever opens one of them need not wait for a prefill that will not come.
+        self._ended: dict[str, None] = {}
         # Cancelled before their pages existed: the offer, when it comes, is freed at once.
         self._unwanted: dict[str, float] = {}
 
@@ -112,6 +116,7 @@ class Producer:
         """A request with this transfer has been queued here: openings may wait for it."""
         if transfer in self._unwanted:
             return
+        self._ended.pop(transfer, None)
         outgoing = self._transfers.setdefault(transfer, _Outgoing(expires=0.0))
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
@@ -141,7 +146,7 @@ class Producer:
         if (session, transfer) in self._draining:
             return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
         if outgoing is None:
-            if not message.wait:
+            if not message.wait or transfer in self._ended:
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such pages here")]
             outgoing = _Outgoing(expires=now + self._config.lease_s)
             self._transfers[transfer] = outgoing
@@ -290,6 +295,9 @@ class Producer:
         self, transfer: str, cause: Cause | None, detail: str, *, tell: bool = True
     ) -> list[Action]:
         outgoing = self._transfers.pop(transfer)
+        self._ended[transfer] = None
+        if len(self._ended) > _REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
         actions: list[Action] = []
         if outgoing.opening is not None:
             if outgoing.writing:

@@ -252,10 +252,9 @@ class Server:
         session = self._sessions[send.session]
         send_slot = self._send_slots.pop()  # the one used last is warm in the cache
         fence = self._fences.get(send.request)
-        window = session.transport.window(session.route, send.slot)
-        if window is None or len(window) < send.chunk.nbytes(self._cache.geometry):
-            window = self._sending.slot(send_slot)
-        payload = self._cache.gather(send.chunk, send.pages, window, fence)
+        # Into memory of our own, never straight into the landing slot: a producer that was given
+        # up may still write there, and the checksum would certify its bytes.
+        payload = self._cache.gather(send.chunk, send.pages, self._sending.slot(send_slot), fence)
         header = wire.ChunkHeader(
             transfer=send.transfer,
             epoch=self._identity.epoch,

@@ -139,7 +139,7 @@ class Pulse(Message, frozen=True):
     epoch: Count
 
 
-class ChunkHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChunkHeader(msgspec.Struct, frozen=True):
     """Travels with the bytes of one chunk; the consumer checks every field before it believes.
 
     `identity` is the fingerprint of the tokens whose pages these are, `epoch` the producer

@@ -24,7 +24,6 @@ from support.transports import Meddle, MeddlingTransport
 from pd_connector import fetch, serve, wire
 from pd_connector.agent import Drop
 from pd_connector.errors import Cause
-from pd_connector.transport.shm import ShmTransport
 
 __all__ = ["ranks"]
 
@@ -122,21 +121,8 @@ def test_a_slot_that_changes_while_it_is_read_is_noticed(
     assert_serves_on(producer, consumer)
 
 
-@pytest.mark.parametrize(
-    "windowed",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                reason="gathering straight into the landing slot (Transport.window) takes the "
-                "checksum of memory that others can write"
-            ),
-        ),
-    ],
-)
 def test_a_late_write_between_gather_and_checksum_is_not_certified(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, windowed: bool
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
     """A producer given up long ago goes on while another one fills the same landing slot."""
     producer, consumer = pair(ranks, LONG | TRANSPORTS["shm"])
@@ -144,8 +130,6 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     consumer.load(producer.source, "first", [4])
     assert consumer.loaded("first").cause is None
     checksum = serve.checksum
-    if not windowed:
-        monkeypatch.setattr(ShmTransport, "window", lambda self, route, slot: None)
 
     def after_a_late_write(payload: memoryview) -> bytes:
         landing = consumer.agent._landing

@@ -32,7 +32,7 @@ from pd_connector.errors import Cause
 
 __all__ = ["ranks"]
 
-each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+each_transport = pytest.mark.parametrize("transport", ["shm", "tcp"])
 HELLO = wire.Hello(1, 1, "liar", "", MODEL, GEOMETRY, {})
 OPEN = wire.Open("bait", TOKENS, 0, 4, False, ["raw"], [])
 
@@ -182,27 +182,25 @@ ADDRESSES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_addresses_of_transports_that_are_none(
-    ranks: Ranks, context: zmq.Context[Any], address: str
-):
-    producer = ranks(LONG | {"lease_s": 1.0}, consumes=False)
-    data = ADDRESSES[address]
-    for offered in ({"tcp": data}, {"shm": data}, {"tcp": data, "shm": data}):
-        liar = LyingConsumer(context, producer.agent.port)
-        producer.offer("bait", [1, 2, 3, 4])
-        liar.say(msgspec.structs.replace(HELLO, transports=offered))
-        liar.say(OPEN, wire.Credit("bait", [0, 1]), wire.Heartbeat([]), wire.Cancel("bait", ""))
-        liar.hear_all_until(wire.Cancelled | wire.Reject)  # type: ignore[arg-type]
+def test_addresses_of_transports_that_are_none(ranks: Ranks, context: zmq.Context[Any]):
+    producer = ranks(SHORT, consumes=False)
+    for name, data in ADDRESSES.items():
+        for offered in ({"tcp": data}, {"shm": data}, {"tcp": data, "shm": data}):
+            liar = LyingConsumer(context, producer.agent.port)
+            producer.offer("bait", [1, 2, 3, 4])
+            liar.say(msgspec.structs.replace(HELLO, transports=offered))
+            liar.say(OPEN, wire.Credit("bait", [0, 1]), wire.Heartbeat([]), wire.Cancel("bait", ""))
+            liar.hear_all_until(wire.Cancelled | wire.Reject)  # type: ignore[arg-type]
+            assert producer.count("agent_failures") == 0, name
     assert_serves_on(ranks, producer)
 
 
 @each_transport
-@pytest.mark.parametrize("slot", [4, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("slot", [4, 2**32])
 def test_slots_that_the_consumer_does_not_have(
     ranks: Ranks, context: zmq.Context[Any], transport: str, slot: int
 ):
-    settings = SHORT | TRANSPORTS[transport] | {"key": ""}
+    settings = SHORT | TRANSPORTS[transport]
     producer, lender = ranks(settings, consumes=False), ranks(settings, produces=False)
     address = {name: t.address() for name, t in lender.agent._fetcher._transports.items()}
     liar = LyingConsumer(context, producer.agent.port)
@@ -212,7 +210,7 @@ def test_slots_that_the_consumer_does_not_have(
     liar.say(*[wire.Credit("bait", [slot] * 4000)] * 5, wire.Done("bait"), wire.Heartbeat([]))
     liar.hear_all_until(wire.Pulse | wire.Reject)  # type: ignore[arg-type]
     producer.freed("bait")
-    assert_serves_on(ranks, producer, transport if "key" not in transport else "tcp")
+    assert_serves_on(ranks, producer, transport)
 
 
 def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: zmq.Context[Any]):
@@ -252,7 +250,7 @@ def test_many_connections_at_once_and_no_memory_kept(ranks: Ranks):
     ports = [producer.agent.port, producer.agent._transports[0]._port]  # type: ignore[attr-defined]
     before = resident_bytes()
     for _ in range(2):
-        crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(300)]
+        crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(200)]
         assert_serves_on_once(ranks, producer)
         for stranger in crowd:
             stranger.close()

@@ -47,7 +47,7 @@ def test_pages_arrive_exactly_between_two_processes(
 def test_a_killed_producer_fails_its_loads_at_once_and_another_serves(
     ranks: Ranks, children: Children, transport: str
 ):
-    settings = SHORT | PATIENT | TRANSPORTS[transport]
+    settings = SHORT | PATIENT | TRANSPORTS[transport] | {"lease_s": 600.0}
     producer = children(settings, consumes=False, chunks=0)
     consumer = ranks(settings, produces=False, seed=1)
     producer.call("offer", "t", [1, 2])
@@ -55,6 +55,7 @@ def test_a_killed_producer_fails_its_loads_at_once_and_another_serves(
     until(lambda: producer.call("count", "sent_chunks"))
     producer.kill()
     assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    until(lambda: consumer.gauge("landing_slots") == 0, "slots of the dead come home at once")
     assert_fetches(consumer, children(settings, consumes=False, seed=2), "afterwards")
 
 

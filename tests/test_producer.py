@@ -185,3 +185,14 @@ def test_an_opening_that_waits_is_told_that_the_prefill_ended_early(producer: Pr
     producer.open(ONE, opening(wait=True), 0.0)
     assert refused(producer.withdraw("t"), Cause.PREFILL_ENDED)
     assert producer.transfers == 0
+
+
+def test_an_opening_that_comes_after_the_end_does_not_wait(producer: Producer):
+    producer.expect("t", 0.0)
+    producer.withdraw("t")
+    (reply,) = producer.open(ONE, opening(wait=True), 0.0)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, wire.Refuse)
+    assert reply.message.cause == Cause.UNKNOWN_TRANSFER
+    producer.expect("t", 0.0)  # the name is used again
+    assert producer.open(ONE, opening(wait=True), 0.0) == []

@@ -150,13 +150,21 @@ def test_as_many_slots_as_a_config_allows_fit_in_one_message() -> None:
     assert wire.decode_consumer_message(wire.encode(grant)) == grant
 
 
-def test_a_field_that_a_later_release_adds_is_passed_over_except_in_chunk_headers() -> None:
+def test_a_field_that_a_later_release_adds_is_passed_over() -> None:
     known = msgspec.msgpack.decode(wire.encode(wire.Done("t")))
     later = msgspec.msgpack.encode({**known, "reason": "new"})
     assert wire.decode_consumer_message(later) == wire.Done("t")
     header = msgspec.msgpack.decode(wire.encode(HEADER))
+    later = msgspec.msgpack.encode({**header, "extra": 1})
+    assert wire.decode_chunk_header(later) == HEADER
+
+
+def test_a_geometry_with_a_field_we_do_not_know_is_malformed() -> None:
+    """What one side cannot compare may be a difference."""
+    hello = msgspec.msgpack.decode(wire.encode(HELLO))
+    hello["geometry"]["interleaving"] = 2
     with pytest.raises(MalformedMessageError):
-        wire.decode_chunk_header(msgspec.msgpack.encode({**header, "extra": 1}))
+        wire.decode_consumer_message(msgspec.msgpack.encode(hello))
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,9 @@ class Transport(abc.ABC):
         payload arrive together, once, or not at all. Raises TransportError if it cannot start.
         """
 
-    def window(self, route: Route, slot: int) -> memoryview | None:
-        """The consumer's landing slot itself, where this process can write to it.
-
-        Whoever fills it passes what was filled to `write`, which then copies nothing.
-        """
-        return None
+    def silenced(self, source: Hashable) -> bool:
+        """Whether this producer certainly writes no more, although nobody said so."""
+        return not self.one_sided
 
     @abc.abstractmethod
     def poll(self) -> tuple[list[Written], list[Landed]]:

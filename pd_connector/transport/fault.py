@@ -113,8 +113,8 @@ class FaultTransport(Transport):
         self._started[token] = number
         return token
 
-    def window(self, route: Route, slot: int) -> memoryview | None:
-        return self.inner.window(route, slot)
+    def silenced(self, source: Hashable) -> bool:
+        return self.inner.silenced(source)
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         written, landed = self.inner.poll()

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 from collections import deque
@@ -22,7 +23,6 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pd_connector.errors import TransportError
 from pd_connector.slab import SLAB_SEALS, Slab
@@ -61,11 +61,6 @@ class _Consumer:
     window: mmap.mmap | None = None
     waiting: list[tuple[bytes, bytes, int]] = field(default_factory=list)
     notes: deque[bytes] = field(default_factory=deque)  # that the socket had no room for
-
-    def slot(self, index: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The first bytes of a landing slot, writable."""
-        assert self.window is not None
-        return np.frombuffer(self.window, np.uint8, nbytes, index * self.slot_bytes)
 
 
 class ShmTransport(Transport):
@@ -150,12 +145,17 @@ class ShmTransport(Transport):
             self._written.append(Written(self._tokens, not problem, problem))
         return self._tokens
 
-    def window(self, route: Route, slot: int) -> memoryview | None:
-        assert isinstance(route, int)
-        consumer = self._consumers.get(route)
-        if consumer is None or consumer.window is None or slot >= consumer.slots:
-            return None
-        return consumer.slot(slot, consumer.slot_bytes).data
+    def silenced(self, source: Hashable) -> bool:
+        """A producer that has closed its link, or whose process has ended, copies no more."""
+        assert isinstance(source, bytes)
+        producer = self._producers.get(source)
+        if producer is None or not producer.links:
+            return True
+        poller = select.poll()
+        for link in producer.links:
+            poller.register(link, select.POLLIN)
+        hung_up = sum(bool(events & select.POLLHUP) for _, events in poller.poll(0))
+        return hung_up == len(producer.links)
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         self._welcome_strangers()
@@ -191,9 +191,10 @@ class ShmTransport(Transport):
         self._listener.close()
 
     def _copy(self, consumer: _Consumer, header: bytes, payload: memoryview, slot: int) -> str:
-        source, target = np.frombuffer(payload, np.uint8), consumer.slot(slot, len(payload))
-        if source.ctypes.data != target.ctypes.data:  # not gathered there in the first place
-            np.copyto(target, source)  # without the interpreter lock
+        assert consumer.window is not None
+        start = slot * consumer.slot_bytes
+        target = np.frombuffer(consumer.window, np.uint8, len(payload), start)
+        np.copyto(target, np.frombuffer(payload, np.uint8))  # without the interpreter lock
         consumer.notes.append(_NOTE.pack(slot, len(payload)) + header)
         return self._tell(consumer)
 

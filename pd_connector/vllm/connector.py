@@ -181,6 +181,11 @@ class PDConnector(KVConnectorBase_V1):
         return PDStats.of(self._scheduler.telemetry, "scheduler")
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Asked by 0.33: no, for an engine that sleeps frees pages that may be on their way."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDStats:
         return PDStats(data or {})
 

@@ -33,8 +33,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, pip: list[str]) -> Path:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for package in ("pd_connector", "scheduler_plugins", "kernels", "tests", "examples"):
-        shutil.copytree(ROOT / package, source / package, ignore=unwanted)
+    # With tests beside the packages, as in a clone: they must stay out.
+    for folder_name in ("pd_connector", "scheduler_plugins", "kernels", "tests"):
+        shutil.copytree(ROOT / folder_name, source / folder_name, ignore=unwanted)
     command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -89,26 +89,6 @@ def test_a_write_before_the_consumer_has_dialled_waits_for_it(kind: str, make_en
     assert consumer.landed == [Arrival(b"%d" % n, n, b"early" * 100) for n in range(3)]
 
 
-def test_a_payload_made_in_the_consumers_own_slot_arrives_like_any_other(
-    make_end: MakeEnd,
-) -> None:
-    producer, consumer = make_end(), make_end()
-    route, _ = meet(producer, consumer)
-    producer.send(route, b"first", b"payload", slot=0)
-    drive(producer, consumer, until=lambda: bool(producer.written and consumer.landed))
-    window = producer.transport.window(route, 3)
-    if window is None:
-        pytest.skip("the consumer's slots are out of this process's reach")
-    assert len(window) == SLOT_BYTES
-    window[:5] = b"there"
-    producer.transport.write(route, b"second", window[:5], 3)
-    drive(producer, consumer, until=lambda: len(consumer.landed) == 2)
-    assert consumer.landed[1] == Arrival(b"second", 3, b"there")
-    assert producer.transport.window(route, SLOTS) is None
-    producer.transport.disconnect(route)
-    assert producer.transport.window(route, 3) is None
-
-
 def test_writes_under_way_at_a_disconnect_end_once_and_read_their_source_no_more(
     make_end: MakeEnd,
 ) -> None:
