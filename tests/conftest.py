@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Property tests have no time limit: a busy machine is no failure."""
+"""Property tests have no time limit: a busy machine is no failure.
+
+Signals mean what they usually mean, in children too: a test run that was started in the background,
+or with nohup, has inherited some as ignored.
+"""
+
+import signal
 
 from hypothesis import settings
 
 settings.register_profile("pd_connector", deadline=None, print_blob=True)
 settings.load_profile("pd_connector")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
