@@ -35,8 +35,9 @@ FAILED = 1
 INTERRUPTED = 130
 """Exit codes other than 0."""
 
-# CPU engines give the same bits for one row and for many; a GPU's kernels need not.
-TOLERANCE = 0.0 if on_cpu() else 0.05
+# Where an engine computes a prompt in other portions, as a decode engine does with the last token,
+# its bfloat16 logprobs may differ from its own by a hundredth or two. Wrong KV differs by more.
+TOLERANCE = 0.05
 
 TWO_HOSTS = (
     "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
