@@ -135,11 +135,7 @@ class TcpTransport(Transport):
             raise TransportError(f"tcp transport: slot {slot} is none of the consumer's")
         frames: _Frames = [header, slot.to_bytes(4, "little"), payload]
         token = next(self._numbers)
-        problem = ""
-        if consumer.greeted:
-            problem = self._send(consumer, frames)
-        else:  # a ROUTER would drop the message
-            consumer.waiting.append([*frames[:2], bytes(payload)])
+        problem = self._send(consumer, frames)
         self._written.append(Written(token, not problem, problem))
         return token
 
@@ -199,21 +195,28 @@ class TcpTransport(Transport):
             new = [c for c in self._routes.values() if c.identity == identity and not c.greeted]
             for consumer in new:
                 consumer.greeted = True
-                for message in consumer.waiting:
+                waiting, consumer.waiting = consumer.waiting, []
+                for message in waiting:
                     self._send(consumer, message)
-                consumer.waiting.clear()
             if not new:
                 self._early[identity] = None
                 if len(self._early) > _MAX_EARLY_GREETINGS:
                     del self._early[next(iter(self._early))]
 
     def _send(self, consumer: _Consumer, frames: _Frames) -> str:
-        """Send, or say why that is not possible."""
-        try:
-            # Copied by ZeroMQ: one memcpy buys a send slot that is free at once.
-            self._listener.send_multipart([consumer.identity, *frames], flags=zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            return f"tcp write: {error}"
+        """Send, now or when the consumer's dial has arrived, or say why that is not possible."""
+        if consumer.greeted:
+            try:
+                # Copied by ZeroMQ: one memcpy buys a send slot that is free at once.
+                self._listener.send_multipart([consumer.identity, *frames], flags=zmq.DONTWAIT)
+                return ""
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    return f"tcp write: {error}"
+                # The greeting was that of a dial that has ended; the next one brings its own. A
+                # consumer that is gone for good is noticed by its session.
+                consumer.greeted = False
+        consumer.waiting.append([*frames[:2], bytes(frames[2])])
         return ""
 
 
