@@ -44,15 +44,16 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of one page of one layer."""
         return self.shard.heads * self.page_size * self.token_bytes
 
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold the first `tokens` tokens; the last may be partly filled."""
-        return -(-tokens // self.page_size)
-
     def difference(self, other: "Geometry") -> str:
         """Every field in which `other` differs, as `name ours/theirs`; empty when alike."""
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         unlike = [name for name in mine if mine[name] != theirs[name]]
         return ", ".join(f"{name} {_show(mine[name])} / {_show(theirs[name])}" for name in unlike)
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages of `page_size` tokens that hold `tokens` tokens; the last may be partly filled."""
+    return -(-tokens // page_size)
 
 
 def _show(value: object) -> str:

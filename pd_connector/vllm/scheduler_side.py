@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from pd_connector.agent import Command, Drop, Expect, Hold, Withdraw
 from pd_connector.consumer import Load, Source
 from pd_connector.errors import Cause
+from pd_connector.geometry import pages_for
 from pd_connector.identity import token_fingerprint
 from pd_connector.producer import Offer
 from pd_connector.telemetry import Telemetry
@@ -122,7 +123,7 @@ class SchedulerSide:
         fetch.stage = _Stage.LOADING
         (pages,) = blocks.get_block_ids()
         first_page = fetch.computed_tokens // self._page_size
-        stop_page = self._pages_for(fetch.computed_tokens + num_external_tokens)
+        stop_page = pages_for(fetch.computed_tokens + num_external_tokens, self._page_size)
         self._commands.append(
             Load(
                 request=request.request_id,
@@ -173,9 +174,9 @@ class SchedulerSide:
         if transfer is None:
             return False, None
         tokens = request.num_prompt_tokens
-        offered = pages[: self._pages_for(tokens)]
+        offered = pages[: pages_for(tokens, self._page_size)]
         complete = request.status in _COMPLETE and request.num_computed_tokens >= tokens
-        if not complete or len(offered) < self._pages_for(tokens):
+        if not complete or len(offered) < pages_for(tokens, self._page_size):
             self._commands.append(Withdraw(transfer))
             return False, None
         self._commands.append(Offer(transfer, request_id, offered, _identity(request)))
@@ -211,9 +212,6 @@ class SchedulerSide:
             cause,
             detail,
         )
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
 
 
 def _identity(request: "Request") -> bytes:
