@@ -10,15 +10,17 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import zmq
 
 from pd_connector.config import Config
-from pd_connector.consumer import Finished, Load, Source
+from pd_connector.consumer import Finished, Held, Load, Peer
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.fetch import Fetcher
+from pd_connector.gate import Gate
+from pd_connector.geometry import Shard
 from pd_connector.pages import PagedCache
 from pd_connector.producer import Free, Offer
 from pd_connector.scheduling import prefer_short_slices
@@ -34,7 +36,7 @@ logger = logging.getLogger("pd_connector.agent")
 _RESTLESS_POLL_MS = 1
 _CLOSE_TIMEOUT_S = 5.0
 
-Outcome = Free | Finished
+Outcome = Free | Finished | Held
 
 
 class Expect(NamedTuple):
@@ -43,18 +45,38 @@ class Expect(NamedTuple):
     transfer: str
 
 
-class Withdraw(NamedTuple):
-    """The request with this transfer has ended and offers no pages."""
+class Computed(NamedTuple):
+    """A prefill whose KV is on offer has come further: to `tokens` tokens, in the model's layers
+    below `stop_layer`, or in all of them."""
 
     transfer: str
+    request: str
+    tokens: int
+    stop_layer: int | None = None
+
+
+class Revoke(NamedTuple):
+    """The request was preempted: its pages are no longer its own."""
+
+    transfer: str
+    request: str
+
+
+class Withdraw(NamedTuple):
+    """The request with this transfer has ended and leaves no pages to fetch."""
+
+    transfer: str
+    request: str
 
 
 class Hold(NamedTuple):
-    """A request that will load this transfer waits in this engine."""
+    """A request that will load this transfer waits in this engine; with `watch`, until it is told
+    that there is KV to load."""
 
     request: str
     transfer: str
-    source: Source
+    peers: tuple[Peer, ...]
+    watch: bool
 
 
 class Drop(NamedTuple):
@@ -64,7 +86,7 @@ class Drop(NamedTuple):
     cause: Cause
 
 
-Command = Expect | Offer | Withdraw | Hold | Load | Drop
+Command = Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop
 
 
 class Agent:
@@ -77,7 +99,8 @@ class Agent:
         cache: the rank's pages; a peer never touches them, this thread does.
         produces: serve consumers.
         consumes: fetch from producers.
-        transports: what moves bytes; made from the config by default.
+        shards: what the ranks of this engine hold, this one included; just this one by default.
+        wrap: what to make of each transport, for tests.
 
     Raises:
         PDConnectorError: the host cannot be listened on, a transport cannot be set up, or a
@@ -93,17 +116,20 @@ class Agent:
         *,
         produces: bool,
         consumes: bool,
+        shards: Sequence[Shard] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
-        if cache.geometry.page_bytes > config.slot_bytes:
+        if cache.largest_page_bytes > config.slot_bytes:
             raise ConfigError(
                 f"slot_mib {config.slot_mib}: one page of one layer has "
-                f"{cache.geometry.page_bytes} bytes and must fit in a slot (config key slot_mib)"
+                f"{cache.largest_page_bytes} bytes and must fit in a slot (config key slot_mib)"
             )
         self.identity = Identity(engine_id, secrets.randbits(63), model)
         self.telemetry = Telemetry()
         self._config = config
         self._cache = cache
+        self._shards = tuple(shards)
+        self._gate = Gate()
         self._commands: queue.SimpleQueue[tuple[Command, Any]] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._loading: set[str] = set()
@@ -113,7 +139,9 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper: Gatekeeper | None = None
-        self._landing = Slab(config.slots, config.slot_bytes, shared="shm" in config.transports)
+        shared = "shm" in config.transports
+        self._landing = Slab(config.slots, config.slot_bytes, shared=shared)
+        self._sending = Slab(config.slots, config.slot_bytes, shared=shared)
         self._transports: list[Transport] = []
         self._server: Server | None = None
         self._fetcher: Fetcher | None = None
@@ -133,18 +161,26 @@ class Agent:
         return self._server.port if self._server else 0
 
     def submit(self, command: Command) -> None:
-        """Hand a command to the thread. For an `Offer`, what the calling thread has queued on
-        the device so far is done before its pages are read."""
-        fence = self._cache.fence() if isinstance(command, Offer) else None
-        if isinstance(command, Offer):
-            self._leasing.add(command.request)
-        elif isinstance(command, Load):
-            self._loading.add(command.request)
+        """Hand a command to the thread. For an `Offer` and for `Computed`, what the calling
+        thread has queued on the device so far is done before pages are read. After `Revoke` and
+        `Withdraw` have returned, the request's pages are not read any more."""
+        fence = None
+        match command:
+            case Offer():
+                if command.final:
+                    self._leasing.add(command.request)
+                fence = self._cache.fence()
+            case Computed():
+                fence = self._cache.fence()
+            case Revoke() | Withdraw():
+                self._gate.shut(command.request)
+            case Load():
+                self._loading.add(command.request)
         self._commands.put((command, fence))
         os.eventfd_write(self._wake, 1)
 
     def outcomes(self) -> list[Outcome]:
-        """Ends of loads and leases since the last call, each reported once.
+        """Ends of loads, leases and watched holds since the last call, each reported once.
 
         If the thread has died, everything it still owed ends here with cause `internal`.
         """
@@ -154,8 +190,11 @@ class Agent:
         if self._failed:
             ended += [Finished(r, Cause.INTERNAL, "agent died", 0, 0, 0.0) for r in self._loading]
             ended += [Free(request, Cause.INTERNAL) for request in self._leasing]
-        known = []
+        known: list[Outcome] = []
         for outcome in ended:
+            if isinstance(outcome, Held):
+                known.append(outcome)
+                continue
             owed = self._leasing if isinstance(outcome, Free) else self._loading
             if outcome.request in owed:
                 owed.discard(outcome.request)
@@ -180,14 +219,15 @@ class Agent:
         config = self._config
         keys = CurveKeys.derive(config.key) if config.key else None
         self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
-        sending = Slab(config.slots, config.slot_bytes)
-        made = make_transports(self._context, config, keys, self._landing, sending)
+        made = make_transports(self._context, config, keys, self._landing, self._sending)
         self._transports = [wrap(transport) for transport in made]
         common = self._context, config, keys, self.identity, self._cache, self._transports
         if produces:
-            self._server = Server(*common, sending, self.telemetry, self._outcomes.put)
+            self._server = Server(
+                *common, self._sending, self.telemetry, self._gate, self._outcomes.put
+            )
         if consumes:
-            self._fetcher = Fetcher(*common, self.telemetry, self._outcomes.put)
+            self._fetcher = Fetcher(*common, self.telemetry, self._shards, self._outcomes.put)
 
     def _run(self) -> None:
         prefer_short_slices()
@@ -246,10 +286,14 @@ class Agent:
                 self._server.expect(transfer, now)
             case Offer() if self._server:
                 self._server.offer(command, fence, now)
-            case Withdraw(transfer) if self._server:
-                self._server.withdraw(transfer)
-            case Hold(request, transfer, source) if self._fetcher:
-                self._fetcher.hold(request, transfer, source, now)
+            case Computed() if self._server:
+                self._server.computed(*command, fence)
+            case Revoke(transfer, request) if self._server:
+                self._server.revoke(transfer, request)
+            case Withdraw(transfer, request) if self._server:
+                self._server.withdraw(transfer, request)
+            case Hold(request, transfer, peers, watch) if self._fetcher:
+                self._fetcher.hold(request, transfer, peers, watch, now)
             case Load() if self._fetcher:
                 self._fetcher.load(command, now)
             case Drop(request, cause) if self._fetcher:
@@ -274,4 +318,5 @@ class Agent:
             if owner:
                 owner.close()
         self._landing.close()
+        self._sending.close()
         self._context.destroy(linger=100)

@@ -28,14 +28,29 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
-    transports: tuple[Literal["shm", "tcp", "nixl"], ...] = ("shm", "tcp")
+    transports: tuple[Literal["shm", "tcp", "nixl", "ucx"], ...] = ("shm", "tcp")
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
-    needs nothing installed, `nixl` needs the extra of that name."""
+    needs nothing installed, `nixl` and `ucx` need the extra of that name."""
+    codec: Literal["auto", "raw", "fp8_e4m3", "int8"] = "raw"
+    """How KV is coded on the wire, where both sides permit it; `raw` is always permitted. `auto`
+    takes what needs the fewest bytes within `codec_max_error`."""
+    codec_max_error: float = 0.02
+    """For `codec: auto`: the largest relative error of the attention output."""
+    overlap: Literal["auto", "off", "step", "layer"] = "auto"
+    """When KV of a running prefill is sent: `off` when it has ended, `step` after each step of a
+    chunked prefill, `layer` also within a step, as layers are computed (full CUDA graphs become
+    piecewise ones), `auto` within a step where it pays and no CUDA graph hides the layers."""
+    direction: Literal["auto", "write", "read"] = "auto"
+    """Whether a producer writes chunks into the consumer's slots, or the consumer reads them from
+    the producer's, where the transport can; the producer's setting counts. `auto` takes what is
+    faster on the transport."""
+    defer_pages: bool = True
+    """Whether a decode engine allocates pages for a prompt only when its KV begins to come."""
     on_failure: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose KV did not arrive: computed here, or failed."""
-    slot_mib: int = 4
-    """Size of one slot, in MiB: the largest chunk."""
+    slot_mib: int = 16
+    """Size of one slot, in MiB: the largest chunk. Chunks are smaller on a slow link."""
     slots: int = 16
     """Landing slots of a consumer, and send slots of a producer."""
     lease_s: float = 30.0
@@ -106,6 +121,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be 1 or more")
+        if not 0 <= self.codec_max_error < float("inf"):
+            raise ConfigError(f"codec_max_error {self.codec_max_error}: must be a number from 0 on")
         if self.slots > MAX_SLOTS:
             raise ConfigError(f"slots {self.slots}: must be {MAX_SLOTS} at most")
         for name in self.__struct_fields__:

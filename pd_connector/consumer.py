@@ -6,39 +6,32 @@ out as actions. Each load ends in exactly one `Finished`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pd_connector import codec, wire
+from pd_connector import wire
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.geometry import Geometry
-from pd_connector.plan import Chunk, plan
+from pd_connector.geometry import Geometry, Shard
+from pd_connector.incoming import Incoming, Load, Peer, Session, Source, Stream
+from pd_connector.plan import Chunk, chunk_limit, plan
+from pd_connector.route import Route, meet, uncovered
 from pd_connector.slab import SlotPool
 
+__all__ = [
+    "Action",
+    "Consumer",
+    "Dial",
+    "Finished",
+    "Held",
+    "Load",
+    "Peer",
+    "Place",
+    "Source",
+    "Tell",
+]
 
-class Source(NamedTuple):
-    """Where a producer is reached. The engine id, if known, must be the one found there."""
-
-    host: str
-    port: int
-    engine_id: str
-
-
-class Load(NamedTuple):
-    """A request for pages: prompt pages [first_page, stop_page) into local pages."""
-
-    request: str
-    transfer: str
-    source: Source
-    identity: bytes
-    first_page: int
-    pages: Sequence[int]  # local page ids; pages[0] is prompt page first_page
-    wait: bool  # the prefill may not have started yet
-
-    @property
-    def stop_page(self) -> int:
-        return self.first_page + len(self.pages)
+_PATIENT_SLOTS = 2
+"""Slots of a stream whose prefill is still under way; it would only sit on more."""
 
 
 class Dial(NamedTuple):
@@ -57,12 +50,21 @@ class Tell(NamedTuple):
 class Place(NamedTuple):
     """A landed chunk fits the plan: verify its checksum, scatter it, then call `placed`."""
 
-    request: str
+    source: Source
     header: wire.ChunkHeader
+    route: Route
     chunk: Chunk
-    pages: Sequence[int]  # local page ids of the chunk, in prompt order
+    pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview
+
+
+class Held(NamedTuple):
+    """A watched transfer can be loaded, or, with a cause, will not come."""
+
+    request: str
+    cause: Cause | None
+    detail: str
 
 
 class Finished(NamedTuple):
@@ -76,27 +78,7 @@ class Finished(NamedTuple):
     seconds: float  # since the load began, or since the prefill ended where that was later
 
 
-Action = Dial | Tell | Place | Finished
-
-
-@dataclass(slots=True)
-class _Incoming:
-    request: str
-    source: Source
-    load: Load | None = None  # None: only held, no pages allocated yet
-    began: float = 0.0
-    deadline: float = float("inf")
-    opened: bool = False
-    accepted: bool = False
-    slots: list[int] = field(default_factory=list)
-    planned: int = 0
-    missing: dict[int, Chunk] = field(default_factory=dict)
-    nbytes: int = 0
-    chunks: int = 0
-
-    @property
-    def wants_slots(self) -> bool:
-        return self.accepted and len(self.slots) < len(self.missing)
+Action = Dial | Tell | Place | Held | Finished
 
 
 class Consumer:
@@ -105,23 +87,34 @@ class Consumer:
     Args:
         pool: landing slots; granted to producers, and home again when a transfer has ended.
         one_sided: whether a peer may still write into a slot after its session has ended.
+        shards: what the ranks of this engine hold, this one included.
     """
 
-    def __init__(self, config: Config, geometry: Geometry, pool: SlotPool, one_sided: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        pool: SlotPool,
+        one_sided: bool,
+        shards: Sequence[Shard] = (),
+    ) -> None:
         self._config = config
         self._geometry = geometry
+        self._shard = geometry.shard
+        self._shards = tuple(shards) or (geometry.shard,)
+        self._heads = frozenset(group.heads for group in geometry.groups)
         self._pool = pool
         self._one_sided = one_sided
-        self._transfers: dict[str, _Incoming] = {}
-        self._sessions: dict[Source, int] = {}  # sessions that stand, and their producer's epoch
-        self._chunk_bytes: dict[Source, int] = {}  # what fits in a slot on either side
+        self._transfers: dict[str, Incoming] = {}
+        self._sessions: dict[Source, Session] = {}
+        self._by_epoch: dict[int, Source] = {}
         # Cancelled transfers, and their slots: quarantined until `Cancelled` comes, or until that
         # time has passed. Until then the same transfer is not loaded again, for a `Cancelled`
         # does not say which of two ends it confirms.
         self._ending: dict[tuple[Source, str], tuple[list[int], float]] = {}
         # For producers whose session does not stand yet.
         self._farewells: dict[Source, list[wire.Message]] = {}
-        self._hungry: dict[str, None] = {}  # in the order in which they are served
+        self._hungry: dict[tuple[str, Source], None] = {}  # in the order in which they are served
 
     @property
     def transfers(self) -> int:
@@ -130,54 +123,87 @@ class Consumer:
 
     def wanted(self, source: Source) -> list[str]:
         """Transfers to speak for in heartbeats to this producer."""
-        return [t for t, incoming in self._transfers.items() if incoming.source == source]
+        return [t for t, incoming in self._transfers.items() if source in incoming.streams]
 
-    def hold(self, request: str, transfer: str, source: Source) -> list[Action]:
-        """A request that will load this transfer waits for room: keep its pages leased."""
+    def hold(
+        self, request: str, transfer: str, peers: Sequence[Peer], watch: bool, now: float
+    ) -> list[Action]:
+        """A request that will load this transfer waits for room: keep its pages leased. With
+        `watch` it asks for room only when told by `Held` that there is KV to load."""
         if transfer in self._transfers:
-            return []
-        self._transfers[transfer] = _Incoming(request, source)
-        return [Dial(source)]
+            return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
+        incoming = Incoming(request, transfer, self._streams(peers), watched=watch)
+        self._transfers[transfer] = incoming
+        actions: list[Action] = []
+        if watch:
+            incoming.deadline = now + self._config.wait_timeout_s
+        for source in incoming.streams:
+            if source not in self._sessions:
+                actions.append(Dial(source))
+            elif watch:
+                actions.append(Tell(source, wire.Watch(transfer)))
+        return actions
 
     def load(self, load: Load, now: float) -> list[Action]:
-        """Fetch pages. A transfer is loaded at most once at a time."""
-        incoming = self._transfers.get(load.transfer)
+        """Fetch KV. A transfer is loaded at most once at a time."""
+        transfer = load.transfer
+        incoming = self._transfers.get(transfer)
         if incoming is not None and (incoming.load or incoming.request != load.request):
-            return [Finished(load.request, Cause.DUPLICATE, load.transfer, 0, 0, 0.0)]
-        if (load.source, load.transfer) in self._ending:
-            self._transfers.pop(load.transfer, None)
-            detail = f"{load.transfer}: its last load still ends"
+            return [Finished(load.request, Cause.DUPLICATE, transfer, 0, 0, 0.0)]
+        streams = incoming.streams if incoming else self._streams(load.peers)
+        if any((source, transfer) in self._ending for source in streams):
+            self._transfers.pop(transfer, None)
+            detail = f"{transfer}: its last load still ends"
             return [Finished(load.request, Cause.DUPLICATE, detail, 0, 0, 0.0)]
-        incoming = self._transfers.setdefault(load.transfer, _Incoming(load.request, load.source))
+        if not streams:
+            shards = [peer.shard for peer in load.peers]
+            detail = f"none of the producer's ranks {shards} holds a part of {self._shard}"
+            return [Finished(load.request, Cause.GEOMETRY, detail, 0, 0, 0.0)]
+        incoming = incoming or Incoming(load.request, transfer, streams)
+        self._transfers[transfer] = incoming
         incoming.load = load
-        incoming.source = load.source
+        incoming.watched = False
+        incoming.deadline = float("inf")
         incoming.began = now
-        incoming.deadline = now + self._config.connect_timeout_s
-        if load.source in self._sessions:
-            return self._open(load.transfer, incoming, now)
-        return [Dial(load.source)]
+        actions: list[Action] = []
+        for source, stream in list(streams.items()):
+            stream.deadline = now + self._config.connect_timeout_s
+            if source not in self._sessions:
+                actions.append(Dial(source))
+            elif transfer in self._transfers:
+                actions += self._open(incoming, source, now)
+        return actions
 
     def drop(self, request: str, cause: Cause, now: float) -> list[Action]:
         """The request no longer wants its transfer; the producer is told so."""
-        for transfer, incoming in list(self._transfers.items()):
+        for incoming in list(self._transfers.values()):
             if incoming.request == request:
-                return self._finish(transfer, cause, "", now)
+                incoming.watched = False
+                return self._finish(incoming, cause, "", now)
         return []
 
     def session_up(
-        self, source: Source, epoch: int, now: float, slot_bytes: int = 0
+        self, source: Source, epoch: int, routes: Sequence[Route], slot_bytes: int, now: float
     ) -> list[Action]:
-        """A session stands: open what waited for it. `slot_bytes` is the size of the producer's
-        slots, 0 if it is not known."""
-        self._sessions[source] = epoch
-        self._chunk_bytes[source] = min(
-            slot_bytes or self._config.slot_bytes, self._config.slot_bytes
-        )
+        """A session stands: open what waited for it.
+
+        Args:
+            routes: what passes between its producer's rank and this one.
+            slot_bytes: size of the producer's slots.
+        """
+        session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes)
+        self._sessions[source] = session
+        self._by_epoch[epoch] = source
         farewells = self._farewells.pop(source, [])
         actions: list[Action] = [Tell(source, message) for message in farewells]
-        for transfer, incoming in self._transfers.items():
-            if incoming.source == source and incoming.load and not incoming.opened:
-                actions += self._open(transfer, incoming, now)
+        for incoming in list(self._transfers.values()):
+            stream = incoming.streams.get(source)
+            if stream is None:
+                continue
+            if incoming.load and not stream.opened:
+                actions += self._open(incoming, source, now)
+            elif incoming.watched:
+                actions.append(Tell(source, wire.Watch(incoming.transfer)))
         return actions
 
     def session_down(
@@ -187,13 +213,15 @@ class Consumer:
 
         With `silenced` the producer certainly writes no more, and its slots are home at once.
         """
-        self._sessions.pop(source, None)
-        self._chunk_bytes.pop(source, None)
+        session = self._sessions.pop(source, None)
+        if session is not None:
+            self._by_epoch.pop(session.epoch, None)
         slots: list[int] = []
         actions: list[Action] = []
         for transfer in self.wanted(source):
-            slots += self._transfers[transfer].slots
-            actions += self._finish(transfer, cause, detail, now)
+            incoming = self._transfers[transfer]
+            slots += incoming.streams[source].slots
+            actions += self._finish(incoming, cause, detail, now)
         for key in [key for key in self._ending if key[0] == source]:
             slots += self._ending.pop(key)[0]
         if silenced or not self._one_sided:
@@ -201,37 +229,56 @@ class Consumer:
         self._farewells.pop(source, None)
         return actions + self._grant(now)
 
-    def accept(self, source: Source, message: wire.Accept, now: float) -> list[Action]:
-        """The producer has the pages and will stream them."""
-        incoming = self._opened_at(source, message.transfer)
-        if incoming is None or incoming.accepted:
+    def ready(self, source: Source, transfer: str) -> list[Action]:
+        """The producer has computed the first KV of a watched transfer."""
+        incoming = self._transfers.get(transfer)
+        if incoming is None or not incoming.watched or source not in incoming.streams:
             return []
+        incoming.watched = False
+        incoming.deadline = float("inf")
+        return [Held(incoming.request, None, "")]
+
+    def accept(self, source: Source, message: wire.Accept, now: float) -> list[Action]:
+        """The producer has KV to send, or has computed all of it."""
+        found = self._opened_at(source, message.transfer)
+        if found is None:
+            return []
+        incoming, stream = found
         # Chunks into slots granted with `Open` may have overtaken this message.
-        if message.chunks != incoming.planned or message.codec not in codec.CODECS:
-            detail = (
-                f"producer plans {message.chunks} chunks in codec {message.codec!r}, "
-                f"{incoming.planned} chunks in {list(codec.CODECS)} wanted"
-            )
-            return self._finish(message.transfer, Cause.CHUNK_MISMATCH, detail, now)
-        incoming.accepted = True
-        if incoming.load is not None and incoming.load.wait:
-            incoming.began = now  # the prefill took until now, not the transfer
-        incoming.deadline = now + self._config.stall_timeout_s
-        self._hungry[message.transfer] = None
+        if message.chunks != stream.planned:
+            detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"
+            return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
+        if message.complete and not stream.complete:
+            stream.complete = True
+            stream.burst = not stream.accepted
+            if incoming.load is not None and incoming.load.wait:
+                incoming.began = now  # the prefill took until now, not the transfer
+            stream.deadline = now + self._config.stall_timeout_s
+        stream.accepted = True
+        if stream.over:
+            return self._stream_over(incoming, source, now)
+        self._hungry[message.transfer, source] = None
         return self._grant(now)
 
     def refuse(self, source: Source, message: wire.Refuse, now: float) -> list[Action]:
-        """The producer will send no (more) pages."""
-        if self._opened_at(source, message.transfer) is None:
+        """The producer will send no (more) KV."""
+        incoming = self._transfers.get(message.transfer)
+        if incoming is None or source not in incoming.streams:
+            return []
+        if not (incoming.watched or incoming.streams[source].opened):
             return []
         cause = Cause(message.cause) if message.cause in list(Cause) else Cause.TRANSPORT
-        return self._finish(message.transfer, cause, f"refused by producer: {message.detail}", now)
+        return self._finish(incoming, cause, f"refused by producer: {message.detail}", now)
 
     def cancelled(self, source: Source, transfer: str, now: float) -> list[Action]:
         """The producer confirms that it writes nothing for this transfer any more."""
         slots, _ = self._ending.pop((source, transfer), ([], now))
         self._pool.absolve(slots)
         return self._grant(now)
+
+    def granted(self, source: Source, transfer: str, slot: int) -> bool:
+        """Whether this slot was granted to this producer, for a chunk of this transfer."""
+        return self._pool.holds((transfer, source), slot)
 
     def landed(
         self, header: wire.ChunkHeader, slot: int, payload: memoryview, now: float
@@ -241,145 +288,211 @@ class Consumer:
         A chunk of a transfer that is over, or that came twice, is dropped: its slot belongs to
         someone else by now.
         """
+        source = self._by_epoch.get(header.epoch)
         incoming = self._transfers.get(header.transfer)
-        if incoming is None or incoming.load is None or not self._pool.holds(header.transfer, slot):
+        if source is None or incoming is None or incoming.load is None:
             return []
-        chunk = incoming.missing.get(header.sequence)
+        stream = incoming.streams.get(source)
+        if stream is None or not self._pool.holds((header.transfer, source), slot):
+            return []
+        chunk = stream.missing.get(header.sequence)
         if chunk is None:
             return []
         load = incoming.load
+        route = self._sessions[source].routes[chunk.route]
         wanted = wire.ChunkHeader(
-            transfer=load.transfer,
-            epoch=self._sessions.get(load.source, -1),
-            sequence=chunk.sequence,
-            identity=load.identity,
-            first_layer=chunk.first_layer,
-            stop_layer=chunk.stop_layer,
-            first_page=chunk.first_page,
-            stop_page=chunk.stop_page,
-            codec=header.codec,
-            nbytes=codec.CODECS[header.codec].coded_bytes(chunk.nbytes(self._geometry))
-            if header.codec in codec.CODECS
-            else -1,
-            checksum=header.checksum,
+            load.transfer,
+            self._sessions[source].epoch,
+            chunk.sequence,
+            load.identity,
+            chunk.route,
+            chunk.first_layer,
+            chunk.stop_layer,
+            chunk.first_token,
+            chunk.stop_token,
+            route.codec,
+            chunk.nbytes(route),
+            header.checksum,
         )
         if header != wanted or len(payload) != wanted.nbytes:
             detail = f"landed {header}, wanted {wanted}, {len(payload)} bytes"
-            return self._finish(header.transfer, Cause.CHUNK_MISMATCH, detail, now)
-        first = chunk.first_page - load.first_page
-        pages = load.pages[first : first + chunk.pages]
-        return [Place(load.request, header, chunk, pages, slot, payload)]
+            return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
+        stream.landed(header.nbytes, now)
+        span = chunk.pages(route.destination.page_size)
+        pages = load.pages[route.destination.table][span.start : span.stop]
+        return [Place(source, header, route, chunk, pages, slot, payload)]
 
     def placed(self, place: Place, problem: Cause | None, detail: str, now: float) -> list[Action]:
         """A chunk has been scattered, or found wrong (`problem`)."""
-        transfer = place.header.transfer
+        transfer, source = place.header.transfer, place.source
         incoming = self._transfers.get(transfer)
-        if incoming is None or not self._pool.holds(transfer, place.slot):
+        if incoming is None or not self._pool.holds((transfer, source), place.slot):
             return []
         if problem is not None:
-            return self._finish(transfer, problem, detail, now)
-        del incoming.missing[place.chunk.sequence]
-        incoming.slots.remove(place.slot)
+            return self._finish(incoming, problem, detail, now)
+        stream = incoming.streams[source]
+        del stream.missing[place.chunk.sequence]
+        stream.slots.remove(place.slot)
         self._pool.give_back(place.slot)
         incoming.nbytes += place.header.nbytes
         incoming.chunks += 1
-        incoming.deadline = now + self._config.stall_timeout_s
-        if not incoming.missing:
-            return self._finish(transfer, None, "", now)
-        self._hungry[transfer] = None
+        if stream.complete:
+            stream.deadline = now + self._config.stall_timeout_s
+        if stream.over:
+            return self._stream_over(incoming, source, now)
+        self._hungry[transfer, source] = None
         return self._grant(now)
 
     def tick(self, now: float) -> list[Action]:
         """Fail what has been silent for too long, and free slots whose quarantine is over."""
         actions: list[Action] = []
-        for transfer, incoming in list(self._transfers.items()):
-            if incoming.accepted and not incoming.slots:
-                incoming.deadline = now + self._config.stall_timeout_s  # it waits for us
-            if incoming.deadline > now or transfer not in self._transfers:
+        for incoming in list(self._transfers.values()):
+            if incoming.deadline <= now:
+                detail = "no KV within wait_timeout_s"
+                actions += self._finish(incoming, Cause.WAIT_TIMEOUT, detail, now)
                 continue
-            if not incoming.opened:
-                cause, detail = Cause.UNREACHABLE, "no session within connect_timeout_s"
-            elif not incoming.accepted:
-                cause, detail = Cause.WAIT_TIMEOUT, "the producer did not accept in time"
-            else:
-                cause, detail = Cause.STALLED, "no chunk within stall_timeout_s"
-            actions += self._finish(transfer, cause, detail, now)
+            for stream in incoming.streams.values():
+                if stream.over or (stream.complete and not stream.slots):
+                    stream.deadline = now + self._config.stall_timeout_s  # it waits for us
+                if stream.deadline <= now:
+                    actions += self._finish(incoming, *_timeout(stream), now)
+                    break
         self._pool.tick(now)
         for key in [key for key, (_, until) in self._ending.items() if until <= now]:
             del self._ending[key]
         return actions + self._grant(now)
 
-    def _open(self, transfer: str, incoming: _Incoming, now: float) -> list[Action]:
-        load = incoming.load
-        assert load is not None
-        slot_bytes = self._chunk_bytes[load.source]
-        chunks = plan(self._geometry, load.first_page, load.stop_page, slot_bytes)
-        incoming.missing = {chunk.sequence: chunk for chunk in chunks}
-        incoming.planned = len(chunks)
-        incoming.opened = True
-        patience = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
-        incoming.deadline = now + patience
-        message = wire.Open(
-            transfer=transfer,
-            identity=load.identity,
-            first_page=load.first_page,
-            stop_page=load.stop_page,
-            wait=load.wait,
-            codecs=list(codec.CODECS),
-            # A prefill that has not finished would only sit on its slots.
-            slots=[] if load.wait else self._take_slots(transfer, incoming, len(chunks)),
-            slot_bytes=slot_bytes,
-        )
-        return [Tell(load.source, message)]
+    def _streams(self, peers: Sequence[Peer]) -> dict[Source, Stream]:
+        """The ranks of a producer that hold a part of what this rank holds."""
+        return {
+            peer.source: Stream(sum(meet(peer.shard, shard, self._heads) for shard in self._shards))
+            for peer in peers
+            if meet(peer.shard, self._shard, self._heads)
+        }
 
-    def _take_slots(self, transfer: str, incoming: _Incoming, wanted: int) -> list[int]:
+    def _open(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
+        load, stream = incoming.load, incoming.streams[source]
+        assert load is not None
+        session = self._sessions[source]
+        tokens = load.stop_token - load.first_token
+        limit = chunk_limit(session.routes, tokens, session.slot_bytes, session.bytes_per_s)
+        try:
+            chunks = plan(session.routes, load.first_token, load.stop_token, limit)
+        except ValueError as error:
+            return self._finish(incoming, Cause.GEOMETRY, str(error), now)
+        stream.missing = {chunk.sequence: chunk for chunk in chunks}
+        stream.planned = len(chunks)
+        stream.opened = True
+        patience = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
+        stream.deadline = now + patience
+        # A prefill that has not ended would only sit on its slots.
+        slots = [] if load.wait else self._take_slots(incoming, source, len(chunks))
+        message = wire.Open(
+            transfer=load.transfer,
+            identity=load.identity,
+            first_token=load.first_token,
+            stop_token=load.stop_token,
+            wait=load.wait,
+            slots=slots,
+            chunk_bytes=limit,
+            readers=stream.readers,
+            bytes_per_s=int(session.bytes_per_s or 0),
+        )
+        return [Tell(source, message)]
+
+    def _take_slots(self, incoming: Incoming, source: Source, wanted: int) -> list[int]:
+        owner = incoming.transfer, source
         taken: list[int] = []
-        while len(taken) < wanted and (slot := self._pool.take(transfer)) is not None:
+        while len(taken) < wanted and (slot := self._pool.take(owner)) is not None:
             taken.append(slot)
-        incoming.slots += taken
+        incoming.streams[source].slots += taken
         return taken
 
+    def _most_slots(self, stream: Stream) -> int:
+        """How many slots a stream may have now."""
+        if stream.complete:
+            return len(stream.missing)
+        # What only waits must leave room for what can move.
+        crowded = self._pool.free * 2 <= self._config.slots
+        return min(len(stream.missing), len(stream.slots) if crowded else _PATIENT_SLOTS)
+
     def _grant(self, now: float) -> list[Action]:
-        """Grant free slots, one at a time in turn, to the transfers that want some."""
-        granted: dict[str, list[int]] = {}
-        while self._pool.free and self._hungry:
-            transfer = next(iter(self._hungry))
-            del self._hungry[transfer]
-            incoming = self._transfers.get(transfer)
-            if incoming is None or not incoming.wants_slots:
-                continue
-            if not incoming.slots:
-                incoming.deadline = now + self._config.stall_timeout_s
-            granted.setdefault(transfer, []).extend(self._take_slots(transfer, incoming, 1))
-            if incoming.wants_slots:
-                self._hungry[transfer] = None
+        """Grant free slots, one at a time in turn, to the streams that want some."""
+        granted: dict[tuple[str, Source], list[int]] = {}
+        progress = True
+        while progress and self._pool.free:
+            progress = False
+            for key in list(self._hungry):
+                transfer, source = key
+                incoming = self._transfers.get(transfer)
+                stream = incoming.streams[source] if incoming else None
+                if incoming is None or stream is None or len(stream.slots) >= len(stream.missing):
+                    del self._hungry[key]
+                elif self._pool.free and len(stream.slots) < self._most_slots(stream):
+                    if stream.complete and not stream.slots:
+                        stream.deadline = now + self._config.stall_timeout_s
+                    granted.setdefault(key, []).extend(self._take_slots(incoming, source, 1))
+                    # Behind those that have had none yet.
+                    self._hungry[key] = self._hungry.pop(key)
+                    progress = True
         return [
-            Tell(self._transfers[transfer].source, wire.Credit(transfer, slots))
-            for transfer, slots in granted.items()
+            Tell(source, wire.Credit(transfer, slots))
+            for (transfer, source), slots in granted.items()
         ]
 
-    def _finish(self, transfer: str, cause: Cause | None, detail: str, now: float) -> list[Action]:
-        incoming = self._transfers.pop(transfer)
-        source = incoming.source
-        actions: list[Action] = []
-        over = wire.Done(transfer) if cause is None else wire.Cancel(transfer, cause)
+    def _stream_over(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
+        """One rank has sent its part; with the last of them the load has ended."""
+        stream = incoming.streams[source]
+        if stream.burst:
+            seconds = now - stream.first_landed
+            self._sessions[source].measured(stream.nbytes_after_first, seconds)
+        if not incoming.over:
+            return self._grant(now)
+        known = tuple(self._sessions[source].routes for source in incoming.streams)
+        if missing := uncovered(known, self._geometry):
+            detail = f"no rank of the producer has sent {missing}"
+            return self._finish(incoming, Cause.GEOMETRY, detail, now)
+        return self._finish(incoming, None, "", now)
+
+    def _finish(
+        self, incoming: Incoming, cause: Cause | None, detail: str, now: float
+    ) -> list[Action]:
+        transfer = incoming.transfer
+        del self._transfers[transfer]
         until = now + self._config.lease_s
-        for slot in incoming.slots:
-            self._pool.quarantine(slot, until)
-        if source in self._sessions:
-            actions.append(Tell(source, over))
+        actions: list[Action] = []
+        for source, stream in incoming.streams.items():
+            for slot in stream.slots:
+                self._pool.quarantine(slot, until)
+            over: wire.Message = wire.Done(transfer)
             if cause is not None:
-                self._ending[source, transfer] = incoming.slots, until
-        else:
-            self._farewells.setdefault(source, []).append(over)
+                over = wire.Cancel(transfer, cause, stream.readers)
+            if source in self._sessions:
+                actions.append(Tell(source, over))
+                if cause is not None:
+                    self._ending[source, transfer] = stream.slots, until
+            else:
+                self._farewells.setdefault(source, []).append(over)
         if incoming.load is not None:
             seconds = now - incoming.began
             numbers = incoming.nbytes, incoming.chunks, seconds
             actions.append(Finished(incoming.request, cause, detail, *numbers))
+        elif incoming.watched:
+            actions.append(Held(incoming.request, cause, detail))
         return actions + self._grant(now)
 
-    def _opened_at(self, source: Source, transfer: str) -> _Incoming | None:
+    def _opened_at(self, source: Source, transfer: str) -> tuple[Incoming, Stream] | None:
         incoming = self._transfers.get(transfer)
-        if incoming is None or incoming.source != source or not incoming.opened:
+        stream = incoming.streams.get(source) if incoming else None
+        if incoming is None or stream is None or not stream.opened:
             return None
-        return incoming
+        return incoming, stream
+
+
+def _timeout(stream: Stream) -> tuple[Cause, str]:
+    """What a passed deadline means."""
+    if not stream.opened:
+        return Cause.UNREACHABLE, "no session within connect_timeout_s"
+    if not stream.complete:
+        return Cause.WAIT_TIMEOUT, "the prefill did not end in time"
+    return Cause.STALLED, "no chunk within stall_timeout_s"

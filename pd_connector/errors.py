@@ -32,7 +32,7 @@ class Cause(StrEnum):
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
     DUPLICATE = "duplicate"  # the transfer id is in use already
-    GEOMETRY = "geometry"  # the two caches do not look alike
+    GEOMETRY = "geometry"  # there is no way from the one cache to the other
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
     LEASE_EXPIRED = "lease_expired"  # nobody came for the pages in time
@@ -52,3 +52,4 @@ class Cause(StrEnum):
     UNREACHABLE = "unreachable"  # no connection to the producer
     VERSION = "version"  # no common schema version
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
+    WINDOW = "window"  # a sliding window has passed the tokens that are wanted

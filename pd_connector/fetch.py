@@ -4,14 +4,34 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pd_connector import wire
+from pd_connector.codec import permitted
 from pd_connector.config import Config
-from pd_connector.consumer import Action, Consumer, Dial, Finished, Load, Place, Source, Tell
-from pd_connector.errors import Cause, MalformedMessageError, PDConnectorError, TransportError
+from pd_connector.consumer import (
+    Action,
+    Consumer,
+    Dial,
+    Finished,
+    Held,
+    Load,
+    Peer,
+    Place,
+    Source,
+    Tell,
+)
+from pd_connector.errors import (
+    Cause,
+    MalformedMessageError,
+    PDConnectorError,
+    TransportError,
+    UnsupportedGeometryError,
+)
+from pd_connector.geometry import Shard
 from pd_connector.integrity import checksum
 from pd_connector.pages import PagedCache
+from pd_connector.route import routes
 from pd_connector.security import CurveKeys
 from pd_connector.serve import Identity
 from pd_connector.session import Connection, Context
@@ -31,10 +51,16 @@ class _Session:
     greeted: bool = False
     transport: Transport | None = None
     expected: Hashable = None
+    read: bool = False  # its chunks are offered, to be read
+    # Send slots of the producer that are being read, by the landing slot they go with.
+    reading: dict[int, int] = field(default_factory=dict)
 
 
 class Fetcher:
-    """Used by the agent's thread only. `finished` is told the end of every load."""
+    """Used by the agent's thread only. `ended` is told the end of every load and watched hold.
+
+    `shards` are those of all ranks of this engine.
+    """
 
     def __init__(
         self,
@@ -45,7 +71,8 @@ class Fetcher:
         cache: PagedCache,
         transports: Sequence[Transport],
         telemetry: Telemetry,
-        finished: Callable[[Finished], None],
+        shards: Sequence[Shard],
+        ended: Callable[[Finished | Held], None],
     ) -> None:
         self._context = context
         self._config = config
@@ -54,10 +81,11 @@ class Fetcher:
         self._cache = cache
         self._transports = {transport.name: transport for transport in transports}
         self._telemetry = telemetry
-        self._finished = finished
+        self._ended = ended
+        self._codecs = list(permitted(config.codec, config.codec_max_error))
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in transports)
-        self._consumer = Consumer(config, cache.geometry, self._pool, one_sided)
+        self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
         self._sessions: dict[Source, _Session] = {}
         self._next_heartbeat = 0.0
 
@@ -78,8 +106,10 @@ class Fetcher:
             "producer_sessions": len(self._sessions),
         }
 
-    def hold(self, request: str, transfer: str, source: Source, now: float) -> None:
-        self._act(self._consumer.hold(request, transfer, source), now)
+    def hold(
+        self, request: str, transfer: str, peers: Sequence[Peer], watch: bool, now: float
+    ) -> None:
+        self._act(self._consumer.hold(request, transfer, peers, watch, now), now)
 
     def load(self, load: Load, now: float) -> None:
         self._act(self._consumer.load(load, now), now)
@@ -112,11 +142,15 @@ class Fetcher:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
             self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
+            self._taken(landed.slot)
             return
+        if landed.problem:
+            logger.warning("chunk of transfer %s not read: %s", header.transfer, landed.problem)
         actions = self._consumer.landed(header, landed.slot, landed.payload, now)
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
+        self._taken(landed.slot)
 
     def tick(self, now: float) -> None:
         """Speak for what is wanted; end what has been silent."""
@@ -146,6 +180,10 @@ class Fetcher:
             case wire.Reject():
                 detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
                 self._end(source, _cause(message.cause), detail, now)
+            case wire.Ready():
+                self._act(self._consumer.ready(source, message.transfer), now)
+            case wire.Offered():
+                self._read(source, session, message, now)
             case wire.Accept():
                 self._act(self._consumer.accept(source, message, now), now)
             case wire.Refuse():
@@ -168,10 +206,10 @@ class Fetcher:
         if source.engine_id not in ("", welcome.engine_id):
             detail = f"engine {welcome.engine_id} answers, {source.engine_id} was wanted"
             return self._end(source, Cause.UNREACHABLE, detail, now)
-        page_bytes = self._cache.geometry.page_bytes
-        if 0 < welcome.slot_bytes < page_bytes:
-            detail = f"producer's slots of {welcome.slot_bytes} bytes: a page has {page_bytes}"
-            return self._end(source, Cause.GEOMETRY, detail, now)
+        try:
+            paths = routes(welcome.geometry, self._cache.geometry, welcome.codecs, self._codecs)
+        except UnsupportedGeometryError as error:
+            return self._end(source, Cause.GEOMETRY, str(error), now)
         if session.greeted or transport is None:
             detail = f"welcome to transport {welcome.transport!r}, or a second one"
             return self._end(source, Cause.MALFORMED_MESSAGE, detail, now)
@@ -181,8 +219,31 @@ class Fetcher:
             return self._end(source, Cause.TRANSPORT, str(error), now)
         session.transport = transport
         session.greeted = True
-        up = self._consumer.session_up(source, welcome.epoch, now, welcome.slot_bytes)
+        session.read = welcome.read
+        slot_bytes = welcome.slot_bytes
+        up = self._consumer.session_up(source, welcome.epoch, paths, slot_bytes, now)
         return self._act(up, now)
+
+    def _read(self, source: Source, session: _Session, offered: wire.Offered, now: float) -> None:
+        """Fetch a chunk that the producer offers, into a slot that was granted for it."""
+        wanted = self._consumer.granted(source, offered.transfer, offered.slot)
+        if session.transport is None or not wanted or offered.slot in session.reading:
+            session.connection.send(wire.encode(wire.Taken(offered.send_slot)))
+            return
+        session.reading[offered.slot] = offered.send_slot
+        try:
+            session.transport.read(
+                session.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
+            )
+        except TransportError as error:
+            self._end(source, Cause.TRANSPORT, str(error), now)
+
+    def _taken(self, slot: int) -> None:
+        """Tell the producer that its send slot is free, if this landing slot was read into."""
+        for session in self._sessions.values():
+            if slot in session.reading:
+                taken = wire.Taken(session.reading.pop(slot))
+                session.connection.send(wire.encode(taken))
 
     def _dial(self, source: Source, now: float) -> None:
         if source in self._sessions:
@@ -207,7 +268,9 @@ class Fetcher:
             expected_engine_id=source.engine_id,
             model=self._identity.model,
             geometry=self._cache.geometry,
+            codecs=self._codecs,
             transports={name: t.address() for name, t in self._transports.items()},
+            readable=[name for name, t in self._transports.items() if t.readable],
         )
         connection.send(wire.encode(hello))
         deadline = now + self._config.connect_timeout_s
@@ -237,6 +300,11 @@ class Fetcher:
                         self._sessions[source].connection.send(wire.encode(message))
                 case Place() as place:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
+                case Held(request, cause, detail) as held:
+                    if cause is not None:
+                        self._telemetry.count("failed_transfers", cause=cause)
+                        logger.warning("no KV for request %s (%s): %s", request, cause, detail)
+                    self._ended(held)
                 case Finished() as finished:
                     self._report(finished)
 
@@ -247,7 +315,7 @@ class Fetcher:
             return Cause.CHECKSUM, f"{detail} is corrupt"
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
-        self._cache.scatter(place.chunk, place.pages, place.payload)
+        self._cache.scatter(place.route, place.chunk, place.pages, place.payload)
         # A peer we gave up may have written into the slot between the check and the copy.
         if checksum(place.payload) != place.header.checksum:
             return Cause.CHECKSUM, f"{detail} changed while it was read"
@@ -266,7 +334,7 @@ class Fetcher:
                     finished.cause,
                     finished.detail,
                 )
-        self._finished(finished)
+        self._ended(finished)
 
 
 def _parts(transfers: list[str]) -> list[list[str]]:

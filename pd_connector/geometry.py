@@ -1,65 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache looks like, and which part of the model one rank holds. Frozen and pure."""
+"""What a cache looks like, and which part of the model one rank holds. Frozen and pure.
+
+Layers and KV heads are numbered as in the whole model, so that two ranks of unlike engines can
+compare what they hold.
+"""
+
+from typing import Annotated, Literal
 
 import msgspec
 
+MAX_LAYERS = 4096
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Layers = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+Scales = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=MAX_LAYERS)]
+
+Kind = Literal["attention", "latent", "recurrent"]
+
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The layer range and KV-head range one rank holds, both half open, in model numbering."""
+    """The part of the model one rank holds: layers [first_layer, stop_layer) of a pipeline stage,
+    and its share of every layer's KV heads, told by its rank in the tensor-parallel group."""
 
-    first_layer: int
-    stop_layer: int
-    first_head: int
-    stop_head: int
+    first_layer: Count
+    stop_layer: Count
+    tp_rank: Count
+    tp_size: Positive
 
-    @property
-    def layers(self) -> int:
-        return self.stop_layer - self.first_layer
+    def heads(self, total: int) -> range:
+        """The KV heads held of a layer that has `total`. Each is held by `replicas(total)`
+        neighbouring ranks where there are more ranks than heads."""
+        if self.tp_size <= total:
+            share = total // self.tp_size
+            return range(self.tp_rank * share, (self.tp_rank + 1) * share)
+        head = self.tp_rank // self.replicas(total)
+        return range(head, head + 1)
 
-    @property
-    def heads(self) -> int:
-        return self.stop_head - self.first_head
+    def replicas(self, total: int) -> int:
+        """Ranks of the tensor-parallel group that hold the same heads."""
+        return max(1, self.tp_size // total)
+
+    def replica(self, total: int) -> int:
+        """Which of these replicas this rank is."""
+        return self.tp_rank % self.replicas(total)
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers of one kind that share a page table. Groups may share one, too.
+
+    Attributes:
+        kind: `attention` (K and V of each head), `latent` (MLA: one vector a token, the same on
+            every rank), or `recurrent` (a state for the whole sequence, in the engine's own form).
+        layers: those that this rank holds, ascending.
+        heads: KV heads of such a layer in the whole model; 1 for `latent`.
+        key_dim: elements of K per token and head; of the whole vector for `latent`.
+        value_dim: elements of V per token and head; 0 for `latent`.
+        page_size: tokens of a page.
+        window: tokens that are kept, the last ones of a sequence; 0 for all.
+        dtype: element type: `bfloat16`, `float16`, `float32` or `fp8_e4m3`; any other name marks
+            pages that only caches of the same name and layout can take.
+        layout: name of the order of elements within a page. Pages of unlike layouts differ even
+            where all sizes agree. Empty where a page is not dense.
+        heads_apart: whether each head's part of a page is one dense run of bytes.
+        table: which of the engine's page tables lists the pages of these layers.
+        scales: for FP8, what stored K and V are to be multiplied with, per layer; empty for 1.
+    """
+
+    kind: Kind
+    layers: Layers
+    heads: Positive
+    key_dim: Positive
+    value_dim: Count
+    page_size: Positive
+    window: Count
+    dtype: Name
+    layout: Name
+    heads_apart: bool
+    table: Count = 0
+    scales: Scales = ()
+
+    def scale(self, layer: int) -> tuple[float, float]:
+        """Scales of K and V of a layer, by its number in the model."""
+        return self.scales[self.layers.index(layer)] if self.scales else (1.0, 1.0)
 
 
 class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's paged cache.
-
-    Attributes:
-        shard: the part of the model the rank holds.
-        page_size: tokens of a page.
-        token_bytes: bytes of one token of one head in one layer, K and V together.
-        dtype: element type as the engine names it (`bfloat16`, `fp8_e4m3`, ...).
-        layout: name of the order of elements within a page. Pages of unlike layouts differ
-            even where all sizes agree.
-    """
+    """One rank's paged cache."""
 
     shard: Shard
-    page_size: int
-    token_bytes: int
-    dtype: str
-    layout: str
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=64)]
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of one layer."""
-        return self.shard.heads * self.page_size * self.token_bytes
-
-    def difference(self, other: "Geometry") -> str:
-        """Every field in which `other` differs, as `name ours/theirs`; empty when alike."""
-        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        unlike = [name for name in mine if mine[name] != theirs[name]]
-        return ", ".join(f"{name} {_show(mine[name])} / {_show(theirs[name])}" for name in unlike)
+    def heads(self, group: Group) -> range:
+        """The KV heads of `group` that this rank holds."""
+        return self.shard.heads(group.heads)
 
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages of `page_size` tokens that hold `tokens` tokens; the last may be partly filled."""
     return -(-tokens // page_size)
-
-
-def _show(value: object) -> str:
-    if isinstance(value, Shard):
-        return (
-            f"layers {value.first_layer}-{value.stop_layer} "
-            f"heads {value.first_head}-{value.stop_head}"
-        )
-    return str(value)

@@ -1,66 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks carry a token range from one shard to another: pure functions.
+"""Which chunks carry a token range along the routes of a pair: pure functions.
 
-Both sides compute the plan from the same inputs; a chunk that arrives is checked against it.
+Both sides compute the plan from the same inputs; a chunk that arrives is checked against it. A
+chunk's payload is in wire order, `[layer][K|V][kv head][token][dim]`, each `[layer][K|V]` a block
+that its codec codes by itself (`blocks` says where each lies); or, `verbatim`, whole pages,
+`[layer][page][kv head][bytes]`.
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pd_connector.geometry import Geometry
+from pd_connector.codec import CODECS, DTYPES, Elements, Part
+from pd_connector.geometry import Group, pages_for
+from pd_connector.route import Route
 
 MIN_CHUNK_TOKENS = 128
+"""Tokens of a chunk, unless there are fewer or a slot is too small for one layer of them."""
+CHUNK_TOKENS = 512
+"""Tokens of a chunk where there is room: several to a prefill step, so that they stream."""
+
+MIN_CHUNK_BYTES = 256 * 1024
+CHUNK_S = 0.01
+"""Time that a chunk may take on the link, in seconds: the first and the last one are not hidden."""
 
 
 class Chunk(NamedTuple):
-    """Pages [first_page, stop_page) of the prompt in layers [first_layer, stop_layer).
-
-    Pages count from the start of the prompt, layers from the start of the shard. In a slot the
-    bytes lie as `[layer][page][page bytes]`: a `verbatim` plan, for caches that look alike.
-    """
+    """Tokens [first_token, stop_token) of the prompt in some layers of one route."""
 
     sequence: int
-    first_layer: int
+    route: int  # place in the pair's routes
+    first_layer: int  # places in the route's layers
     stop_layer: int
-    first_page: int
-    stop_page: int
+    first_token: int
+    stop_token: int
+    verbatim: bool
 
     @property
-    def pages(self) -> int:
-        return self.stop_page - self.first_page
+    def tokens(self) -> int:
+        return self.stop_token - self.first_token
 
-    def nbytes(self, geometry: Geometry) -> int:
-        return (self.stop_layer - self.first_layer) * self.pages * geometry.page_bytes
+    def layers(self, route: Route) -> tuple[int, ...]:
+        """In model numbering."""
+        return route.layers[self.first_layer : self.stop_layer]
+
+    def pages(self, page_size: int) -> range:
+        """Pages of the prompt, of `page_size` tokens each, that hold the chunk's tokens."""
+        return range(self.first_token // page_size, pages_for(self.stop_token, page_size))
+
+    def nbytes(self, route: Route) -> int:
+        """Bytes of the payload."""
+        layers = self.stop_layer - self.first_layer
+        if self.verbatim:
+            pages = len(self.pages(route.source.page_size))
+            return layers * pages * page_part_bytes(route)
+        return layers * _layer_bytes(route, self.tokens)
 
 
-def refusal(source: Geometry, destination: Geometry) -> str:
-    """Why no plan leads from `source` to `destination`; empty when one does."""
-    unlike = source.difference(destination)
-    return f"caches must look alike; producer / consumer differ in {unlike}" if unlike else ""
+class Block(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a payload: K or V of one layer."""
+
+    layer: int  # in model numbering
+    part: Part
+    shape: tuple[int, int, int]  # head, token, dim
+    offset: int
+    nbytes: int
 
 
-@functools.lru_cache(maxsize=512)
-def plan(geometry: Geometry, first_page: int, stop_page: int, slot_bytes: int) -> tuple[Chunk, ...]:
-    """Chunks that carry pages [first_page, stop_page) of all layers, in sending order.
+def blocks(route: Route, chunk: Chunk) -> Iterator[Block]:
+    """Where each layer's K and V lie in the payload of a chunk that is not verbatim."""
+    codec = CODECS[route.codec]
+    offset = 0
+    for layer in chunk.layers(route):
+        for part, dim in _parts(route.source):
+            shape = len(route.heads), chunk.tokens, dim
+            nbytes = codec.coded_bytes(part, shape, Elements(route.source.dtype))
+            yield Block(layer, part, shape, offset, nbytes)
+            offset += nbytes
 
-    A chunk takes as many layers as leave room for `MIN_CHUNK_TOKENS` tokens in a slot, then as
-    many pages as fit. Cached, so that repeated lengths cost nothing.
+
+def page_part_bytes(route: Route) -> int:
+    """Bytes of the route's heads in one page of one layer, in the source's cache."""
+    return len(route.heads) * route.source.page_size * token_bytes(route.source)
+
+
+def token_bytes(group: Group) -> int:
+    """Bytes of one token of one head in one layer, K and V together."""
+    return (group.key_dim + group.value_dim) * element_bytes(group.dtype)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element; of a dtype that is not known, whose dims count bytes, 1."""
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 1
+
+
+def plan(
+    routes: Sequence[Route], first_token: int, stop_token: int, chunk_bytes: int
+) -> tuple[Chunk, ...]:
+    """Chunks that carry tokens [first_token, stop_token), in sending order: by token, then layer.
 
     Raises:
-        ValueError: one page of one layer does not fit in a slot.
+        ValueError: one page (of a verbatim route) or one token of one layer exceeds
+            `chunk_bytes`.
     """
-    if geometry.page_bytes > slot_bytes:
-        raise ValueError(
-            f"slot of {slot_bytes} bytes: one page of one layer has {geometry.page_bytes}; "
-            "raise slot_mib (config)"
-        )
-    layers = geometry.shard.layers
-    pages = min(max(1, stop_page - first_page), max(1, MIN_CHUNK_TOKENS // geometry.page_size))
-    group = max(1, min(layers, slot_bytes // (pages * geometry.page_bytes)))
-    per_chunk = slot_bytes // (group * geometry.page_bytes)
-    chunks: list[Chunk] = []
-    for page in range(first_page, stop_page, per_chunk):
-        for layer in range(0, layers, group):
-            stop = min(page + per_chunk, stop_page)
-            chunks.append(Chunk(len(chunks), layer, min(layer + group, layers), page, stop))
-    return tuple(chunks)
+    bare: list[tuple[int, int, int, int, int, bool]] = []
+    for number, route in enumerate(routes):
+        first = route.first_token(first_token, stop_token)
+        verbatim = route.verbatim and first % route.source.page_size == 0
+        wanted = min(stop_token - first, CHUNK_TOKENS)
+        layers, tokens = _shape(route, verbatim, wanted, stop_token - first, chunk_bytes)
+        start = first
+        while start < stop_token:
+            stop = min(stop_token, (start // tokens + 1) * tokens)
+            for layer in range(0, len(route.layers), layers):
+                last = min(layer + layers, len(route.layers))
+                bare.append((start, number, layer, last, stop, verbatim))
+            start = stop
+    if len(routes) > 1:
+        bare.sort()
+    return tuple(
+        Chunk(sequence, number, layer, last, start, stop, verbatim)
+        for sequence, (start, number, layer, last, stop, verbatim) in enumerate(bare)
+    )
+
+
+def chunk_limit(
+    routes: Sequence[Route], tokens: int, slot_bytes: int, bytes_per_s: float | None
+) -> int:
+    """How many bytes a chunk of a transfer of `tokens` tokens should have at most.
+
+    What the link moves in `CHUNK_S`, and a quarter of the transfer at most, so that gathering,
+    moving and scattering run side by side; room for `MIN_CHUNK_TOKENS` tokens of a layer at
+    least, so that headers and messages cost nothing; never more than a slot.
+
+    Args:
+        bytes_per_s: what the link was measured to move; None where it was not.
+    """
+    least = max((_layer_bytes(r, min(tokens, MIN_CHUNK_TOKENS)) for r in routes), default=1)
+    total = sum(len(r.layers) * _layer_bytes(r, tokens) for r in routes)
+    wished = min(total // 4, slot_bytes if bytes_per_s is None else int(bytes_per_s * CHUNK_S))
+    return min(slot_bytes, max(least, wished, MIN_CHUNK_BYTES))
+
+
+def bytes_per_token(routes: Sequence[Route]) -> float:
+    """Bytes on the wire of a token in all layers, in chunks of the usual length."""
+    return sum(len(r.layers) * _layer_bytes(r, CHUNK_TOKENS) for r in routes) / CHUNK_TOKENS
+
+
+def _parts(group: Group) -> tuple[tuple[Part, int], ...]:
+    if group.value_dim:
+        return (Part.KEY, group.key_dim), (Part.VALUE, group.value_dim)
+    return ((Part.KEY, group.key_dim),)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_bytes(route: Route, tokens: int) -> int:
+    codec, elements = CODECS[route.codec], Elements(route.source.dtype)
+    return sum(
+        codec.coded_bytes(part, (len(route.heads), tokens, dim), elements)
+        for part, dim in _parts(route.source)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(
+    route: Route, verbatim: bool, wanted: int, tokens: int, chunk_bytes: int
+) -> tuple[int, int]:
+    """Layers and tokens of a chunk: `wanted` tokens, more where all layers of them leave room
+    for more, fewer where not even one layer of them has room."""
+
+    def size(count: int) -> int:
+        if verbatim:
+            return pages_for(count, route.source.page_size) * page_part_bytes(route)
+        return _layer_bytes(route, count)
+
+    step = route.token_step
+    count = pages_for(wanted, step) * step
+    while size(count) > chunk_bytes:
+        if count <= step and (verbatim or count == 1):
+            raise ValueError(
+                f"chunk of {chunk_bytes} bytes: {count} tokens of one layer have {size(count)}; "
+                "raise slot_mib (config)"
+            )
+        count = max(step, count // 2 // step * step) if count > step else count // 2
+    layers = len(route.layers)
+    while count < tokens and size(2 * count) * layers <= chunk_bytes:
+        count *= 2
+    return min(layers, chunk_bytes // size(count)), count

@@ -2,25 +2,27 @@
 """The producer's state machine: which pages are leased to whom, and what is to be sent next.
 
 No sockets, no engine, no clock: events come in as calls with the time, and what must happen goes
-out as actions. A transfer has two halves that may come in either order, the offer (pages, from
-this engine) and the opening (a consumer's `Open`). It streams when it has both.
+out as actions. A transfer has two halves that may come in either order, offers (KV, from this
+engine, more with each step of its prefill) and openings (an `Open` of each consumer rank that
+needs a part of it). What is both computed and opened is sent.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pd_connector import codec, wire
+from pd_connector import wire
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.geometry import Geometry
-from pd_connector.plan import Chunk, plan
+from pd_connector.outgoing import Offer, Outgoing, Session, Step, Stream
+from pd_connector.plan import MIN_CHUNK_BYTES, Chunk
+from pd_connector.route import Route
 
+__all__ = ["Action", "Free", "Offer", "Producer", "Reply", "Send", "Session"]
+
+LAYERS_PAY_S = 0.005
+"""Time on the link, in seconds, from which on KV is sent layer by layer within a step."""
 _REMEMBERED_ENDS = 1024
-
-Session = bytes
-"""The routing id of a consumer's connection."""
 
 
 class Reply(NamedTuple):
@@ -38,69 +40,40 @@ class Free(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Gather this chunk and write it into the consumer's landing slot."""
+    """Gather this chunk and move it into the consumer's landing slot."""
 
     transfer: str
     request: str
     session: Session
+    route: Route
     chunk: Chunk
-    pages: Sequence[int]  # page ids of the chunk, in prompt order
+    pages: Sequence[int]  # page ids that hold the chunk's tokens, in prompt order
     identity: bytes
-    codec: str
     slot: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the engine still has all of these pages."""
+        wanted = len(self.chunk.pages(self.route.source.page_size))
+        return len(self.pages) == wanted and min(self.pages) >= 0
 
 
 Action = Reply | Free
 
 
-class Offer(NamedTuple):
-    """Computed pages of one request, to be kept until they are freed."""
-
-    transfer: str
-    request: str
-    pages: Sequence[int]  # page ids in prompt order, the last possibly partly filled
-    identity: bytes
-
-
-@dataclass(slots=True)
-class _Opening:
-    session: Session
-    message: wire.Open
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    expires: float
-    expected: bool = False
-    offer: Offer | None = None
-    opening: _Opening | None = None
-    codec: str = ""
-    chunks: Sequence[Chunk] = ()
-    next_chunk: int = 0
-    writing: int = 0
-    credits: deque[int] = field(default_factory=deque)
-    # Sessions that asked and were refused: their `Cancel` is not the true consumer's.
-    refused: set[Session] = field(default_factory=set)
-
-    @property
-    def sendable(self) -> bool:
-        return bool(self.credits) and self.next_chunk < len(self.chunks)
-
-
 class Producer:
     """All transfers of one rank that produces. Used by one thread."""
 
-    def __init__(self, config: Config, geometry: Geometry) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._geometry = geometry
-        self._transfers: dict[str, _Outgoing] = {}
-        self._ready: deque[str] = deque()
-        # Transfers that are over while writes of theirs are under way, and who waits to hear.
+        self._transfers: dict[str, Outgoing] = {}
+        self._ready: dict[tuple[str, Session], None] = {}
+        # Streams that are over while writes of theirs are under way, and who waits to hear.
         self._draining: dict[tuple[Session, str], int] = {}
         self._awaiting_end: set[tuple[Session, str]] = set()
         # Ended lately: whoever opens one of them need not wait for a prefill that will not come.
         self._ended: dict[str, None] = {}
-        # Cancelled before their pages existed: the offer, when it comes, is freed at once.
+        # Cancelled before their prefill ended: the last offer, when it comes, is freed at once.
         self._unwanted: dict[str, float] = {}
 
     @property
@@ -110,103 +83,184 @@ class Producer:
 
     @property
     def leased_pages(self) -> int:
-        return sum(len(t.offer.pages) for t in self._transfers.values() if t.offer)
+        finals = (t.offer for t in self._transfers.values() if t.offer and t.offer.final)
+        return sum(len(pages) for offer in finals for pages in offer.pages)
 
     def expect(self, transfer: str, now: float) -> None:
         """A request with this transfer has been queued here: openings may wait for it."""
         if transfer in self._unwanted:
             return
         self._ended.pop(transfer, None)
-        outgoing = self._transfers.setdefault(transfer, _Outgoing(expires=0.0))
+        outgoing = self._transfers.setdefault(transfer, Outgoing(expires=0.0))
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
-        """The pages of a finished prefill are there, and kept until they are freed."""
-        if self._unwanted.pop(offer.transfer, None) is not None:
+        """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
+        if offer.transfer in self._unwanted:
+            if not offer.final:
+                return []
+            del self._unwanted[offer.transfer]
             return [Free(offer.request, Cause.ABORTED)]
-        outgoing = self._transfers.setdefault(offer.transfer, _Outgoing(expires=0.0))
-        if outgoing.offer is not None:
-            return [Free(offer.request, Cause.DUPLICATE)]
+        outgoing = self._transfers.setdefault(offer.transfer, Outgoing(expires=0.0))
+        if outgoing.final or (outgoing.offer and outgoing.offer.request != offer.request):
+            return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
         outgoing.offer = offer
-        outgoing.expires = now + self._config.lease_s
-        return self._start(offer.transfer, outgoing) if outgoing.opening else []
+        outgoing.step = None
+        actions: list[Action] = []
+        if offer.final:
+            outgoing.expires = now + self._config.lease_s
+            if outgoing.all_over:
+                return self._end(offer.transfer, outgoing.cause, "")
+        if offer.tokens or offer.final:
+            ready = wire.Ready(offer.transfer)
+            actions += [Reply(session, ready) for session in outgoing.watchers]
+            outgoing.watchers.clear()
+        for session in list(outgoing.streams):
+            actions += self._start(offer.transfer, outgoing, session)
+        return actions
+
+    def computed(self, transfer: str, tokens: int, stop_layer: int | None) -> None:
+        """The prefill has come further: to `tokens` tokens, in the model's layers below
+        `stop_layer`, or in all of them."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or outgoing.offer is None or outgoing.final:
+            return
+        if stop_layer is None:
+            outgoing.offer = outgoing.offer._replace(tokens=tokens)
+        elif self._layers_pay(outgoing, tokens):
+            outgoing.step = Step(tokens, stop_layer)
+        for session in outgoing.streams:
+            self._mark_ready(transfer, session)
+
+    def revoke(self, transfer: str) -> None:
+        """The request's pages are no longer its own (it was preempted). What has been sent was
+        right; the rest is offered again when it has been computed again."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is not None and not outgoing.final:
+            outgoing.offer = None
+            outgoing.step = None
 
     def withdraw(self, transfer: str) -> list[Action]:
         """The request with this transfer has ended and offers no pages."""
+        self._unwanted.pop(transfer, None)
         outgoing = self._transfers.get(transfer)
-        if outgoing is None or outgoing.offer is not None:
+        if outgoing is None or outgoing.final:
             return []
         return self._end(transfer, Cause.PREFILL_ENDED, "the prefill request ended early")
 
-    def open(self, session: Session, message: wire.Open, now: float) -> list[Action]:
-        """A consumer asks for pages."""
+    def watch(self, session: Session, transfer: str, now: float) -> list[Action]:
+        """A consumer wants to hear when there is something to open."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None:
+            if transfer in self._ended or transfer in self._unwanted:
+                detail = "no such KV here (any more)"
+                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, detail)]
+            outgoing = Outgoing(expires=now + self._config.lease_s)
+            self._transfers[transfer] = outgoing
+        if outgoing.final or (outgoing.offer and outgoing.offer.tokens):
+            return [Reply(session, wire.Ready(transfer))]
+        outgoing.watchers.add(session)
+        return []
+
+    def open(
+        self, session: Session, message: wire.Open, routes: Sequence[Route], now: float
+    ) -> list[Action]:
+        """A consumer rank asks for KV, which passes along these routes."""
         transfer = message.transfer
         outgoing = self._transfers.get(transfer)
         if (session, transfer) in self._draining:
             return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
         if outgoing is None:
             if not message.wait or transfer in self._ended:
-                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such pages here")]
-            outgoing = _Outgoing(expires=now + self._config.lease_s)
+                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such KV here")]
+            outgoing = Outgoing(expires=now + self._config.lease_s)
             self._transfers[transfer] = outgoing
-        if outgoing.opening is not None:
+        taken = len(outgoing.streams) + len(outgoing.over)
+        if session in outgoing.streams or taken >= max(outgoing.readers, message.readers):
             return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
-        outgoing.opening = _Opening(session, message)
-        outgoing.credits.extend(message.slots)
-        return self._start(transfer, outgoing) if outgoing.offer else []
+        outgoing.watchers.discard(session)
+        outgoing.readers = max(outgoing.readers, message.readers)
+        outgoing.streams[session] = Stream(message, routes, deque(message.slots))
+        return self._start(transfer, outgoing, session)
 
     def credit(self, session: Session, transfer: str, slots: Sequence[int]) -> None:
         """A consumer grants slots; more than there are chunks left have no meaning."""
-        outgoing = self._opened_by(session, transfer)
-        if outgoing is not None:
-            room = len(outgoing.chunks) - outgoing.next_chunk - len(outgoing.credits)
-            outgoing.credits.extend(slots[: max(0, room)])
-            self._mark_ready(transfer, outgoing)
+        stream = self._stream(session, transfer)
+        if stream is not None:
+            room = stream.unsent - len(stream.credits)
+            stream.credits.extend(slots[: max(0, room)])
+            self._mark_ready(transfer, session)
 
     def next_send(self) -> Send | None:
-        """What to send now, in turn over all transfers that have credit; None if nothing.
+        """What to send now, in turn over all streams that have credit; None if nothing.
 
         The caller gathers before it calls anything else here: pages may be freed after that.
         """
         while self._ready:
-            transfer = self._ready.popleft()
+            transfer, session = next(iter(self._ready))
+            del self._ready[transfer, session]
             outgoing = self._transfers.get(transfer)
-            if outgoing is None or not outgoing.sendable:
+            stream = self._stream(session, transfer)
+            if outgoing is None or stream is None or not stream.credits or not stream.accepted:
+                continue
+            lane = stream.next_lane(outgoing)
+            if lane is None:
                 continue
             assert outgoing.offer is not None
-            assert outgoing.opening is not None
-            chunk = outgoing.chunks[outgoing.next_chunk]
-            outgoing.next_chunk += 1
-            outgoing.writing += 1
-            self._mark_ready(transfer, outgoing)
+            chunk = lane.chunks.popleft()
+            route = stream.routes[chunk.route]
+            span = chunk.pages(route.source.page_size)
+            stream.unsent -= 1
+            stream.writing += 1
+            self._mark_ready(transfer, session)
             return Send(
                 transfer,
                 outgoing.offer.request,
-                outgoing.opening.session,
+                session,
+                route,
                 chunk,
-                outgoing.offer.pages[chunk.first_page : chunk.stop_page],
+                outgoing.offer.pages[route.source.table][span.start : span.stop],
                 outgoing.offer.identity,
-                outgoing.codec,
-                outgoing.credits.popleft(),
+                stream.credits.popleft(),
             )
         return None
 
+    def unsend(self, send: Send) -> None:
+        """What `next_send` gave cannot be gathered now, because its pages have been revoked."""
+        stream = self._stream(send.session, send.transfer)
+        if stream is None:
+            self._drained(send.session, send.transfer)
+            return
+        stream.writing -= 1
+        stream.unsent += 1
+        stream.credits.appendleft(send.slot)
+        stream.lanes[send.chunk.route, send.chunk.first_layer].chunks.appendleft(send.chunk)
+
     def written(self, session: Session, transfer: str, ok: bool, detail: str) -> list[Action]:
         """A write has ended; `session` is the one it went to."""
-        outgoing = self._opened_by(session, transfer)
-        if outgoing is not None:
-            outgoing.writing -= 1
-            return [] if ok else self._end(transfer, Cause.TRANSPORT, detail)
-        return self._drained(session, transfer)
+        stream = self._stream(session, transfer)
+        if stream is None:
+            return self._drained(session, transfer)
+        stream.writing -= 1
+        return [] if ok else self.fail(session, transfer, Cause.TRANSPORT, detail)
+
+    def fail(self, session: Session, transfer: str, cause: Cause, detail: str) -> list[Action]:
+        """What this consumer wants cannot be sent."""
+        if self._stream(session, transfer) is None:
+            return []
+        told: list[Action] = [_refusal(session, transfer, cause, detail)]
+        return told + self._reader_over(transfer, session, cause)
 
     def done(self, session: Session, transfer: str) -> list[Action]:
         """The consumer has verified and placed everything."""
-        if self._opened_by(session, transfer) is None:
+        if self._stream(session, transfer) is None:
             return []
-        return self._end(transfer, None, "")
+        return self._reader_over(transfer, session, None)
 
-    def cancel(self, session: Session, transfer: str, cause: Cause, now: float) -> list[Action]:
+    def cancel(
+        self, session: Session, transfer: str, cause: Cause, now: float, readers: int = 1
+    ) -> list[Action]:
         """A consumer does not want the transfer (any more); it may never have opened it."""
         answer = Reply(session, wire.Cancelled(transfer))
         outgoing = self._transfers.get(transfer)
@@ -214,16 +268,21 @@ class Producer:
             if (session, transfer) in self._draining:
                 self._awaiting_end.add((session, transfer))
                 return []
-            self._unwanted[transfer] = now + self._config.lease_s
-            return [answer]
-        if outgoing.opening is not None and outgoing.opening.session != session:
-            return [answer]
-        if outgoing.opening is None and session in outgoing.refused:
-            outgoing.refused.discard(session)
-            return [answer]
-        if outgoing.offer is None:
+            if readers == 1:
+                self._unwanted[transfer] = now + self._config.lease_s
+                return [answer]
+            outgoing = Outgoing(expires=now + self._config.lease_s)
+            self._transfers[transfer] = outgoing
+        outgoing.watchers.discard(session)
+        if session not in outgoing.streams:
+            full = len(outgoing.streams) + len(outgoing.over) >= max(outgoing.readers, readers)
+            if session in outgoing.refused or session in outgoing.over or full:
+                outgoing.refused.discard(session)
+                return [answer]
+        outgoing.readers = max(outgoing.readers, readers)
+        if not outgoing.final and len(outgoing.over) + 1 >= outgoing.readers:
             self._unwanted[transfer] = now + self._config.wait_timeout_s
-        actions = self._end(transfer, cause, "", tell=False)
+        actions = self._reader_over(transfer, session, cause)
         if (session, transfer) in self._draining:
             self._awaiting_end.add((session, transfer))
             return actions
@@ -233,16 +292,17 @@ class Producer:
         """A consumer speaks for transfers, opened or not: their leases are extended."""
         for transfer in transfers:
             outgoing = self._transfers.get(transfer)
-            if outgoing is not None and outgoing.offer is not None:
+            if outgoing is not None and outgoing.final:
                 outgoing.expires = max(outgoing.expires, now + self._config.lease_s)
 
     def session_lost(self, session: Session) -> list[Action]:
         """A consumer is gone; what it had opened will not be fetched by anyone."""
         actions: list[Action] = []
         for transfer, outgoing in list(self._transfers.items()):
-            if outgoing.opening is not None and outgoing.opening.session == session:
-                actions += self._end(transfer, Cause.SESSION_LOST, "", tell=False)
+            outgoing.watchers.discard(session)
             outgoing.refused.discard(session)
+            if session in outgoing.streams:
+                actions += self._reader_over(transfer, session, Cause.SESSION_LOST)
         self._awaiting_end = {key for key in self._awaiting_end if key[0] != session}
         return actions
 
@@ -252,7 +312,7 @@ class Producer:
         for transfer, outgoing in list(self._transfers.items()):
             if outgoing.expires > now:
                 continue
-            if outgoing.offer is not None:
+            if outgoing.final:
                 actions += self._end(transfer, Cause.LEASE_EXPIRED, "the lease has expired")
             elif outgoing.expected:
                 actions += self._end(transfer, Cause.WAIT_TIMEOUT, "prefill took too long")
@@ -261,50 +321,77 @@ class Producer:
         self._unwanted = {t: until for t, until in self._unwanted.items() if until > now}
         return actions
 
-    def _start(self, transfer: str, outgoing: _Outgoing) -> list[Action]:
-        assert outgoing.offer is not None
-        assert outgoing.opening is not None
-        session, message = outgoing.opening.session, outgoing.opening.message
-        chosen = codec.negotiate(message.codecs)
-        slot_bytes = message.slot_bytes or self._config.slot_bytes
-        problem: tuple[Cause, str] | None = None
-        if message.identity != outgoing.offer.identity:
-            problem = Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
-        elif not message.first_page < message.stop_page <= len(outgoing.offer.pages):
-            problem = (
-                Cause.TOKENS,
-                f"pages {message.first_page}-{message.stop_page} of {len(outgoing.offer.pages)}",
-            )
-        elif not self._geometry.page_bytes <= slot_bytes <= self._config.slot_bytes:
-            fits = f"{self._geometry.page_bytes} (a page) to {self._config.slot_bytes} (a slot)"
-            problem = Cause.GEOMETRY, f"chunks of {slot_bytes} bytes: here {fits}"
-        elif chosen is None:
-            problem = Cause.GEOMETRY, f"codecs {message.codecs} / {list(codec.CODECS)}"
-        if problem is not None or chosen is None:
-            # The pages stay leased: whoever asked was not the consumer they are meant for.
-            outgoing.opening = None
-            outgoing.refused.add(session)
-            outgoing.credits.clear()
-            return [_refusal(session, transfer, *(problem or (Cause.INTERNAL, "")))]
-        outgoing.codec = chosen.name
-        outgoing.chunks = plan(self._geometry, message.first_page, message.stop_page, slot_bytes)
-        self._mark_ready(transfer, outgoing)
-        return [Reply(session, wire.Accept(transfer, chosen.name, len(outgoing.chunks)))]
+    def _start(self, transfer: str, outgoing: Outgoing, session: Session) -> list[Action]:
+        """Check an opening against an offer, and accept or refuse it; tell when all is there."""
+        offer, stream = outgoing.offer, outgoing.streams[session]
+        if offer is None:
+            return []
+        if not stream.accepted:
+            problem = self._problem(offer, stream.message)
+            if problem is None:
+                try:
+                    stream.prepare()
+                except ValueError as error:
+                    problem = Cause.GEOMETRY, str(error)
+            if problem is not None:
+                # The pages stay leased: who asked was not the consumer they are meant for.
+                del outgoing.streams[session]
+                outgoing.refused.add(session)
+                return [_refusal(session, transfer, *problem)]
+        known = stream.accepted
+        stream.accepted = True
+        self._mark_ready(transfer, session)
+        if known and not offer.final:
+            return []
+        return [Reply(session, wire.Accept(transfer, stream.planned, offer.final))]
 
-    def _end(
-        self, transfer: str, cause: Cause | None, detail: str, *, tell: bool = True
-    ) -> list[Action]:
+    def _layers_pay(self, outgoing: Outgoing, tokens: int) -> bool:
+        """Whether to stream within a step: where all of its KV at its end would take the link
+        long enough to be felt. Splitwise (section 4.2) has a fixed prompt length here."""
+        assert outgoing.offer is not None
+        added = tokens - outgoing.offer.tokens
+        return self._config.overlap == "layer" or any(
+            stream.link_s(added) > LAYERS_PAY_S for stream in outgoing.streams.values()
+        )
+
+    def _problem(self, offer: Offer, message: wire.Open) -> tuple[Cause, str] | None:
+        if message.identity != offer.identity:
+            return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
+        if not message.first_token < message.stop_token <= offer.prompt_tokens:
+            asked = f"tokens {message.first_token}-{message.stop_token}"
+            return Cause.TOKENS, f"{asked} of a prompt of {offer.prompt_tokens}"
+        slot = self._config.slot_bytes
+        if not min(slot, MIN_CHUNK_BYTES) <= message.chunk_bytes <= slot:
+            fits = f"{min(slot, MIN_CHUNK_BYTES)} to {slot} (a slot)"
+            return Cause.GEOMETRY, f"chunks of {message.chunk_bytes} bytes: here {fits}"
+        return None
+
+    def _reader_over(self, transfer: str, session: Session, cause: Cause | None) -> list[Action]:
+        """One consumer rank needs nothing more; with the last one the transfer is over."""
+        outgoing = self._transfers[transfer]
+        stream = outgoing.streams.pop(session, None)
+        if stream is not None and stream.writing:
+            self._draining[session, transfer] = stream.writing
+        outgoing.over[session] = cause
+        if not outgoing.all_over:
+            return []
+        if outgoing.final or transfer in self._unwanted or cause is not None:
+            return self._end(transfer, outgoing.cause, "")
+        return []
+
+    def _end(self, transfer: str, cause: Cause | None, detail: str) -> list[Action]:
         outgoing = self._transfers.pop(transfer)
         self._ended[transfer] = None
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
         actions: list[Action] = []
-        if outgoing.opening is not None:
-            if outgoing.writing:
-                self._draining[outgoing.opening.session, transfer] = outgoing.writing
-            if cause is not None and tell:
-                actions.append(_refusal(outgoing.opening.session, transfer, cause, detail))
-        if outgoing.offer is not None:
+        for session, stream in outgoing.streams.items():
+            if stream.writing:
+                self._draining[session, transfer] = stream.writing
+        if cause is not None:
+            told = (*outgoing.streams, *outgoing.watchers)
+            actions += [_refusal(session, transfer, cause, detail) for session in told]
+        if outgoing.offer is not None and outgoing.offer.final:
             actions.append(Free(outgoing.offer.request, cause))
         return actions
 
@@ -321,15 +408,14 @@ class Producer:
         self._awaiting_end.discard(key)
         return [Reply(session, wire.Cancelled(transfer))]
 
-    def _opened_by(self, session: Session, transfer: str) -> _Outgoing | None:
+    def _stream(self, session: Session, transfer: str) -> Stream | None:
         outgoing = self._transfers.get(transfer)
-        if outgoing is None or outgoing.opening is None or outgoing.opening.session != session:
-            return None
-        return outgoing
+        return None if outgoing is None else outgoing.streams.get(session)
 
-    def _mark_ready(self, transfer: str, outgoing: _Outgoing) -> None:
-        if outgoing.sendable and transfer not in self._ready:
-            self._ready.append(transfer)
+    def _mark_ready(self, transfer: str, session: Session) -> None:
+        stream = self._stream(session, transfer)
+        if stream is not None and stream.accepted and stream.credits:
+            self._ready.setdefault((transfer, session))
 
 
 def _refusal(session: Session, transfer: str, cause: Cause, detail: str) -> Reply:

@@ -3,22 +3,29 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pd_connector import wire
+from pd_connector.codec import permitted
 from pd_connector.config import Config
-from pd_connector.errors import Cause, MalformedMessageError, TransportError
+from pd_connector.errors import (
+    Cause,
+    MalformedMessageError,
+    TransportError,
+    UnsupportedGeometryError,
+)
+from pd_connector.gate import Gate
 from pd_connector.integrity import checksum
 from pd_connector.pages import PagedCache
-from pd_connector.plan import refusal
 from pd_connector.producer import Action, Free, Offer, Producer, Reply, Send
+from pd_connector.route import Route, routes
 from pd_connector.security import CurveKeys
 from pd_connector.session import Context, Listener
 from pd_connector.slab import Slab
 from pd_connector.telemetry import Telemetry
-from pd_connector.transport.base import Route, Transport, Written
+from pd_connector.transport.base import Transport, Written
 
 logger = logging.getLogger("pd_connector.serve")
 
@@ -37,16 +44,25 @@ class Identity(NamedTuple):
 class _Session:
     engine_id: str
     transport: Transport
-    route: Route
+    link: Hashable  # of the transport
+    routes: tuple[Route, ...]
+    read: bool  # chunks are offered to be read
     heard: float
 
 
-class _Writing(NamedTuple):
+class _Moving(NamedTuple):
+    """A chunk on its way."""
+
     session: bytes
     transfer: str
-    send_slot: int
+    send_slot: int | None
     nbytes: int
     deadline: float
+
+
+_READ_FIRST = frozenset({"shm"})
+"""Transports over which reading costs one copy less than writing."""
+_OFFERED = "offered"  # in place of a transport's name, for chunks that the consumer reads
 
 
 class Server:
@@ -62,6 +78,7 @@ class Server:
         transports: Sequence[Transport],
         sending: Slab,
         telemetry: Telemetry,
+        gate: Gate,
         freed: Callable[[Free], None],
     ) -> None:
         self._config = config
@@ -70,11 +87,13 @@ class Server:
         self._transports = transports
         self._sending = sending
         self._telemetry = telemetry
+        self._gate = gate
         self._freed = freed
-        self._producer = Producer(config, cache.geometry)
+        self._codecs = permitted(config.codec, config.codec_max_error)
+        self._producer = Producer(config)
         self._listener = Listener(context, config.host, keys)
         self._sessions: dict[bytes, _Session] = {}
-        self._writing: dict[tuple[str, int], _Writing] = {}
+        self._moving: dict[tuple[str, int], _Moving] = {}
         self._send_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
 
@@ -89,7 +108,7 @@ class Server:
     @property
     def busy(self) -> bool:
         """Whether writes are under way."""
-        return bool(self._writing)
+        return bool(self._moving)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -103,13 +122,28 @@ class Server:
         self._producer.expect(transfer, now)
 
     def offer(self, offer: Offer, fence: Any, now: float) -> None:
-        """Take pages into lease. `fence` orders the work that computed them before a gather."""
-        if fence is not None:
-            self._fences[offer.request] = fence
+        """Take KV to be sent. `fence` orders the work that computed it before a gather."""
+        self._fence(offer.request, fence)
         self._act(self._producer.offer(offer, now))
 
-    def withdraw(self, transfer: str) -> None:
+    def computed(
+        self, transfer: str, request: str, tokens: int, stop_layer: int | None, fence: Any
+    ) -> None:
+        """A prefill has come further; see `Producer.computed`."""
+        self._fence(request, fence)
+        self._producer.computed(transfer, tokens, stop_layer)
+
+    def revoke(self, transfer: str, request: str) -> None:
+        """The request's pages are no longer its own. Its gate has been shut before."""
+        self._fences.pop(request, None)
+        self._producer.revoke(transfer)
+        self._gate.open(request)
+
+    def withdraw(self, transfer: str, request: str) -> None:
+        """The request offers nothing more. Its gate has been shut before."""
+        self._fences.pop(request, None)
         self._act(self._producer.withdraw(transfer))
+        self._gate.open(request)
 
     def take(self) -> list[tuple[bytes, bytes]]:
         """Messages that wait, to be given to `handle`."""
@@ -135,28 +169,18 @@ class Server:
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
-        writing = self._writing.pop((transport.name, written.token), None)
-        if writing is None:
-            return
-        self._send_slots.append(writing.send_slot)
-        if written.ok:
-            self._telemetry.count("sent_bytes", writing.nbytes)
-        else:
-            logger.warning("write for transfer %s failed: %s", writing.transfer, written.detail)
-        self._act(
-            self._producer.written(writing.session, writing.transfer, written.ok, written.detail)
-        )
+        self._moved((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
         while self._send_slots and (send := self._producer.next_send()) is not None:
-            self._write(send, now)
+            self._send(send, now)
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
-        for stuck in {w.session for w in self._writing.values() if w.deadline <= now}:
+        for stuck in {m.session for m in self._moving.values() if m.deadline <= now}:
             if stuck in self._sessions:
-                detail = "a write did not end within stall_timeout_s"
+                detail = "a chunk was not moved within stall_timeout_s"
                 self._reject(stuck, Cause.STALLED, detail)
         for sender, session in list(self._sessions.items()):
             if session.heard + self._config.session_timeout_s < now:
@@ -169,15 +193,23 @@ class Server:
 
     def _dispatch(self, sender: bytes, message: wire.ConsumerMessage, now: float) -> None:
         match message:
+            case wire.Watch():
+                self._act(self._producer.watch(sender, message.transfer, now))
             case wire.Open():
-                self._act(self._producer.open(sender, message, now))
+                routes = self._sessions[sender].routes
+                self._act(self._producer.open(sender, message, routes, now))
             case wire.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
+            case wire.Taken():
+                moving = self._moving.get((_OFFERED, message.send_slot))
+                if moving is not None and moving.session == sender:
+                    self._moved((_OFFERED, message.send_slot), True, "")
             case wire.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case wire.Cancel():
                 cause = Cause(message.cause) if message.cause in list(Cause) else Cause.ABORTED
-                self._act(self._producer.cancel(sender, message.transfer, cause, now))
+                transfer, readers = message.transfer, message.readers
+                self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case wire.Heartbeat():
                 self._producer.heartbeat(sender, message.transfers, now)
                 self._listener.send(sender, wire.encode(wire.Pulse(self._identity.epoch)))
@@ -200,26 +232,37 @@ class Server:
                 "both engines must serve the same weights and config"
             )
             return self._reject(sender, Cause.MODEL, detail)
-        if unlike := refusal(self._cache.geometry, hello.geometry):
-            return self._reject(sender, Cause.GEOMETRY, unlike)
+        try:
+            paths = routes(self._cache.geometry, hello.geometry, self._codecs, hello.codecs)
+        except UnsupportedGeometryError as error:
+            return self._reject(sender, Cause.GEOMETRY, str(error))
         self._forget(sender)
         connected = self._connect(hello)
         if isinstance(connected, str):
             return self._reject(sender, Cause.NO_TRANSPORT, connected)
-        transport, route = connected
-        self._sessions[sender] = _Session(hello.engine_id, transport, route, now)
+        transport, link = connected
+        read = self._reads(transport) and transport.name in hello.readable
+        self._sessions[sender] = _Session(hello.engine_id, transport, link, paths, read, now)
         welcome = wire.Welcome(
             schema=schema,
             engine_id=self._identity.engine_id,
             epoch=self._identity.epoch,
+            geometry=self._cache.geometry,
+            codecs=list(self._codecs),
             transport=transport.name,
             transport_address=transport.address(),
             slot_bytes=self._config.slot_bytes,
+            read=read,
         )
         self._listener.send(sender, wire.encode(welcome))
         return None
 
-    def _connect(self, hello: wire.Hello) -> tuple[Transport, Route] | str:
+    def _reads(self, transport: Transport) -> bool:
+        """Whether consumers read from here over this transport."""
+        auto = self._config.direction == "auto" and transport.name in _READ_FIRST
+        return transport.readable and (auto or self._config.direction == "read")
+
+    def _connect(self, hello: wire.Hello) -> tuple[Transport, Hashable] | str:
         """The first transport of ours that reaches the consumer, or why there is none."""
         problems: list[str] = []
         for transport in self._transports:
@@ -244,42 +287,87 @@ class Server:
 
     def _forget(self, sender: bytes) -> None:
         session = self._sessions.pop(sender, None)
-        if session is not None:
-            self._act(self._producer.session_lost(sender))
-            session.transport.disconnect(session.route)
+        if session is None:
+            return
+        for key in [k for k, m in self._moving.items() if m.session == sender and k[0] == _OFFERED]:
+            # Should it still read there, its checksum will tell.
+            self._moved(key, False, "the session has ended")
+        self._act(self._producer.session_lost(sender))
+        session.transport.disconnect(session.link)
 
-    def _write(self, send: Send, now: float) -> None:
+    def _fence(self, request: str, fence: Any) -> None:
+        if fence is not None:
+            self._fences[request] = fence
+
+    def _send(self, send: Send, now: float) -> None:
+        """Gather a chunk and set it on its way."""
         session = self._sessions[send.session]
+        if not send.kept:
+            self._producer.unsend(send)
+            detail = f"tokens {send.chunk.first_token}-{send.chunk.stop_token} are not kept"
+            self._act(self._producer.fail(send.session, send.transfer, Cause.WINDOW, detail))
+            return
         send_slot = self._send_slots.pop()  # the one used last is warm in the cache
-        fence = self._fences.get(send.request)
-        # Into memory of our own, never straight into the landing slot: a producer that was given
-        # up may still write there, and the checksum would certify its bytes.
-        payload = self._cache.gather(send.chunk, send.pages, self._sending.slot(send_slot), fence)
-        header = wire.ChunkHeader(
-            transfer=send.transfer,
-            epoch=self._identity.epoch,
-            sequence=send.chunk.sequence,
-            identity=send.identity,
-            first_layer=send.chunk.first_layer,
-            stop_layer=send.chunk.stop_layer,
-            first_page=send.chunk.first_page,
-            stop_page=send.chunk.stop_page,
-            codec=send.codec,
-            nbytes=len(payload),
-            checksum=checksum(payload),
-        )
+        with self._gate.passing(send.request) as passes:
+            # Into memory of our own, never straight into the landing slot: a producer that was
+            # given up may still write there, and the checksum would certify its bytes.
+            payload = self._gather(send, self._sending.slot(send_slot)) if passes else None
+        if payload is None:
+            self._send_slots.append(send_slot)
+            self._producer.unsend(send)
+            return
+        header = wire.encode(self._header(send, payload))
+        deadline = now + self._config.stall_timeout_s
+        moving = _Moving(send.session, send.transfer, send_slot, len(payload), deadline)
+        if session.read:
+            offered = wire.Offered(send.transfer, send_slot, send.slot, len(payload), header)
+            self._moving[_OFFERED, send_slot] = moving
+            self._telemetry.count("sent_chunks")
+            self._listener.send(send.session, wire.encode(offered))
+            return
         try:
-            data = wire.encode(header)
-            token = session.transport.write(session.route, data, payload, send.slot)
+            token = session.transport.write(session.link, header, payload, send.slot)
         except TransportError as error:
             logger.warning("write for transfer %s cannot start: %s", send.transfer, error)
             self._send_slots.append(send_slot)
             self._act(self._producer.written(send.session, send.transfer, False, str(error)))
             return
         self._telemetry.count("sent_chunks")
-        deadline = now + self._config.stall_timeout_s
-        writing = _Writing(send.session, send.transfer, send_slot, len(payload), deadline)
-        self._writing[session.transport.name, token] = writing
+        self._moving[session.transport.name, token] = moving
+
+    def _gather(self, send: Send, slot: memoryview) -> memoryview:
+        fence = self._fences.get(send.request)
+        return self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
+
+    def _header(self, send: Send, payload: memoryview) -> wire.ChunkHeader:
+        chunk = send.chunk
+        return wire.ChunkHeader(
+            send.transfer,
+            self._identity.epoch,
+            chunk.sequence,
+            send.identity,
+            chunk.route,
+            chunk.first_layer,
+            chunk.stop_layer,
+            chunk.first_token,
+            chunk.stop_token,
+            send.route.codec,
+            len(payload),
+            checksum(payload),
+        )
+
+    def _moved(self, key: tuple[str, int], ok: bool, detail: str) -> None:
+        """A chunk has arrived, or certainly will not."""
+        moving = self._moving.pop(key, None)
+        if moving is None:
+            return
+        if moving.send_slot is not None:
+            self._send_slots.append(moving.send_slot)
+        if ok:
+            self._telemetry.count("sent_bytes", moving.nbytes)
+        else:
+            logger.warning("chunk of transfer %s failed: %s", moving.transfer, detail)
+        self._act(self._producer.written(moving.session, moving.transfer, ok, detail))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 from collections import deque
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class SlotPool:
 
     def __init__(self, slots: int) -> None:
         self._free = deque(range(slots))
-        self._holder: dict[int, str] = {}
+        self._holder: dict[int, Hashable] = {}
         self._quarantine: dict[int, float] = {}
 
     @property
@@ -79,7 +80,7 @@ class SlotPool:
         """Slots that are not free, quarantined ones included."""
         return len(self._holder) + len(self._quarantine)
 
-    def take(self, owner: str) -> int | None:
+    def take(self, owner: Hashable) -> int | None:
         """Lend the slot that has been free longest to `owner`, or None."""
         if not self._free:
             return None
@@ -87,7 +88,7 @@ class SlotPool:
         self._holder[slot] = owner
         return slot
 
-    def holds(self, owner: str, slot: int) -> bool:
+    def holds(self, owner: Hashable, slot: int) -> bool:
         return self._holder.get(slot) == owner
 
     def give_back(self, slot: int) -> None:

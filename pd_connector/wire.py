@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a consumer and a producer, and nothing else.
 
-Schema history (a peer one version back is accepted):
-    1  first version
+Schema history (a peer one version back is accepted, once there is a released one):
+    1  whole pages between like caches; never released
+    2  routes between unlike geometries, codecs, streaming, both directions
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
 version. Messages are msgpack maps tagged with their type. Bytes from a socket are decoded here,
@@ -17,8 +18,8 @@ from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.geometry import Geometry
 
-SCHEMA = 1
-OLDEST_SCHEMA = 1
+SCHEMA = 2
+OLDEST_SCHEMA = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ Name = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Slot = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Slots = Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
+Codecs = Annotated[list[Name], msgspec.Meta(max_length=16)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 
@@ -37,7 +40,10 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """Consumer, first message of a session: who I am and what I can take."""
+    """Consumer, first message of a session: who I am and what I can take.
+
+    `codecs` are those the consumer permits; `readable` the transports over which it can read.
+    """
 
     newest: Count
     oldest: Count
@@ -45,18 +51,24 @@ class Hello(Message, frozen=True):
     expected_engine_id: Name
     model: Fingerprint
     geometry: Geometry
+    codecs: Codecs
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
+    readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
 
 
 class Welcome(Message, frozen=True):
-    """Producer: the session stands. `transport_address` is where its transport is reached."""
+    """Producer: the session stands. `transport_address` is where its transport is reached;
+    with `read`, it offers chunks for the consumer to read instead of writing them."""
 
     schema: Count
     engine_id: Name
     epoch: Count
+    geometry: Geometry
+    codecs: Codecs
     transport: Name
     transport_address: bytes
-    slot_bytes: Count = 0  # of its send slots; 0 where it does not say
+    slot_bytes: Count  # of its send slots
+    read: bool = False
 
 
 class Reject(Message, frozen=True):
@@ -68,29 +80,48 @@ class Reject(Message, frozen=True):
     oldest: Count
 
 
-class Open(Message, frozen=True):
-    """Consumer: send me these pages.
+class Watch(Message, frozen=True):
+    """Consumer: tell me (`Ready`) when KV of this transfer is there to be sent."""
 
-    Pages [first_page, stop_page) of the prompt whose tokens have fingerprint `identity`; with
-    `wait`, the prefill may not have started yet. `slots` are granted at once.
+    transfer: Name
+
+
+class Ready(Message, frozen=True):
+    """Producer: the first KV of a watched transfer has been computed."""
+
+    transfer: Name
+
+
+class Open(Message, frozen=True):
+    """Consumer: send me these tokens.
+
+    Tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`; with `wait`,
+    the prefill may not have started yet. `slots` are granted at once; a chunk has
+    `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
+    its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
+    move, 0 where it was not.
     """
 
     transfer: Name
     identity: Fingerprint
-    first_page: Count
-    stop_page: Count
+    first_token: Count
+    stop_token: Count
     wait: bool
-    codecs: Annotated[list[Name], msgspec.Meta(max_length=16)]
     slots: Slots
-    slot_bytes: Count = 0  # the largest chunk; 0 for the size of the producer's own slots
+    chunk_bytes: Count
+    readers: Readers = 1
+    bytes_per_s: Count = 0
 
 
 class Accept(Message, frozen=True):
-    """Producer: the pages are there and `chunks` chunks follow, in this codec."""
+    """Producer: there is KV to send, and `chunks` chunks will follow.
+
+    Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
+    """
 
     transfer: Name
-    codec: Name
     chunks: Count
+    complete: bool
 
 
 class Refuse(Message, frozen=True):
@@ -108,6 +139,23 @@ class Credit(Message, frozen=True):
     slots: Slots
 
 
+class Offered(Message, frozen=True):
+    """Producer, in a session with `read`: a chunk lies in my send slot, to be read into the
+    landing slot that was granted."""
+
+    transfer: Name
+    send_slot: Slot
+    slot: Slot
+    nbytes: Count
+    header: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
+
+
+class Taken(Message, frozen=True):
+    """Consumer: what was offered in this send slot has been read, or will not be."""
+
+    send_slot: Slot
+
+
 class Done(Message, frozen=True):
     """Consumer: everything is verified and in place; the pages may be freed."""
 
@@ -119,6 +167,7 @@ class Cancel(Message, frozen=True):
 
     transfer: Name
     cause: Name
+    readers: Readers = 1
 
 
 class Cancelled(Message, frozen=True):
@@ -139,28 +188,30 @@ class Pulse(Message, frozen=True):
     epoch: Count
 
 
-class ChunkHeader(msgspec.Struct, frozen=True):
+class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """Travels with the bytes of one chunk; the consumer checks every field before it believes.
 
-    `identity` is the fingerprint of the tokens whose pages these are, `epoch` the producer
-    process's, `checksum` that of the `nbytes` coded bytes.
+    `identity` is the fingerprint of the tokens whose KV this is, `epoch` the producer
+    process's, `checksum` that of the `nbytes` coded bytes. `route`, layers and tokens are those of
+    the plan's chunk with this sequence number.
     """
 
     transfer: Name
     epoch: Count
     sequence: Count
     identity: Fingerprint
+    route: Count
     first_layer: Count
     stop_layer: Count
-    first_page: Count
-    stop_page: Count
+    first_token: Count
+    stop_token: Count
     codec: Name
     nbytes: Count
     checksum: Fingerprint
 
 
-ConsumerMessage = Hello | Open | Credit | Done | Cancel | Heartbeat
-ProducerMessage = Welcome | Reject | Accept | Refuse | Cancelled | Pulse
+ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
+ProducerMessage = Welcome | Reject | Ready | Accept | Offered | Refuse | Cancelled | Pulse
 
 _encoder = msgspec.msgpack.Encoder()
 _from_consumer: msgspec.msgpack.Decoder[ConsumerMessage] = msgspec.msgpack.Decoder(ConsumerMessage)

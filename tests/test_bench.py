@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +19,20 @@ from typer.testing import CliRunner
 
 from pd_connector.bench import handoff as handoff_module
 from pd_connector.bench import machine
-from pd_connector.bench.handoff import Findings, Measurement
+from pd_connector.bench import plan as plan_module
+from pd_connector.bench.contender import BASELINE, LINK, LINK_DEFAULT, LOCAL, Contender
+from pd_connector.bench.flow import BenchError, Run, together
+from pd_connector.bench.handoff import Findings, Measured, Measurement, Series, findings
 from pd_connector.bench.machine import Noise, cpu_seconds, describe
-from pd_connector.bench.pair import BenchError, Contender, Pair, Prompts, Run
+from pd_connector.bench.model import KV_BYTES_PER_TOKEN, write_model
+from pd_connector.bench.pair import Pair, Prompts, Stage
+from pd_connector.bench.plan import Plan
 from pd_connector.bench.report import Comparison, missed, table, write_json
 from pd_connector.bench.sample import Sample
 from pd_connector.cli import bench as command
+from pd_connector.config import Config
 from pd_connector.launch import Samples
+from pd_connector.launch.netns import Namespace
 
 ROW_KEYS = {"name", "params", "ours", "baseline", "unit", "ratio", "bar", "ok"}
 
@@ -69,6 +79,14 @@ def test_a_bar_is_the_most_that_the_ratio_may_be(ours, bar, ok):
     found = comparison(ours, 10.0, bar)
     assert found.ok is ok
     assert missed([found]) == ([] if ok else [found])
+
+
+@pytest.mark.parametrize(("ours", "ok"), [(9.8, True), (9.7, True), (9.6, False)])
+def test_where_more_is_better_the_bar_is_the_least_that_the_ratio_may_be(ours, ok):
+    rate = Comparison("wire", {}, Sample((ours,)), Sample((10.0,)), "GB/s", 0.97, True)
+    assert rate.ok is ok
+    assert rate.rows()[0].ok is ok
+    assert "≥ 0.97" in text_of(table([rate], "line rate"))
 
 
 def test_without_a_bar_nothing_is_missed():
@@ -123,11 +141,14 @@ def test_the_table_shows_both_sides_of_every_comparison():
 
 def test_a_terminal_of_80_columns_holds_the_table():
     out = io.StringIO()
-    wide = comparison(9876.0, 9877.0, transport="nixl")
+    params = {"prompt_tokens": 3500, "codec": "fp8_e4m3", "overlap": "auto"}
+    sides = Sample((9876.0,)), Sample((9877.0,))
+    wide = Comparison("handoff", params, *sides, "ms", 1.0)
     Console(file=out, width=80, color_system=None).print(table([wide], "NixlConnector"))
     assert "9,876 - 9,876" in out.getvalue()
     assert "9,877 - 9,877" in out.getvalue()
     assert "≤ 1.00" in out.getvalue()
+    assert "fp8_e4m3" in out.getvalue()
     assert "…" not in out.getvalue()
 
 
@@ -162,12 +183,13 @@ class FakePair:
     """Records what is done to it; uses as many cores as it is told to."""
 
     def __init__(self, name: str, log: list[str], cores: float = 0.0, fetches: bool = True) -> None:
-        self.contender = Contender(name, name)
+        self.contender = {"base": BASELINE, **LOCAL}.get(name) or Contender(name, name)
         self.engines = (SimpleNamespace(client=FakeTokenizer()), None)
         self.pids: list[int] = []
         self.prompts: list[list[int]] = []
         self.salts: list[str] = []
         self.frozen = False
+        self.name = name
         self._log = log
         self._cores = cores
         self._fetches = fetches
@@ -185,7 +207,7 @@ class FakePair:
         self._log.append("begin")
 
     def run(self, prompt, salt) -> Run:
-        self._log.append(self.contender.name)
+        self._log.append(self.name)
         self.prompts.append(list(prompt))
         self.salts.append(salt)
         return Run(2.0, 0.001 * len(self.prompts), "ab")
@@ -216,18 +238,18 @@ def hasty(monkeypatch):
 
 
 def measure(pairs, lengths=(8,), runs=3, warm_ups=1) -> Findings:
-    return Measurement(pairs, runs, warm_ups, lambda line: None).measure(lengths)
+    return findings([Measurement(pairs, runs, warm_ups, lambda line: None).measure(lengths)])
 
 
 def test_pairs_take_turns_and_warm_ups_do_not_count(hasty):
     log: list[str] = []
-    pairs = [FakePair("base", log), FakePair("ours", log)]
+    pairs = [FakePair("base", log), FakePair("shm", log)]
     found = measure(pairs)
-    assert log == ["begin", "begin", *["base", "ours"] * 4]
+    assert log == ["begin", "begin", *["base", "shm"] * 4]
     handoff, prefill = found.comparisons
     assert handoff.ours.values == (2.0, 3.0, 4.0)
     assert prefill.baseline.values == (2000.0, 2000.0, 2000.0)
-    assert (handoff.unit, handoff.params) == ("ms", {"prompt_tokens": 8, "transport": "ours"})
+    assert (handoff.unit, handoff.params) == ("ms", {"prompt_tokens": 8, "transport": "shm"})
 
 
 def test_all_pairs_get_the_same_prompts_and_no_prompt_comes_twice(hasty):
@@ -251,8 +273,8 @@ def test_every_contender_is_compared_with_the_baseline(hasty):
     ]
 
 
-def test_the_bar_is_set_for_the_handoff_of_long_prompts_only(hasty):
-    found = measure([FakePair("base", []), FakePair("ours", [])], lengths=(512, 3500))
+def test_on_one_machine_the_bar_is_set_for_the_handoff_of_long_prompts_only(hasty):
+    found = measure([FakePair("base", []), FakePair("shm", [])], lengths=(512, 3500))
     bars = {(c.name, c.params["prompt_tokens"]): c.bar for c in found.comparisons}
     assert bars == {
         ("handoff", 512): None,
@@ -263,24 +285,135 @@ def test_the_bar_is_set_for_the_handoff_of_long_prompts_only(hasty):
 
 
 def test_engines_that_spin_are_frozen_while_others_are_measured(hasty):
-    spinning, quiet = FakePair("base", [], cores=1.8), FakePair("ours", [])
+    spinning, quiet = FakePair("base", [], cores=1.8), FakePair("shm", [])
     seen: list[tuple[str, bool, bool]] = []
     for pair in (spinning, quiet):
         run = pair.run
         pair.run = lambda prompt, salt, pair=pair, run=run: (
-            seen.append((pair.contender.name, spinning.frozen, quiet.frozen)) or run(prompt, salt)
+            seen.append((pair.name, spinning.frozen, quiet.frozen)) or run(prompt, salt)
         )
     found = measure([spinning, quiet], runs=2, warm_ups=0)
-    assert seen == [("base", False, False), ("ours", True, False)] * 2
-    assert found.frozen == ["base"]
-    assert found.rest_cores["base"] > 1
+    assert seen == [("base", False, False), ("shm", True, False)] * 2
+    base, ours = found.series
+    assert (base.frozen, ours.frozen) == (True, False)
+    assert base.rest_cores > 1
     assert found.restless == 0
+
+
+def test_a_pair_alone_is_never_frozen(hasty):
+    spinning = FakePair("base", [], cores=1.8)
+    measured = Measurement([spinning], 1, 0, lambda line: None).measure([8])
+    assert not measured.series[0].frozen
+
+
+def series(contender: Contender, *handoffs_s: float, text: str = "ab") -> Measured:
+    """One pair measured alone, with prompts of 2,048 tokens."""
+    runs = [Run(2.0, handoff_s, text) for handoff_s in handoffs_s]
+    return Measured([Series(contender, {2048: runs}, 0.0, False)], 0, 0.0)
+
+
+def test_pairs_measured_one_after_the_other_are_compared_with_the_baseline_of_both_ends():
+    found = findings([series(BASELINE, 1.0), series(LINK["raw"], 0.9), series(BASELINE, 1.2)])
+    handoff, _ = found.comparisons
+    assert handoff.baseline.values == (1000.0, 1200.0)
+    assert handoff.ours.values == (900.0,)
+    assert handoff.params == {"prompt_tokens": 2048, "codec": "raw", "overlap": "off"}
+    assert found.drift == {2048: 1.2}
+
+
+def test_unlike_answers_are_counted_over_all_pairs():
+    same, other = series(BASELINE, 1.0, 1.0), series(LINK["int8"], 1.0, 1.0, text="cd")
+    assert findings([same, other, same]).unlike == 2
+    assert findings([same, series(LINK["raw"], 1.0, 1.0), same]).unlike == 0
+
+
+def test_findings_without_the_baseline_are_refused():
+    with pytest.raises(ValueError, match="baseline"):
+        findings([series(LINK["raw"], 1.0)])
+
+
+def test_the_bars_over_the_link():
+    bars = {name: [contender.bar(n) for n in (512, 2048, 3500)] for name, contender in LINK.items()}
+    assert bars == {
+        "raw": [0.97, 0.97, 0.97],
+        "fp8_e4m3": [0.65, 0.55, 0.55],
+        "int8": [0.65, 0.55, 0.55],
+        "raw+overlap": [None, 0.30, 0.30],
+        "fp8_e4m3+overlap": [None, 0.30, 0.30],
+        "int8+overlap": [None, 0.30, 0.30],
+    }
+
+
+def test_over_the_link_one_pair_runs_at_a_time_and_the_baseline_twice():
+    ours = [LINK["raw"], LINK["int8"]]
+    names = [[c.name for c in group] for group in Plan(ours, 1000.0, None, [8], 1, 0).groups]
+    assert names == [["NixlConnector"], ["raw"], ["int8"], ["NixlConnector"]]
+    on_one_machine = Plan([LOCAL["shm"]], None, None, [8], 1, 0).groups
+    assert [[c.name for c in group] for group in on_one_machine] == [["NixlConnector", "shm"]]
+
+
+def carried_out(monkeypatch, plan: Plan) -> list[Stage]:
+    """The stages on which the plan measures, with namespaces that nobody has made."""
+    sides = tuple(Namespace(n, f"198.19.0.{n}", f"198.18.0.{n}") for n in ("1", "2"))
+    bed = contextlib.nullcontext(SimpleNamespace(namespaces=sides))
+    stages: list[Stage] = []
+
+    def measured(self, group, stage, console):
+        stages.append(stage)
+        if stage.namespaces:
+            assert (Path(stage.model) / "config.json").exists()
+        return series(group[0], 1.0)
+
+    monkeypatch.setattr(plan_module, "log_folder", lambda: Path("unused"))
+    monkeypatch.setattr(plan_module, "Bed", lambda rate_mbit: bed)
+    monkeypatch.setattr(Plan, "_measure", measured)
+    plan.carry_out(Console(file=io.StringIO()))
+    return stages
+
+
+def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkeypatch):
+    stages = carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0))
+    assert len(stages) == 3
+    assert len({id(stage) for stage in stages}) == 1
+    (stage, *_) = stages
+    assert "dummy" in stage.args
+    assert len(stage.env["PD_CONNECTOR_KEY"]) >= 16
+    assert not Path(stage.model).exists()
+    pair = Pair.of(LINK["raw"], stage)
+    producer, consumer = (engine.environment() for engine in pair.engines)
+    assert producer["PD_CONNECTOR_HOST"] == "198.19.0.1"
+    assert consumer["PD_CONNECTOR_HOST"] == "198.19.0.2"
+
+
+def test_a_model_that_is_named_is_loaded_with_its_weights(monkeypatch, tmp_path):
+    (tmp_path / "config.json").touch()
+    plan = Plan([LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
+    (stage, *_) = carried_out(monkeypatch, plan)
+    assert (stage.model, list(stage.args)) == (str(tmp_path), [])
+
+
+def test_only_transports_that_take_the_link_are_compared_over_it():
+    assert {tuple(c.config["transports"]) for c in LINK.values()} == {("tcp",)}
+
+
+@pytest.mark.parametrize("ours", [*LINK.values(), *LOCAL.values()], ids=lambda ours: ours.name)
+def test_every_contenders_config_is_one_that_the_connector_takes(ours):
+    config = Config.load(ours.config, {})
+    assert list(config.transports) == ours.config["transports"]
+
+
+def test_the_measuring_model_has_32_kib_of_kv_per_token(tmp_path):
+    config = json.loads((write_model(tmp_path) / "config.json").read_text())
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    assert 2 * 2 * heads * config["head_dim"] == KV_BYTES_PER_TOKEN == 32 * 1024
+    assert config["dtype"] == "bfloat16"
+    assert (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_run_that_begins_beside_a_busy_engine_is_counted(hasty, monkeypatch):
     monkeypatch.setattr(handoff_module, "REST_TIMEOUT_S", 0.0)
     busy = FakePair("base", [])
-    other = FakePair("ours", [])
+    other = FakePair("shm", [])
     measurement = Measurement([busy, other], 2, 0, lambda line: None)
     busy._cores = 1.0  # it comes to work after it has been looked at
     assert measurement.measure([8]).restless == 4
@@ -288,7 +421,7 @@ def test_a_run_that_begins_beside_a_busy_engine_is_counted(hasty, monkeypatch):
 
 def test_times_of_a_decode_engine_that_computed_the_prompt_are_refused(hasty):
     with pytest.raises(BenchError, match="computed the prompt itself"):
-        measure([FakePair("base", []), FakePair("ours", [], fetches=False)])
+        measure([FakePair("base", []), FakePair("shm", [], fetches=False)])
 
 
 def test_prompts_are_of_exact_length_and_made_of_the_models_own_tokens():
@@ -350,6 +483,46 @@ def test_a_run_plays_a_two_step_proxy():
         assert (body["prompt"], body["cache_salt"], body["temperature"]) == ([5, 6, 7], "salt", 0)
 
 
+def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the_asker():
+    address = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 5, "tp_size": 1}
+    p, d = FakeEngine(address), FakeEngine()
+    asked = threading.Barrier(2, timeout=30)
+    ask_p, ask_d = p.post, d.stream
+
+    def post(path, body):
+        if not body["kv_transfer_params"].get("describe"):
+            asked.wait()  # breaks unless the decode engine is asked before this is answered
+        return ask_p(path, body)
+
+    def stream(path, body):
+        asked.wait()
+        return ask_d(path, body)
+
+    p.post, d.stream = post, stream
+    run = Pair(Contender("x", "X", flow=together), p, d).run([5, 6, 7], "salt")
+    assert run.text == "ab"
+    (probe, to_p), (to_d,) = p.bodies, d.bodies
+    assert probe["kv_transfer_params"]["describe"]
+    transfer = to_p["kv_transfer_params"]["transfer_id"]
+    assert to_p["kv_transfer_params"]["do_remote_decode"]
+    assert to_d["kv_transfer_params"] == {
+        "remote_engine_id": "e",
+        "remote_host": "h",
+        "remote_port": 5,
+        "remote_request_id": transfer,
+        "remote_block_ids": None,
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+    }
+    assert to_p["prompt"] == to_d["prompt"] == [5, 6, 7]
+
+
+def test_an_engine_that_does_not_describe_itself_is_an_error():
+    pair = Pair(Contender("x", "X", flow=together), FakeEngine({"remote_host": "h"}), FakeEngine())
+    with pytest.raises(BenchError, match="remote_engine_id"):
+        pair.run([5], "salt")
+
+
 def test_a_prefill_that_offers_nothing_is_an_error():
     with pytest.raises(BenchError, match="without kv_transfer_params"):
         Pair(Contender("x", "X"), FakeEngine(None), FakeEngine()).run([5, 6], "salt")
@@ -380,24 +553,25 @@ def test_a_pair_whose_prompts_were_computed_by_the_decode_engine_does_not(after)
         pair.check()
 
 
-def findings(*comparisons: Comparison) -> Findings:
-    return Findings(list(comparisons), 0, {"base": 1.9, "shm": 0.01}, ["base"], 0.02, 0)
+def outcome(*comparisons: Comparison) -> Findings:
+    found = [Series(BASELINE, {}, 1.9, True), Series(LOCAL["shm"], {}, 0.01, False)]
+    return Findings(list(comparisons), found, 0, 0.02, 0, {512: 1.01})
 
 
 @pytest.fixture
 def invoke(monkeypatch):
     """Runs `bench handoff` with these findings, or this error, in place of a measurement."""
-    asked: list[list[Contender]] = []
+    asked: list[Plan] = []
 
-    def run(outcome, *arguments: str):
-        def measured(model, contenders, *rest):
-            asked.append(contenders)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
+    def run(found, *arguments: str):
+        def carry_out(self, console):
+            asked.append(self)
+            if isinstance(found, BaseException):
+                raise found
+            return found
 
-        monkeypatch.setattr(command, "_measure", measured)
-        monkeypatch.setattr(command, "_check_installed", lambda: None)
+        monkeypatch.setattr(plan_module.Plan, "carry_out", carry_out)
+        monkeypatch.setattr(command, "_check_possible", lambda plan: None)
         return CliRunner().invoke(command.app, ["handoff", *arguments])
 
     run.asked = asked
@@ -406,7 +580,7 @@ def invoke(monkeypatch):
 
 def test_the_command_prints_the_table_and_writes_the_rows(invoke, tmp_path):
     path = tmp_path / "figures.json"
-    result = invoke(findings(comparison(9.0, 10.0)), "--json", str(path))
+    result = invoke(outcome(comparison(9.0, 10.0)), "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "NixlConnector" in result.output
     assert "frozen" in result.output
@@ -414,26 +588,43 @@ def test_the_command_prints_the_table_and_writes_the_rows(invoke, tmp_path):
 
 
 def test_the_exit_code_tells_a_missed_bar_from_no_measurement(invoke):
-    assert invoke(findings(comparison(11.0, 10.0))).exit_code == 1
+    assert invoke(outcome(comparison(11.0, 10.0))).exit_code == 1
     assert invoke(BenchError("nothing came")).exit_code == 2
     assert invoke(KeyboardInterrupt()).exit_code == 130
 
 
 def test_a_missed_bar_is_no_reason_not_to_write_the_rows(invoke, tmp_path):
     path = tmp_path / "figures.json"
-    invoke(findings(comparison(11.0, 10.0)), "--json", str(path))
+    invoke(outcome(comparison(11.0, 10.0)), "--json", str(path))
     assert json.loads(path.read_text())[0]["ok"] is False
 
 
-def test_each_transport_gets_a_pair_of_its_own_beside_the_baseline(invoke):
-    invoke(findings(comparison(9.0, 10.0)), "--transport", "tcp", "--transport", "nixl")
-    ((baseline, *ours),) = invoke.asked
-    assert baseline.connector == "NixlConnector"
-    assert [c.config for c in ours] == [{"transports": ["tcp"]}, {"transports": ["nixl"]}]
+def test_without_arguments_all_four_are_compared_over_the_link(invoke):
+    invoke(outcome(comparison(9.0, 10.0)))
+    (plan,) = invoke.asked
+    assert [c.name for c in plan.ours] == list(LINK_DEFAULT)
+    assert (plan.link_mbit, list(plan.prompt_tokens)) == (1000.0, [512, 2048, 3500])
 
 
-def test_an_unknown_transport_is_refused_with_those_there_are(invoke):
-    result = invoke(findings(), "--transport", "tpc")
+def test_on_one_machine_each_transport_gets_a_pair_of_its_own(invoke):
+    invoke(outcome(comparison(9.0, 10.0)), "--local", "--ours", "tcp", "--ours", "nixl")
+    (plan,) = invoke.asked
+    assert [c.config for c in plan.ours] == [{"transports": ["tcp"]}, {"transports": ["nixl"]}]
+    assert plan.link_mbit is None
+
+
+@pytest.mark.parametrize("arguments", [["--ours", "rwa"], ["--local", "--ours", "raw"]])
+def test_an_unknown_contender_is_refused_with_those_there_are(invoke, arguments):
+    result = invoke(outcome(), *arguments)
     assert result.exit_code == 2
-    assert "tcp" in result.output
+    assert ("shm" if "--local" in arguments else "raw+overlap") in result.output
     assert not invoke.asked
+
+
+def test_without_namespaces_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr(command, "available", lambda: "`ip` is missing")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: name)
+    result = CliRunner().invoke(command.app, ["handoff"])
+    assert result.exit_code == 2
+    assert "ip` is missing" in result.output
+    assert "--local" in result.output

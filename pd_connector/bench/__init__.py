@@ -4,6 +4,10 @@
 - `sample`: repeated measurements of one quantity
 - `report`: comparisons as a table, as JSON rows, and against their bars
 - `machine`: what the figures were measured on, and what else ran there
-- `pair`: a prefill and a decode engine, and one request through both
-- `handoff`: pairs measured in turn
+- `contender`: who is compared, and what is asked of each
+- `model`: a model with much KV and no weights
+- `flow`: one request through a prefill and a decode engine
+- `pair`: two engines, and requests through both
+- `handoff`: pairs measured in turn, and what the measurements tell together
+- `plan`: what `bench handoff` does, and doing it
 """

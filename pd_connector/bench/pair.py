@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine with one connector, and one request through both."""
+"""A prefill and a decode engine with one connector, and requests through both."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
+from pd_connector.bench.contender import Contender
+from pd_connector.bench.flow import BenchError, Run
 from pd_connector.bench.machine import cpu_seconds
-from pd_connector.errors import PDConnectorError
 from pd_connector.launch import Client, Samples, VllmEngine
 from pd_connector.launch.engine import Role
+from pd_connector.launch.netns import Namespace
 
-Setting = str | int | float | bool | Sequence[str]
-
-DECODED_TOKENS = 2  # the first ends the measurement, the second shows that decoding goes on
-
-_FETCH: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 _FAILURES = (
     "pd_connector:failed_transfers_total",
     "pd_connector:ignored_params_total",
@@ -36,25 +25,25 @@ _PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were counting, or why. "
 
 
-class BenchError(PDConnectorError):
-    """What was measured is not what was meant to be measured."""
-
-
 @dataclass(frozen=True)
-class Contender:
-    """A connector with its config, as `--kv-transfer-config` has it."""
+class Stage:
+    """What all pairs of one comparison have in common.
 
-    name: str
-    connector: str
-    config: Mapping[str, Setting] = field(default_factory=dict)
+    Args:
+        model: folder or name.
+        max_model_len: tokens of the longest request.
+        logs: folder for the engines' logs.
+        args: further arguments of vLLM's server.
+        env: further variables of the engines.
+        namespaces: where prefill and decode run; None for both on this machine's loopback.
+    """
 
-
-class Run(NamedTuple):
-    """One request through both engines."""
-
-    prefill_s: float  # request sent -> answer with the KV's whereabouts
-    handoff_s: float  # decode request sent -> first token streamed
-    text: str  # what the decode engine answered
+    model: str
+    max_model_len: int
+    logs: Path
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    namespaces: tuple[Namespace, Namespace] | None = None
 
 
 class Pair:
@@ -70,34 +59,33 @@ class Pair:
         self.contender = contender
         self._prefill = prefill
         self._decode = decode
+        self._model = ""
         self._pids: list[int] = []
         self._before = Samples()
         self._prompt_tokens = 0
 
     @classmethod
-    def of(cls, contender: Contender, model: str, logs: Path, max_model_len: int) -> Self:
-        """Engines with this connector, not started.
+    def of(cls, contender: Contender, stage: Stage) -> Self:
+        """Engines with this connector, not started."""
 
-        Args:
-            contender: the connector.
-            model: folder or name of the model.
-            logs: folder for the engines' logs.
-            max_model_len: tokens of the longest request.
-        """
-
-        def engine(side: str, role: Role) -> VllmEngine:
+        def engine(side: str, role: Role, namespace: Namespace | None) -> VllmEngine:
             name = f"{contender.name} {side}"
             return VllmEngine(
-                model,
+                stage.model,
                 role,
                 contender.connector,
                 contender.config,
                 name=name,
-                max_model_len=max_model_len,
-                log_path=logs / f"{name.replace(' ', '-')}.log",
+                max_model_len=stage.max_model_len,
+                args=stage.args,
+                env=stage.env,
+                log_path=stage.logs / f"{name.replace(' ', '-')}.log",
+                namespace=namespace,
             )
 
-        return cls(contender, engine("prefill", "kv_producer"), engine("decode", "kv_consumer"))
+        producer, consumer = stage.namespaces or (None, None)
+        prefill = engine("prefill", "kv_producer", producer)
+        return cls(contender, prefill, engine("decode", "kv_consumer", consumer))
 
     @property
     def engines(self) -> tuple[VllmEngine, VllmEngine]:
@@ -126,35 +114,23 @@ class Pair:
             engine.resume()
 
     def run(self, prompt: Sequence[int], salt: str) -> Run:
-        """Send one request through both engines as a two-step proxy does.
+        """Send one request through both engines, in the contender's way.
 
         Args:
             prompt: token ids.
             salt: keeps this run's pages apart from those that earlier runs left in the caches.
         """
+        self._model = self._model or self._prefill.client.model()
         body = {
-            "model": _model(self._prefill.client),
+            "model": self._model,
             "prompt": list(prompt),
             "temperature": 0,
             "ignore_eos": True,
             "cache_salt": salt,
         }
-        started = time.perf_counter()
-        answer = self._prefill.client.post(
-            "/v1/completions", {**body, "max_tokens": 1, "kv_transfer_params": _FETCH}
-        )
-        prefilled = time.perf_counter()
-        whereabouts = answer.get("kv_transfer_params")
-        if not whereabouts:
-            raise BenchError(f"{self._prefill.name} answers without kv_transfer_params: {answer}")
-        fetch = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": whereabouts}
-        sent = time.perf_counter()
-        events = self._decode.client.stream("/v1/completions", fetch)
-        first = next(event for event in events if event.get("choices"))
-        decoded = time.perf_counter()
-        texts = [choice["text"] for event in (first, *events) for choice in event["choices"]]
+        run = self.contender.flow(self._prefill.client, self._decode.client, body)
         self._prompt_tokens += len(prompt)
-        return Run(prefilled - started, decoded - sent, "".join(texts))
+        return run
 
     def begin(self) -> None:
         """From now on `check` watches whether every prompt's KV arrives."""
@@ -180,22 +156,16 @@ class Pair:
 
 
 class Prompts:
-    """Prompts of exactly the wanted length, none like another, for whatever model is served."""
+    """Prompts of exactly the wanted length, none like another, for whatever model is served.
+
+    Made anew with the same seed for the same model, it gives the same prompts.
+    """
 
     def __init__(self, client: Client, seed: int = 0) -> None:
-        body = {"model": _model(client), "prompt": _POOL_TEXT, "add_special_tokens": False}
+        body = {"model": client.model(), "prompt": _POOL_TEXT, "add_special_tokens": False}
         self._pool: list[int] = client.post("/tokenize", body)["tokens"]
         self._random = random.Random(seed)
 
     def make(self, tokens: int) -> list[int]:
         """The next prompt: token ids of some text in random order."""
         return self._random.choices(self._pool, k=tokens)
-
-
-_models: dict[str, str] = {}
-
-
-def _model(client: Client) -> str:
-    if client.base_url not in _models:
-        _models[client.base_url] = client.model()
-    return _models[client.base_url]

@@ -29,7 +29,7 @@ class Row:
     baseline: float
     unit: str
     ratio: float  # ours / baseline
-    bar: float | None  # the most the ratio may be; None where nothing is asked
+    bar: float | None  # what the ratio is held to; None where nothing is asked
     ok: bool  # False only where a bar was missed
 
 
@@ -42,8 +42,10 @@ class Comparison:
         params: how it was measured; the keys are the table's columns.
         ours: our values.
         baseline: the baseline's values, in the same unit.
-        unit: of both; less is better.
-        bar: the most that the ratio of the medians may be; None where nothing is asked.
+        unit: of both.
+        bar: what the ratio of the medians is held to; None where nothing is asked.
+        more_is_better: the bar is the least that the ratio may be (a throughput), not the most
+            (a time, a cost).
     """
 
     name: str
@@ -52,6 +54,7 @@ class Comparison:
     baseline: Sample
     unit: str
     bar: float | None = None
+    more_is_better: bool = False
 
     @property
     def ratio(self) -> float:
@@ -61,7 +64,9 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Whether the bar was reached, or there is none."""
-        return self.bar is None or self.ratio <= self.bar
+        if self.bar is None:
+            return True
+        return self.ratio >= self.bar if self.more_is_better else self.ratio <= self.bar
 
     def rows(self) -> list[Row]:
         """The median, to which the bar applies, then the 10th and 90th percentile."""
@@ -100,8 +105,8 @@ def table(comparisons: Sequence[Comparison], baseline: str) -> Table:
     columns = list(dict.fromkeys(key for c in comparisons for key in c.params))
     drawn = Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        padding=0,
+        show_edge=False,
         caption="median, 10th - 90th percentile; ratio of the medians: ours / baseline",
         caption_justify="left",
     )
@@ -117,7 +122,7 @@ def table(comparisons: Sequence[Comparison], baseline: str) -> Table:
             _spread(comparison.ours, comparison.unit),
             _spread(comparison.baseline, comparison.unit),
             f"{comparison.ratio:.2f}",
-            "" if comparison.bar is None else f"≤ {comparison.bar:.2f}",
+            _bar(comparison),
             _verdict(comparison),
         )
     return drawn
@@ -131,6 +136,12 @@ def missed(comparisons: Iterable[Comparison]) -> list[Comparison]:
 def _spread(sample: Sample, unit: str) -> str:
     low, high = _figures(sample.p10), _figures(sample.p90)
     return f"{_figures(sample.median)} {unit}\n[dim]{low} - {high}[/]"
+
+
+def _bar(comparison: Comparison) -> str:
+    if comparison.bar is None:
+        return ""
+    return f"{'≥' if comparison.more_is_better else '≤'} {comparison.bar:.2f}"
 
 
 def _figures(value: float) -> str:

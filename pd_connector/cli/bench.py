@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +13,20 @@ import typer
 from rich.console import Console
 
 from pd_connector.bench import machine
-from pd_connector.bench.handoff import BASELINE, Findings, Measurement
-from pd_connector.bench.pair import BenchError, Contender, Pair
+from pd_connector.bench.contender import (
+    BASELINE,
+    LINK,
+    LINK_DEFAULT,
+    LOCAL,
+    LOCAL_DEFAULT,
+    Contender,
+)
+from pd_connector.bench.flow import BenchError
+from pd_connector.bench.handoff import Findings
+from pd_connector.bench.plan import Plan
 from pd_connector.bench.report import missed, table, write_json
-from pd_connector.config import Config
-from pd_connector.demo import MODEL_DIR
 from pd_connector.errors import PDConnectorError
-from pd_connector.launch import stop_services, terminate_as_interrupt, wait_all
-from pd_connector.launch.service import log_folder
+from pd_connector.launch.netns import available
 
 BAR_MISSED = 1
 NOT_MEASURED = 2
@@ -31,15 +36,6 @@ INTERRUPTED = 130
 PROMPT_TOKENS = (512, 2048, 3500)
 QUIET_CORES = 0.1
 """What other programs may use before the figures are called provisional."""
-
-
-class TransportName(StrEnum):
-    """Transports of PDConnector."""
-
-    SHM = "shm"
-    TCP = "tcp"
-    NIXL = "nixl"
-
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,34 +51,58 @@ def group() -> None:
 
 @app.command()
 def handoff(
-    model: Annotated[str, typer.Option(help="Folder or name.", show_default="the demo's")] = str(
-        MODEL_DIR
-    ),
+    ours: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Who is compared; may be repeated. Over the link: {', '.join(LINK)} "
+            f"({', '.join(LINK_DEFAULT)}); with --local: {', '.join(LOCAL)} "
+            f"({', '.join(LOCAL_DEFAULT)}).",
+            show_default=False,
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         list[int] | None,
         typer.Option(min=2, help="Prompt length; may be repeated (512, 2048, 3500)."),
     ] = None,
-    transport: Annotated[
-        list[TransportName] | None,
-        typer.Option(help="Transport of ours; each gets engines of its own (shm)."),
+    link_mbit: Annotated[
+        float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s; without --local.")
+    ] = 1000.0,
+    local: Annotated[
+        bool, typer.Option("--local", help="On one machine, without namespaces and link.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or name (8 layers x 8 KV heads x 128 with random weights; with --local "
+            "the demo's).",
+            show_default=False,
+        ),
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each pair and length.")] = 9,
-    warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 2,
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each pair and length.")] = 5,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
 ) -> None:
     """Time from a finished prefill to the first decoded token, beside vLLM's NixlConnector.
 
-    Starts a prefill and a decode engine for each side, all on this machine, and sends the same
-    prompts through them in turn. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    Starts a prefill and a decode engine for each side, in two network namespaces joined by a limited
+    link (needs root), and sends the same prompts through them. Exit code 1 when a bar is missed, 2
+    when nothing was measured.
     """
-    lengths = prompt_tokens or list(PROMPT_TOKENS)
-    contenders = [BASELINE, *map(_ours, dict.fromkeys(transport or [_default_transport()]))]
+    plan = Plan(
+        _chosen(ours, LOCAL if local else LINK, LOCAL_DEFAULT if local else LINK_DEFAULT),
+        None if local else link_mbit,
+        model,
+        prompt_tokens or PROMPT_TOKENS,
+        runs,
+        warm_ups,
+    )
     stdout, stderr = Console(), Console(stderr=True)
     with _exit_codes(stderr):
-        _check_installed()
-        findings = _measure(model, contenders, lengths, runs, warm_ups, stderr)
+        _check_possible(plan)
+        findings = plan.carry_out(stderr)
     stdout.print(table(findings.comparisons, BASELINE.connector))
-    for note in _notes(findings):
+    for note in _notes(plan, findings):
         stdout.print(note, soft_wrap=True, highlight=False, markup=False)
     if json is not None:
         write_json(json, findings.comparisons)
@@ -90,31 +110,15 @@ def handoff(
         raise typer.Exit(BAR_MISSED)
 
 
-def _measure(
-    model: str,
-    contenders: list[Contender],
-    lengths: list[int],
-    runs: int,
-    warm_ups: int,
-    console: Console,
-) -> Findings:
-    """Start all engines, measure, and end them again, whatever happens."""
-    logs = log_folder()
-    # A page more than the longest request, for the tokens that are decoded.
-    max_model_len = max(4096, max(lengths) + 64)
-    pairs = [Pair.of(contender, model, logs, max_model_len) for contender in contenders]
-    engines = [engine for pair in pairs for engine in pair.engines]
-    console.print(f"{len(engines)} engines, logs in {logs}", highlight=False)
-    with terminate_as_interrupt():
-        try:
-            for engine in engines:
-                engine.start()
-            wait_all(engines, console=console)
-            with console.status("warming up") as status:
-                say = status.update if console.is_terminal else console.print
-                return Measurement(pairs, runs, warm_ups, say).measure(lengths)
-        finally:
-            stop_services(engines)
+def _chosen(
+    names: Sequence[str] | None, known: Mapping[str, Contender], default: Sequence[str]
+) -> list[Contender]:
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(
+                f"{name!r}: must be one of {', '.join(known)}", param_hint="--ours"
+            )
+    return [known[name] for name in dict.fromkeys(names or default)]
 
 
 @contextmanager
@@ -129,7 +133,7 @@ def _exit_codes(console: Console) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _check_installed() -> None:
+def _check_possible(plan: Plan) -> None:
     """Raises BenchError naming what is missing: an engine says it only after half a minute."""
     for module, mend in (
         ("vllm", "install vLLM, or use the environment that has it"),
@@ -137,25 +141,28 @@ def _check_installed() -> None:
     ):
         if importlib.util.find_spec(module) is None:
             raise BenchError(f"{module} is not installed: {mend}")
+    if plan.link_mbit is not None and (reason := available()):
+        raise BenchError(
+            f"no network namespaces here ({reason}): run it as root with iproute2 installed, or "
+            "compare on one machine with --local"
+        )
 
 
-def _default_transport() -> TransportName:
-    return TransportName(Config().transports[0])
-
-
-def _ours(transport: TransportName) -> Contender:
-    return Contender(str(transport), "PDConnector", {"transports": [str(transport)]})
-
-
-def _notes(findings: Findings) -> list[str]:
+def _notes(plan: Plan, findings: Findings) -> list[str]:
     """What a reader of the table must know."""
     notes = [f"{topic}: {words}" for topic, words in machine.describe().items()]
-    for name, cores in findings.rest_cores.items():
-        frozen = " (spins: frozen while others were measured)" if name in findings.frozen else ""
-        notes.append(f"cores that {name}'s engines use at rest: {cores:.2f}{frozen}")
+    if plan.link_mbit is not None:
+        notes.append(f"link: {plan.link_mbit:,.0f} Mbit/s each way, between two network namespaces")
+    rest = {one.contender.name: one for one in findings.series}
+    for name, one in rest.items():
+        frozen = " (spins: frozen while others were measured)" if one.frozen else ""
+        notes.append(f"cores that {name}'s engines use at rest: {one.rest_cores:.2f}{frozen}")
     busy = findings.others_cores
     verdict = "quiet" if busy <= QUIET_CORES else "not quiet: the figures are provisional"
     notes.append(f"cores used by other programs meanwhile: {busy:.2f} ({verdict})")
+    if findings.drift:
+        drift = ", ".join(f"{ratio:.2f} at {n:,} tokens" for n, ratio in findings.drift.items())
+        notes.append(f"{BASELINE.name}'s handoff when measured last / first: {drift}")
     if findings.restless:
         notes.append(f"runs that began while some engine was busy: {findings.restless}")
     if findings.unlike:

@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pd_connector.launch.ports import Port
+from pd_connector.config import HOST_VARIABLE
+from pd_connector.launch.netns import LINK, Namespace
 from pd_connector.launch.service import Service
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -23,6 +24,12 @@ CPU_ENVIRONMENT = {
     # Without these each engine claims and pins all cores, and two engines fight for them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+}
+
+LINK_ONLY = {
+    # UCX would find the shared memory that joins both namespaces, and the management link.
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": LINK,
 }
 
 
@@ -47,6 +54,8 @@ class VllmEngine(Service):
         kv_transfer: further keys of `--kv-transfer-config`, such as `kv_load_failure_policy`.
         args: further arguments of vLLM's server; a later one wins over ours.
         env: further variables; they win over ours.
+        namespace: where it runs; None for here. There it serves HTTP on the management address,
+            whatever `host` says, and hands KV over on the limited link.
         python: interpreter of the environment that has the engine.
     """
 
@@ -66,8 +75,9 @@ class VllmEngine(Service):
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
         python: str = sys.executable,
+        namespace: Namespace | None = None,
     ) -> None:
-        super().__init__(name, host, port, log_path)
+        super().__init__(name, host, port, log_path, namespace)
         if (role is None) != (connector is None) and role is not None:
             raise ValueError(f"role {role!r} without a connector: give both, or neither")
         self.model = str(model)
@@ -80,7 +90,7 @@ class VllmEngine(Service):
         self.env = dict(env or {})
         self.python = python
         # NixlConnector does not look for a free port by itself.
-        self._side_channel = Port(host) if self.connector == "NixlConnector" else None
+        self._side_channel = self.reserve() if self.connector == "NixlConnector" else None
 
     def command(self) -> list[str]:
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
@@ -96,9 +106,12 @@ class VllmEngine(Service):
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if on_cpu():
             environment |= CPU_ENVIRONMENT
+        data_host = self.namespace.address if self.namespace else self.host
+        if self.namespace is not None:
+            environment |= {"VLLM_HOST_IP": data_host, HOST_VARIABLE: data_host} | LINK_ONLY
         if self._side_channel is not None:
-            environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = self.host
-            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self._side_channel.number)
+            environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = data_host
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self._side_channel)
         return environment | self.env
 
     def _kv_transfer_config(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pd_connector.errors import PDConnectorError
 from pd_connector.launch import causes
 from pd_connector.launch.client import Client, Samples
 from pd_connector.launch.family import POLITE_S, Family, stop_all
+from pd_connector.launch.netns import Namespace
 from pd_connector.launch.ports import Port
 
 READY_TIMEOUT_S = 600.0
@@ -28,15 +29,26 @@ class StartError(PDConnectorError):
 
 
 class Service(ABC):
-    """One server on one port. The port stays reserved over restarts, until `close` or exit."""
+    """One server on one port. The port stays reserved over restarts, until exit.
 
-    def __init__(self, name: str, host: str, port: int | None, log_path: Path | None) -> None:
+    With a namespace it runs there, and listens on that namespace's management address.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int | None,
+        log_path: Path | None,
+        namespace: Namespace | None = None,
+    ) -> None:
         self.name = name
-        self.host = host
-        self._reserved = Port(host) if port is None else None
-        self.port = self._reserved.number if self._reserved else int(port or 0)
+        self.namespace = namespace
+        self.host = namespace.management if namespace else host
+        self._reserved: list[Port] = []
+        self.port = self.reserve() if port is None else port
         self.log_path = log_path or log_folder() / f"{name}.log"
-        self.base_url = f"http://{host}:{self.port}"
+        self.base_url = f"http://{self.host}:{self.port}"
         self.client = Client(self.base_url)
         self.family: Family | None = None
         self.started_at = 0.0
@@ -49,6 +61,13 @@ class Service(ABC):
     def environment(self) -> dict[str, str]:
         """Variables added to this process's own."""
         return {}
+
+    def reserve(self) -> int:
+        """A port where it runs that nobody else is given."""
+        if self.namespace is not None:
+            return self.namespace.port()
+        self._reserved.append(Port(self.host))
+        return self._reserved[-1].number
 
     def phase(self) -> str:
         """What it is doing while it starts, in a few words."""
@@ -68,11 +87,12 @@ class Service(ABC):
         """Start it, without waiting. Its log goes on where an earlier run's ended."""
         if self.family is not None:
             raise RuntimeError(f"{self.name} has been started already: stop or kill it first")
+        command = [*(self.namespace.prefix if self.namespace else ()), *self.command()]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("a") as log:
             self._log_from_bytes = log.tell()
-            log.write(f"$ {' '.join(self.command())}\n")
-        self.family = Family(self.command(), env=self.environment(), log=self.log_path)
+            log.write(f"$ {' '.join(command)}\n")
+        self.family = Family(command, env=self.environment(), log=self.log_path)
         self.started_at = time.monotonic()
         return self
 

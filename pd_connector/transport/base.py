@@ -2,14 +2,17 @@
 """The seam between the agent and whatever moves bytes.
 
 A transport lives in one process and is used by the agent's thread only. As a producer it
-`connect`s to consumers and `write`s; as a consumer it `expect`s producers and reports what
-landed. It moves bytes and knows nothing of transfers, pages or leases; what it delivers is not
-believed until the agent has verified it.
+`connect`s to consumers and `write`s from its sending slab into their landing slots; as a consumer
+it `expect`s producers, reports what they wrote, and `read`s from the sending slabs of those whose
+transport is `readable`. It moves bytes and knows nothing of transfers, pages or leases; what it
+delivers is not believed until the agent has verified it.
 """
 
 import abc
 from collections.abc import Hashable
 from typing import ClassVar, NamedTuple
+
+from pd_connector.errors import TransportError
 
 Route = Hashable
 """A producer's handle of one consumer, from `connect` until `disconnect`."""
@@ -24,11 +27,14 @@ class Written(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """One write by a peer has landed completely."""
+    """One write by a peer has landed completely, or one read from a peer has ended."""
 
-    header: bytes  # as given to `write`
+    header: bytes  # as given to `write` or `read`
     slot: int  # the landing slot that was named
-    payload: memoryview  # the bytes; valid until the slot is granted again
+    # The bytes. They may lie in the landing slot, and are valid until it is granted or read into
+    # again; those of a read may lie in the producer's send slot, and are valid until it is told.
+    payload: memoryview
+    problem: str = ""  # why a read failed, for the log; its payload is empty then
 
 
 class Transport(abc.ABC):
@@ -38,10 +44,12 @@ class Transport(abc.ABC):
     one_sided: ClassVar[bool]
     """Whether a peer writes into the slot by itself, and so may still do so when we have lost
     it; otherwise payloads arrive in memory of their own."""
+    readable: ClassVar[bool] = False
+    """Whether a consumer can read from the producer's sending slab."""
 
     @abc.abstractmethod
     def address(self) -> bytes:
-        """What a peer's transport needs to know of this one, to `connect` or `expect`."""
+        """What a peer's transport needs to know of this one, to `connect`, `expect` or `read`."""
 
     @abc.abstractmethod
     def connect(self, consumer: bytes) -> Route:
@@ -53,11 +61,13 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def expect(self, producer: bytes) -> Hashable:
-        """Prepare to be written to by the producer with this `address()`; returns a handle."""
+        """Prepare to be written to by the producer with this `address()`, and to read from it;
+        returns a handle."""
 
     @abc.abstractmethod
     def dismiss(self, source: Hashable) -> None:
-        """Undo `expect`: take nothing from that producer any more."""
+        """Undo `expect`: take nothing from that producer any more. Its reads under way are not
+        reported, and write no more into their landing slots."""
 
     @abc.abstractmethod
     def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
@@ -66,6 +76,16 @@ class Transport(abc.ABC):
         `payload` must stay unchanged until the `Written` with this token is polled. Header and
         payload arrive together, once, or not at all. Raises TransportError if it cannot start.
         """
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        """Start to fetch the first `nbytes` bytes of the producer's send slot `send_slot`.
+
+        Its end is polled as `Landed(header, slot, payload)`, once, with a `problem` if it failed.
+        Waits for a producer that has not connected yet. The producer must leave its slot as it
+        is until the consumer has told it; until the end nobody else may use the landing slot
+        `slot`. Raises TransportError if it cannot start.
+        """
+        raise TransportError(f"{self.name} transport: a producer cannot be read from")
 
     def silenced(self, source: Hashable) -> bool:
         """Whether this producer certainly writes no more, although nobody said so."""
@@ -88,3 +108,11 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Free everything. Nothing is delivered afterwards."""
+
+
+def check_fits(owner: str, slot: int, nbytes: int, slots: int, slot_bytes: int) -> None:
+    """Raises TransportError unless `nbytes` bytes fit in slot `slot` of the owner's slab."""
+    if not 0 <= slot < slots or not 0 <= nbytes <= slot_bytes:
+        raise TransportError(
+            f"slot {slot} and {nbytes} bytes; {owner} has {slots} slots of {slot_bytes} bytes"
+        )

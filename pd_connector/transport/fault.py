@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fail:
-    """`connect` or `write` raises, and nothing is sent; a completion reports a failure."""
+    """`connect`, `write` or `read` raises, and nothing is sent; a completion reports a failure; a
+    read ends without its bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,16 @@ class FaultPlan:
         connects: calls of `connect`.
         writes: calls of `write`. Those that fail count, too.
         completions: the completion of the n-th call of `write`.
-        landings: chunks that landed, in the order in which the wrapped transport delivers them.
+        reads: calls of `read`. Those that fail count, too.
+        landings: chunks that landed, written or read, in the order in which the wrapped transport
+            delivers them.
     """
 
     connects: Mapping[int, Fail] = field(default_factory=dict)
     writes: Mapping[int, Fail] = field(default_factory=dict)
     completions: Mapping[int, Delivery | Fail] = field(default_factory=dict)
-    landings: Mapping[int, Delivery | Corrupt | Truncate] = field(default_factory=dict)
+    reads: Mapping[int, Fail] = field(default_factory=dict)
+    landings: Mapping[int, Delivery | Corrupt | Truncate | Fail] = field(default_factory=dict)
 
 
 class FaultTransport(Transport):
@@ -79,9 +83,11 @@ class FaultTransport(Transport):
         # Constants of a class elsewhere; here they are those of the transport that is wrapped.
         self.name = inner.name  # type: ignore[misc]
         self.one_sided = inner.one_sided  # type: ignore[misc]
+        self.readable = inner.readable  # type: ignore[misc]
         self._plan = plan
         self._connects = 0
         self._writes = 0
+        self._reads = 0
         self._landings = 0
         self._started: dict[int, int] = {}  # token: number of the write
         self._written: _Later[Written] = _Later()
@@ -112,6 +118,12 @@ class FaultTransport(Transport):
         token = self.inner.write(route, header, payload, slot)
         self._started[token] = number
         return token
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        number, self._reads = self._reads, self._reads + 1
+        if number in self._plan.reads:
+            raise TransportError(f"injected: read {number} fails")
+        self.inner.read(source, send_slot, nbytes, slot, header)
 
     def silenced(self, source: Hashable) -> bool:
         return self.inner.silenced(source)
@@ -148,10 +160,14 @@ class FaultTransport(Transport):
         match self._plan.landings.get(number):
             case Corrupt(offset):
                 copy = bytearray(landed.payload)
-                copy[offset] ^= 0xFF
+                if not landed.problem:
+                    copy[offset] ^= 0xFF
                 self._landed.add(landed._replace(payload=memoryview(copy)))
             case Truncate(nbytes):
                 self._landed.add(landed._replace(payload=landed.payload[:nbytes]))
+            case Fail():
+                problem = f"injected: landing {number} fails"
+                self._landed.add(landed._replace(payload=memoryview(b""), problem=problem))
             case fault:
                 self._landed.deliver(landed, fault)
 

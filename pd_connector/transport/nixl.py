@@ -2,100 +2,87 @@
 """NIXL over UCX between slabs in host memory: RDMA where there is any, shared memory or TCP else.
 
 The producer writes into the landing slab by itself; a notification that follows the bytes tells
-the consumer. Every route is a NIXL agent of its own, because releasing a transfer that is under
-way does not stop it: UCX goes on reading its source. Destroying the agent does.
+the consumer. Or the consumer reads from the sending slab by itself. Every route, and every producer
+that is read from, has a NIXL agent of its own, because releasing a transfer that is under way does
+not stop it: UCX goes on reading its source and writing its target. Destroying the agent does.
 
 UCX neither encrypts nor authenticates, and whoever reaches its port can do harm: outside of
-loopback the network between the engines must be trusted, key or no key. Peers' metadata is
-parsed by NIXL's C++ code; NIXL's Python helpers that unpickle are not used.
+loopback the network between the engines must be trusted, key or no key.
 """
 
 import itertools
-import logging
-import os
 import secrets
 import struct
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.slab import Slab
-from pd_connector.transport.base import Landed, Route, Transport, Written
-
-logger = logging.getLogger("pd_connector.transport.nixl")
+from pd_connector.transport.base import Landed, Route, Transport, Written, check_fits
+from pd_connector.transport.nixl_agent import NixlAgent
 
 _NOTE = struct.Struct("<IQ")  # slot, bytes; the header follows
 _MAX_HEADER_BYTES = 1 << 16
-_BACKEND = "UCX"
-_MEMORY = "DRAM"
+
+_Pointer = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
+_Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_SlotBytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
     name: str
     metadata: bytes
-    base: int  # address of the landing slab in its process
-    slots: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    slot_bytes: int
-
-
-@dataclass(slots=True)
-class _Agent:
-    """A NIXL agent with one registered slab."""
-
-    nixl: Any
-    registered: Any
-
-    def close(self) -> None:
-        """Destroy it. All handles of transfers must have been released."""
-        self.nixl.deregister_memory(self.registered)
-        self.registered = None
-        self.nixl = None
+    base: _Pointer  # of the landing slab in its process
+    slots: _Slots
+    slot_bytes: _SlotBytes
+    # Of the sending slab; versions without reads have none.
+    send_base: _Pointer = 0
+    send_slots: _Slots = 0
+    send_slot_bytes: _SlotBytes = 0
 
 
 @dataclass(slots=True)
 class _Consumer:
-    agent: _Agent
+    agent: NixlAgent
     remote: str
     address: _Address
+    writes: dict[int, Any] = field(default_factory=dict)  # token: handle
 
-    def start(self, source: int, target: int, nbytes: int, note: bytes) -> Any:
-        """Start a write between two addresses; returns its handle. Raises what NIXL raises."""
-        nixl = self.agent.nixl
-        handle = nixl.initialize_xfer(
-            "WRITE",
-            nixl.get_xfer_descs([(source, nbytes, 0)], _MEMORY),
-            nixl.get_xfer_descs([(target, nbytes, 0)], _MEMORY),
-            self.remote,
-            note,
-            [_BACKEND],
-        )
-        try:
-            state = nixl.transfer(handle)
-        except Exception:
-            handle.release()
-            raise
-        if state == "ERR":
-            handle.release()
-            raise TransportError("posting failed")
-        return handle
+
+@dataclass(slots=True)
+class _Read:
+    handle: Any
+    header: bytes
+    slot: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Producer:
+    """An expected producer. It has an agent from the first read on: most sessions only write."""
+
+    address: _Address
+    agent: NixlAgent | None = None
+    remote: str = ""
+    reads: list[_Read] = field(default_factory=list)
 
 
 class NixlTransport(Transport):
     """See the module.
 
     Args:
-        landing: slab that peers write into.
-        sending: slab that all payloads given to `write` lie in.
+        landing: slab that peers write into, and that reads land in.
+        sending: slab that all payloads given to `write` lie in, and that peers read from.
         host: what this engine listens on; UCX is kept to loopback if that is loopback.
     """
 
     name = "nixl"
     one_sided = True
+    readable = True
 
     def __init__(self, landing: Slab, sending: Slab, host: str = "127.0.0.1") -> None:
         self._landing = landing
@@ -105,17 +92,19 @@ class NixlTransport(Transport):
         self._name = f"pd-{secrets.token_hex(16)}"
         self._numbers = itertools.count(1)  # of writes, routes and sources
         self._written: list[Written] = []
-        self._writes: dict[int, tuple[int, Any]] = {}  # token: route, handle
         self._routes: dict[int, _Consumer] = {}
-        self._expected: dict[int, str] = {}
-        self._api = _import_api()
-        self._receiver = self._make_agent(self._name, landing)
+        self._expected: dict[int, _Producer] = {}
+        # What peers reach: they write into the one slab and read from the other.
+        self._receiver = NixlAgent(self._name, host, landing, sending)
         self._address = _Address(
             self._name,
-            self._receiver.nixl.get_agent_metadata(),
+            self._receiver.metadata,
             landing.address,
             landing.slots,
             landing.slot_bytes,
+            sending.address,
+            sending.slots,
+            sending.slot_bytes,
         )
 
     def address(self) -> bytes:
@@ -124,12 +113,7 @@ class NixlTransport(Transport):
     def connect(self, consumer: bytes) -> Route:
         address = _read_address(consumer)
         route = next(self._numbers)
-        agent = self._make_agent(f"{self._name}/{route}", self._sending)
-        try:
-            remote = agent.nixl.add_remote_agent(address.metadata).decode()
-        except Exception as error:
-            agent.close()
-            raise TransportError(f"nixl cannot reach the consumer: {error!r}") from error
+        agent, remote = self._reach(f"{self._name}/{route}", address, self._sending, "consumer")
         self._routes[route] = _Consumer(agent, remote, address)
         return route
 
@@ -138,18 +122,22 @@ class NixlTransport(Transport):
         consumer = self._routes.pop(route, None)
         if consumer is None:
             return
-        for token in [t for t, (its_route, _) in self._writes.items() if its_route == route]:
-            self._end(token, "nixl write: the consumer was disconnected")
+        for token in list(consumer.writes):
+            self._end_write(consumer, token, "nixl write: the consumer was disconnected")
         consumer.agent.close()
 
     def expect(self, producer: bytes) -> Hashable:
         source = next(self._numbers)
-        self._expected[source] = _read_address(producer).name
+        self._expected[source] = _Producer(_read_address(producer))
         return source
 
     def dismiss(self, source: Hashable) -> None:
         assert isinstance(source, int)
-        self._expected.pop(source, None)
+        producer = self._expected.pop(source, None)
+        if producer is not None and producer.agent is not None:
+            for read in producer.reads:
+                producer.agent.release(read.handle)
+            producer.agent.close()
 
     def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
         assert isinstance(route, int)
@@ -157,37 +145,51 @@ class NixlTransport(Transport):
         if consumer is None:
             raise TransportError("nixl transport: no such consumer (any more)")
         landing = consumer.address
-        if slot >= landing.slots or payload.nbytes > landing.slot_bytes:
-            raise TransportError(
-                f"nixl: slot {slot} and {payload.nbytes} bytes; the consumer has {landing.slots} "
-                f"slots of {landing.slot_bytes} bytes"
-            )
+        check_fits("the consumer", slot, payload.nbytes, landing.slots, landing.slot_bytes)
         if len(header) > _MAX_HEADER_BYTES:
             raise TransportError(
                 f"nixl: header of {len(header)} bytes, at most {_MAX_HEADER_BYTES}"
             )
-        source = self._source(payload)
-        target = landing.base + slot * landing.slot_bytes
+        here = self._find(payload)
+        there = landing.base + slot * landing.slot_bytes
+        note = _NOTE.pack(slot, payload.nbytes) + header
         try:
-            note = _NOTE.pack(slot, payload.nbytes) + header
-            handle = consumer.start(source, target, payload.nbytes, note)
-        except Exception as error:  # NIXL's exceptions have no common base
+            handle = consumer.agent.start(
+                "WRITE", consumer.remote, here, there, payload.nbytes, note
+            )
+        except Exception as error:
             raise TransportError(f"nixl write cannot start: {error!r}") from error
         token = next(self._numbers)
-        self._writes[token] = route, handle
+        consumer.writes[token] = handle
         return token
 
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        assert isinstance(source, int)
+        producer = self._expected.get(source)
+        if producer is None:
+            raise TransportError("nixl: no such producer (any more)")
+        far, landing = producer.address, self._landing
+        check_fits("the producer", send_slot, nbytes, far.send_slots, far.send_slot_bytes)
+        check_fits("this engine", slot, nbytes, landing.slots, landing.slot_bytes)
+        if producer.agent is None:
+            name = f"{self._name}/{source}"
+            producer.agent, producer.remote = self._reach(name, far, landing, "producer")
+        here = landing.address + slot * landing.slot_bytes
+        there = far.send_base + send_slot * far.send_slot_bytes
+        try:
+            handle = producer.agent.start("READ", producer.remote, here, there, nbytes)
+        except Exception as error:
+            raise TransportError(f"nixl read cannot start: {error!r}") from error
+        producer.reads.append(_Read(handle, header, slot, nbytes))
+
     def poll(self) -> tuple[list[Written], list[Landed]]:
-        for token, (route, handle) in list(self._writes.items()):
-            try:
-                state = self._routes[route].agent.nixl.check_xfer_state(handle)
-            except Exception as error:
-                self._end(token, f"nixl write: {error!r}")
-                continue
-            if state != "PROC":
-                self._end(token, "" if state == "DONE" else "nixl write failed")
+        for consumer in self._routes.values():
+            for token, handle in list(consumer.writes.items()):
+                problem = consumer.agent.progress(handle)
+                if problem is not None:
+                    self._end_write(consumer, token, f"nixl write: {problem}" if problem else "")
         written, self._written = self._written, []
-        return written, self._take_notes()
+        return written, self._take_notes() + self._end_reads()
 
     @property
     def pollables(self) -> list[object]:
@@ -195,56 +197,59 @@ class NixlTransport(Transport):
 
     @property
     def restless(self) -> bool:
-        # NIXL's own progress thread would spin on one core for ever.
-        return bool(self._writes or self._expected)
+        # NIXL's own progress thread would spin on one core for ever. Without RDMA a consumer's
+        # read, too, gets on only while this side helps, and does not say when it begins.
+        return bool(self._routes or self._expected)
 
     def close(self) -> None:
         for route in list(self._routes):
             self.disconnect(route)
-        self._expected.clear()
-        if self._receiver.nixl is not None:
-            self._receiver.close()
+        for source in list(self._expected):
+            self.dismiss(source)
+        self._receiver.close()
 
-    def _make_agent(self, name: str, slab: Slab) -> _Agent:
-        options = {"engine_config": "NET_DEVICES=lo"} if is_loopback(self._host) else {}
+    def _reach(self, name: str, peer: _Address, slab: Slab, role: str) -> tuple[NixlAgent, str]:
+        """A new agent over one slab, and the peer's name to it."""
+        agent = NixlAgent(name, self._host, slab)
         try:
-            settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])
-            agent = self._api.nixl_agent(name, settings)
-            agent.create_backend(_BACKEND, options)
-            region = [(slab.address, slab.nbytes, 0, "")]
-            return _Agent(agent, agent.register_memory(region, _MEMORY, [_BACKEND]))
+            return agent, agent.meet(peer.metadata)
         except Exception as error:
-            raise TransportError(
-                f"nixl agent with backend {_BACKEND} cannot be made: {error!r}; "
-                "`pd-connector doctor` shows UCX's devices"
-            ) from error
+            agent.close()
+            raise TransportError(f"nixl cannot reach the {role}: {error!r}") from error
 
-    def _source(self, payload: memoryview) -> int:
+    def _find(self, payload: memoryview) -> int:
         address = int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)
         inside = address - self._sending.address
         if not 0 <= inside <= self._sending.nbytes - payload.nbytes:
             raise TransportError("nixl: the payload does not lie in the sending slab")
         return address
 
-    def _end(self, token: int, problem: str) -> None:
-        _, handle = self._writes.pop(token)
-        try:
-            handle.release()
-        except Exception as error:
-            logger.warning("nixl does not release a transfer: %r", error)
+    def _end_write(self, consumer: _Consumer, token: int, problem: str) -> None:
+        consumer.agent.release(consumer.writes.pop(token))
         self._written.append(Written(token, not problem, problem))
 
-    def _take_notes(self) -> list[Landed]:
-        try:
-            notes = self._receiver.nixl.get_new_notifs([_BACKEND])
-        except Exception as error:  # such as a sender's name that is no text
-            logger.warning("nixl notifications lost: %r", error)
-            return []
-        believed = set(self._expected.values())
+    def _end_reads(self) -> list[Landed]:
         landed: list[Landed] = []
-        for sender, its_notes in notes.items():
+        for producer in self._expected.values():
+            for read in list(producer.reads):
+                assert producer.agent is not None
+                problem = producer.agent.progress(read.handle)
+                if problem is None:
+                    continue
+                producer.reads.remove(read)
+                producer.agent.release(read.handle)
+                if problem:
+                    problem = f"nixl read: {problem}"
+                payload = self._landing.slot(read.slot, 0 if problem else read.nbytes)
+                landed.append(Landed(read.header, read.slot, payload, problem))
+        return landed
+
+    def _take_notes(self) -> list[Landed]:
+        believed = {producer.address.name for producer in self._expected.values()}
+        landed: list[Landed] = []
+        for sender, notes in self._receiver.notes().items():
             if sender.rpartition("/")[0] in believed:
-                landed += [arrival for note in its_notes if (arrival := self._read_note(note))]
+                landed += [arrival for note in notes if (arrival := self._read_note(note))]
         return landed
 
     def _read_note(self, note: bytes) -> Landed | None:
@@ -254,19 +259,6 @@ class NixlTransport(Transport):
         if slot >= self._landing.slots or nbytes > self._landing.slot_bytes:
             return None
         return Landed(note[_NOTE.size :], slot, self._landing.slot(slot, nbytes))
-
-
-def _import_api() -> Any:
-    try:
-        from nixl import _api
-    except ImportError as error:
-        raise TransportError(
-            f"transport nixl: {error}. Install it with `pip install 'pd-connector[nixl]'`, or "
-            "take it out of the config key transports"
-        ) from error
-    if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of every agent, on standard output
-        logging.getLogger("nixl").setLevel(logging.WARNING)
-    return _api
 
 
 def _read_address(address: bytes) -> _Address:

@@ -21,7 +21,11 @@ def make_transports(
 
             made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":
-            made.append(ShmTransport(landing))
+            made.append(ShmTransport(landing, sending))
+        elif name == "ucx":
+            from pd_connector.transport.ucx import UcxTransport
+
+            made.append(UcxTransport(config.slot_bytes, config.host))
         else:
             made.append(TcpTransport(context, config.host, config.slot_bytes, config.permits, keys))
     return made

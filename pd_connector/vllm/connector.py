@@ -2,9 +2,11 @@
 """`PDConnector`, as vLLM sees it. Thin: every hook belongs to one of two objects.
 
 Scheduler side (`scheduler_side.SchedulerSide`): on_new_request, get_num_new_matched_tokens,
-update_state_after_alloc, build_connector_meta, update_connector_output, request_finished.
+update_state_after_alloc, build_connector_meta, update_connector_output,
+request_finished_all_groups.
 Worker side (`worker_side.WorkerSide`): register_kv_caches, get_handshake_metadata,
-bind_connector_metadata, get_transfer_results, get_kv_connector_stats, shutdown.
+bind_connector_metadata, save_kv_layer, wait_for_save, get_transfer_results,
+get_kv_connector_stats, shutdown.
 
 vLLM 0.31 to 0.33 call these hooks alike; hooks that only some of them have are harmless to others.
 """
@@ -18,14 +20,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
+from pd_connector.incoming import Peer, Source
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
-from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
 from pd_connector.vllm.worker_side import WorkerSide
 
 try:  # 0.32 and later tell by which road cached tokens came
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class PDConnector(KVConnectorBase_V1):
+class PDConnector(KVConnectorBase_V1, SupportsHMA):
     """Made once in the scheduler and once in each worker; holds the side of its role only."""
 
     if CacheHitSource is not None:
@@ -62,31 +66,38 @@ class PDConnector(KVConnectorBase_V1):
         assert transfer is not None
         assert transfer.engine_id is not None
         config = Config.load(transfer.kv_connector_extra_config)
-        _check_supported(vllm_config, kv_cache_config)
+        _check_supported(vllm_config)
         # vLLM's own default is "fail" and cannot be told from a choice, so ours decides.
         # The scheduler reads the policy after it has made its connector.
         transfer.kv_load_failure_policy = config.on_failure
+        self._engine_id = transfer.engine_id
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            groups = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(
+                config,
                 engine_id=transfer.engine_id,
-                page_size=vllm_config.cache_config.block_size,
+                page_sizes=[group.kv_cache_spec.block_size for group in groups],
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
             )
         else:
-            self._worker = WorkerSide(vllm_config, config)
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config)
 
     # Scheduler side
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        for address in metadata.values():
-            assert self._scheduler is not None
+        assert self._scheduler is not None
+        peers: dict[tuple[int, int], Peer] = {}
+        for rank, address in metadata.items():
             assert isinstance(address, RankAddress)
-            self._scheduler.set_address(address.host, address.port)
+            assert self._engine_id is not None
+            source = Source(address.host, address.port, self._engine_id)
+            peers[rank] = Peer(source, address.shard)
+        self._scheduler.set_peers(in_order(peers))
 
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None
@@ -106,7 +117,7 @@ class PDConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         assert self._scheduler is not None
-        return StepCommands(self._scheduler.take_commands())
+        return self._scheduler.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self._scheduler is not None
@@ -114,13 +125,17 @@ class PDConnector(KVConnectorBase_V1):
             self._scheduler.load_ended(request_id)
         activity = connector_output.kv_connector_worker_meta
         if isinstance(activity, WorkerActivity):
-            self._scheduler.worker_reported(activity.slots)
+            self._scheduler.workers_reported(activity)
 
-    def request_finished(
-        self, request: "Request", block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return self._scheduler.request_finished(request, block_ids)
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """Asked by 0.32 and later: pages of these groups are filled by loads."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def has_pending_push_work(self) -> bool:
         assert self._scheduler is not None
@@ -141,7 +156,7 @@ class PDConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None
         assert isinstance(connector_metadata, StepCommands)
-        self._worker.obey(connector_metadata.commands)
+        self._worker.begin(connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
@@ -167,10 +182,14 @@ class PDConnector(KVConnectorBase_V1):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Pages are gathered after the request has finished, not as layers are computed."""
+        """Called when a layer's KV has been computed: it may be sent."""
+        assert self._worker is not None
+        self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing is saved during a step."""
+        """Called when the step has computed everything; waits for nothing."""
+        assert self._worker is not None
+        self._worker.end()
 
     # Both sides
 
@@ -179,6 +198,11 @@ class PDConnector(KVConnectorBase_V1):
             return self._worker.stats()
         assert self._scheduler is not None
         return PDStats.of(self._scheduler.telemetry, "scheduler")
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full graphs would skip `save_kv_layer`."""
+        return Config.load(extra_config).overlap == "layer"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -208,17 +232,12 @@ class PDConnector(KVConnectorBase_V1):
         return True
 
 
-def _check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+def _check_supported(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, name) != 1:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
             raise ConfigError(
-                f"{name} {getattr(parallel, name)}: this version of PDConnector moves KV between "
-                "engines of one rank; start the engine with 1"
+                f"{name} {size}: PDConnector does not split a prompt's tokens over ranks; start "
+                "the engine with 1"
             )
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError(
-            f"{groups} KV cache groups: this version of PDConnector moves one; start the engine "
-            "with --disable-hybrid-kv-cache-manager"
-        )

@@ -2,6 +2,7 @@
 """What the connector's scheduler side and worker side tell each other, through vLLM."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -10,29 +11,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pd_connector.agent import Command
+from pd_connector.geometry import Shard
+
+
+class Prefill(NamedTuple):
+    """A request whose KV is on offer while a step computes more of it."""
+
+    transfer: str
+    request: str
+    tokens: int  # computed when the step has ended
 
 
 @dataclass
 class StepCommands(KVConnectorMetadata):
-    """Scheduler to worker, each step: commands for the agent, in order."""
+    """Scheduler to worker, each step: commands for the agent, in order, and the prefills that
+    stream."""
 
     commands: list[Command] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
 
 
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: where consumers reach this rank (port 0: nowhere)."""
+    """Worker to scheduler, once: where consumers reach this rank (port 0: nowhere), and what it
+    holds."""
 
     host: str
     port: int
+    shard: Shard
 
 
 @dataclass
 class WorkerActivity(KVConnectorWorkerMetadata):
-    """Worker to scheduler, each step: slots that have not come home."""
+    """Worker to scheduler, each step: slots that have not come home; held requests whose KV can be
+    loaded now, and such whose KV will not come."""
 
-    slots: int
+    slots: int = 0
+    ready: frozenset[str] = frozenset()
+    hopeless: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
-        return WorkerActivity(self.slots + other.slots)
+        return WorkerActivity(
+            self.slots + other.slots, self.ready | other.ready, self.hopeless | other.hopeless
+        )

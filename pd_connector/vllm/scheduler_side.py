@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler: which requests fetch, which requests offer.
 
-It decides and keeps no KV; commands travel to the worker with the next step. Whatever is wrong
+It decides and keeps no KV; commands travel to the workers with the next step. Whatever is wrong
 with a request's parameters, the request is computed here as if it had none.
 """
 
 import enum
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from pd_connector.agent import Command, Drop, Expect, Hold, Withdraw
-from pd_connector.consumer import Load, Source
+from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.geometry import pages_for
-from pd_connector.identity import token_fingerprint
+from pd_connector.incoming import Load, Peer
 from pd_connector.producer import Offer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm import params as transfer_params
+from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
+from pd_connector.vllm.streaming import Streaming, fingerprint, kept_pages
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("pd_connector.vllm")
@@ -31,6 +35,7 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 class _Stage(enum.Enum):
+    WATCHED = enum.auto()  # waits for its KV to begin to come; holds no pages here
     HELD = enum.auto()  # waits for pages here; its KV is kept there
     LOADING = enum.auto()
     OVER = enum.auto()  # loaded, failed or not needed: from now on an ordinary request
@@ -41,9 +46,9 @@ class _Fetch:
     """A request whose prompt is computed elsewhere."""
 
     transfer: str
-    source: Source
+    peers: tuple[Peer, ...]
     wait: bool
-    stage: _Stage = _Stage.HELD
+    stage: _Stage
     computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
 
 
@@ -51,29 +56,38 @@ class SchedulerSide:
     """Called by vLLM's scheduler only.
 
     Args:
+        config: settings.
         engine_id: told to proxies, and checked by consumers when they dial.
-        page_size: tokens of a page.
+        page_sizes: tokens of a page, by page table.
         produces: whether requests may offer their KV.
         consumes: whether requests may fetch their KV.
     """
 
-    def __init__(self, *, engine_id: str, page_size: int, produces: bool, consumes: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine_id: str,
+        page_sizes: Sequence[int],
+        produces: bool,
+        consumes: bool,
+    ) -> None:
         self.telemetry = Telemetry()
-        self._engine_id = engine_id
-        self._page_size = page_size
+        self._config = config
+        self._page_sizes = tuple(page_sizes)
         self._produces = produces
         self._consumes = consumes
-        self._host = ""
-        self._port = 0
+        self._address = transfer_params.Address(engine_id)
         self._fetches: dict[str, _Fetch] = {}
         self._offers: dict[str, str] = {}  # request -> transfer
         self._describes: set[str] = set()
+        self._streaming = Streaming() if config.overlap != "off" else None
         self._commands: list[Command] = []
         self._slots_out = 0
 
-    def set_address(self, host: str, port: int) -> None:
-        """Where the worker listens."""
-        self._host, self._port = host, port
+    def set_peers(self, peers: tuple[Peer, ...]) -> None:
+        """Where the workers listen, and what each holds."""
+        self._address = self._address._replace(peers=peers)
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: its KV, kept elsewhere or wanted elsewhere, is announced."""
@@ -96,60 +110,78 @@ class SchedulerSide:
             transfer = parsed.transfer_id or request.request_id
             self._offers[request.request_id] = transfer
             self._commands.append(Expect(transfer))
+            if self._streaming:
+                self._streaming.add(request, transfer)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Tokens to fetch beyond what is cached here. May be asked often; changes nothing."""
+    ) -> tuple[int | None, bool]:
+        """Tokens to fetch beyond what is cached here; None: ask again. May be asked often."""
         fetch = self._fetches.get(request.request_id)
-        if fetch is None or fetch.stage is not _Stage.HELD:
+        if fetch is None or fetch.stage not in (_Stage.WATCHED, _Stage.HELD):
             return 0, False
         fetch.computed_tokens = num_computed_tokens
-        missing = request.num_prompt_tokens - num_computed_tokens
-        # The last token is computed here in any case: it alone is not worth a fetch.
-        return (missing, True) if missing > 1 else (0, False)
+        # The last token is computed here in any case, for its logits.
+        missing = request.num_prompt_tokens - 1 - num_computed_tokens
+        if missing <= 0:
+            return 0, False
+        if fetch.stage is _Stage.WATCHED:
+            return None, False
+        return missing, True
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Pages have been allocated: fetch into them, or let the producer go."""
         fetch = self._fetches.get(request.request_id)
-        if fetch is None or fetch.stage is not _Stage.HELD:
+        if fetch is None or fetch.stage not in (_Stage.WATCHED, _Stage.HELD):
             return
         if num_external_tokens == 0:
             fetch.stage = _Stage.OVER
             self._commands.append(Drop(request.request_id, Cause.NOT_NEEDED))
             return
         fetch.stage = _Stage.LOADING
-        (pages,) = blocks.get_block_ids()
-        first_page = fetch.computed_tokens // self._page_size
-        stop_page = pages_for(fetch.computed_tokens + num_external_tokens, self._page_size)
         self._commands.append(
             Load(
                 request=request.request_id,
                 transfer=fetch.transfer,
-                source=fetch.source,
-                identity=_identity(request),
-                first_page=first_page,
-                pages=list(pages[first_page:stop_page]),
+                peers=fetch.peers,
+                identity=fingerprint(request),
+                first_token=fetch.computed_tokens,
+                stop_token=fetch.computed_tokens + num_external_tokens,
+                pages=kept_pages(blocks.get_block_ids()),
                 wait=fetch.wait,
             )
         )
 
-    def take_commands(self) -> list[Command]:
-        """Commands for the worker since the last step."""
+    def take_step(self, output: "SchedulerOutput") -> StepCommands:
+        """Commands for the workers since the last step, and what this step computes."""
+        prefills: list[Prefill] = []
+        if self._streaming:
+            commands, prefills = self._streaming.step(output)
+            self._commands += commands
         commands, self._commands = self._commands, []
-        return commands
+        return StepCommands(commands, prefills)
 
     def load_ended(self, request_id: str) -> None:
-        """The worker reported the end of a load, good or bad."""
+        """The workers reported the end of a load, good or bad."""
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             fetch.stage = _Stage.OVER
 
-    def worker_reported(self, slots: int) -> None:
-        """Slots of the worker that have not come home."""
-        self._slots_out = slots
+    def workers_reported(self, activity: WorkerActivity) -> None:
+        """What the workers did since the last step."""
+        self._slots_out = activity.slots
+        for stage, requests in (
+            (_Stage.HELD, activity.ready),
+            (_Stage.OVER, activity.hopeless),
+        ):
+            for request_id in requests:
+                fetch = self._fetches.get(request_id)
+                if fetch is not None and fetch.stage is _Stage.WATCHED:
+                    fetch.stage = stage
+                    if stage is _Stage.OVER:  # other ranks may still hope
+                        self._commands.append(Drop(request_id, Cause.NOT_NEEDED))
 
     @property
     def pending_work(self) -> bool:
@@ -157,41 +189,49 @@ class SchedulerSide:
         return bool(self._commands or self._slots_out)
 
     def request_finished(
-        self, request: "Request", pages: list[int]
+        self, request: "Request", pages: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, in whatever way. Returns whether its pages stay, and the answer
-        for the proxy."""
+        for the proxy.
+
+        Args:
+            pages: its page ids by table.
+        """
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
         if fetch is not None and fetch.stage is not _Stage.OVER:
             self._commands.append(Drop(request_id, Cause.ABORTED))
         if request_id in self._describes:
             self._describes.discard(request_id)
-            return False, transfer_params.description(
-                engine_id=self._engine_id, host=self._host, port=self._port
-            )
+            return False, transfer_params.description(self._address)
         transfer = self._offers.pop(request_id, None)
         if transfer is None:
             return False, None
+        if self._streaming:
+            self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
-        offered = pages[: pages_for(tokens, self._page_size)]
+        wanted = [pages_for(tokens, size) for size in self._page_sizes]
         complete = request.status in _COMPLETE and request.num_computed_tokens >= tokens
-        if not complete or len(offered) < pages_for(tokens, self._page_size):
-            self._commands.append(Withdraw(transfer))
+        if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
+            self._commands.append(Withdraw(transfer, request_id))
             return False, None
-        self._commands.append(Offer(transfer, request_id, offered, _identity(request)))
+        offered = [table[:count] for table, count in zip(pages, wanted, strict=True)]
+        self._commands.append(
+            Offer(
+                transfer,
+                request_id,
+                kept_pages(offered),
+                fingerprint(request),
+                prompt_tokens=tokens,
+                tokens=tokens,
+                final=True,
+            )
+        )
         return True, transfer_params.response(
-            engine_id=self._engine_id,
-            host=self._host,
-            port=self._port,
-            transfer=transfer,
-            pages=offered,
-            tokens=tokens,
+            self._address, transfer=transfer, pages=offered, tokens=tokens
         )
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
-        assert parsed.remote_host is not None
-        assert parsed.remote_port is not None
         assert parsed.remote_request_id is not None
         transfer = parsed.remote_request_id
         if not self._consumes:
@@ -200,9 +240,11 @@ class SchedulerSide:
         if any(fetch.transfer == transfer for fetch in self._fetches.values()):
             self._ignore(request, Cause.DUPLICATE, f"transfer {transfer} is being fetched already")
             return
-        source = Source(parsed.remote_host, parsed.remote_port, parsed.remote_engine_id or "")
-        self._fetches[request.request_id] = _Fetch(transfer, source, parsed.wait)
-        self._commands.append(Hold(request.request_id, transfer, source))
+        peers = parsed.peers()
+        watch = parsed.wait and self._config.defer_pages
+        stage = _Stage.WATCHED if watch else _Stage.HELD
+        self._fetches[request.request_id] = _Fetch(transfer, peers, parsed.wait, stage)
+        self._commands.append(Hold(request.request_id, transfer, peers, watch))
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
         self.telemetry.count("ignored_params", cause=cause)
@@ -214,12 +256,6 @@ class SchedulerSide:
         )
 
 
-def _identity(request: "Request") -> bytes:
-    assert request.prompt_token_ids is not None
-    features = request.mm_features or []
-    return token_fingerprint(
-        request.prompt_token_ids,
-        salt=request.cache_salt or "",
-        adapter=request.lora_request.lora_name if request.lora_request else "",
-        inputs=[f"{feature.identifier}@{feature.mm_position.offset}" for feature in features],
-    )
+def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:
+    """Ranks by (pipeline stage, tensor-parallel rank)."""
+    return tuple(peers[key] for key in sorted(peers))

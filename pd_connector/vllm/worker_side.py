@@ -7,30 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pd_connector.agent import Agent, Command
+from pd_connector.agent import Agent, Computed
 from pd_connector.config import Config
-from pd_connector.consumer import Finished
-from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.geometry import Geometry, Shard
+from pd_connector.consumer import Finished, Held
 from pd_connector.identity import model_fingerprint
-from pd_connector.pages import PagedCache
-from pd_connector.vllm.messages import RankAddress, WorkerActivity
+from pd_connector.vllm.cache import describe_cache, engine_shards
+from pd_connector.vllm.messages import Prefill, RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("pd_connector.vllm")
 
 
 class WorkerSide:
-    """Called by vLLM's model runner only. `agent` exists from `register` until `close`."""
+    """Called by vLLM's model runner only. The agent exists from `register` until `close`."""
 
-    def __init__(self, vllm_config: "VllmConfig", config: Config) -> None:
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config
+    ) -> None:
         self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._config = config
         self._agent: Agent | None = None
+        self._address: RankAddress | None = None
         self._rank = str(vllm_config.parallel_config.rank)
+        self._prefills: list[Prefill] = []
+        self._layers: dict[str, int] = {}  # what save_kv_layer names, and its number
+        self._ready: set[str] = set()
+        self._hopeless: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -38,20 +45,27 @@ class WorkerSide:
         Raises:
             UnsupportedGeometryError: the cache has a form that cannot be moved.
         """
+        from vllm.model_executor.models.utils import extract_layer_index
+
         self.close()
-        layers = _distinct_layers(kv_caches)
-        geometry = describe_geometry(layers, self._vllm_config)
+        cache = describe_cache(kv_caches, self._kv_cache_config, self._vllm_config)
+        numbers = {name: int(extract_layer_index(name)) for name in kv_caches}
+        # Layers with several caches stream step by step: which one is done is not told.
+        self._layers = numbers if len(set(numbers.values())) == len(numbers) else {}
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
+        shard = cache.geometry.shard
         self._agent = Agent(
             self._config,
             transfer.engine_id,
             fingerprint_model(self._vllm_config),
-            PagedCache(layers, geometry),
+            cache,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
+            shards=engine_shards(self._vllm_config, shard),
         )
+        self._address = RankAddress(self._config.host, self._agent.port, shard)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             transfer.engine_id,
@@ -59,18 +73,32 @@ class WorkerSide:
             self._config.host,
             self._agent.port,
             ",".join(self._config.transports),
-            geometry,
+            cache.geometry,
         )
 
     def address(self) -> RankAddress:
-        assert self._agent is not None
-        return RankAddress(self._config.host, self._agent.port)
+        assert self._address is not None
+        return self._address
 
-    def obey(self, commands: list[Command]) -> None:
-        """Hand a step's commands to the agent."""
-        assert self._agent is not None or not commands
-        for command in commands:
+    def begin(self, step: StepCommands) -> None:
+        """A step begins: hand its commands to the agent, before anything is computed. From now on
+        no page is read that the step may reuse."""
+        assert self._agent is not None or not step.commands
+        for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
+        self._prefills = step.prefills
+
+    def layer_computed(self, name: str) -> None:
+        """The step has computed this layer's KV, of all its requests."""
+        number = self._layers.get(name)
+        if self._prefills and number is not None and self._config.overlap in ("layer", "auto"):
+            self._computed(number + 1)
+
+    def end(self) -> None:
+        """The step has computed everything."""
+        if self._prefills:
+            self._computed(None)
+            self._prefills = []
 
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
@@ -78,12 +106,15 @@ class WorkerSide:
         received: set[str] = set()
         failed: set[str] = set()
         for outcome in self._agent.outcomes() if self._agent else ():
-            if isinstance(outcome, Finished):
-                received.add(outcome.request)
-                if outcome.cause is not None:
-                    failed.add(outcome.request)
-            else:
-                sent.add(outcome.request)
+            match outcome:
+                case Finished():
+                    received.add(outcome.request)
+                    if outcome.cause is not None:
+                        failed.add(outcome.request)
+                case Held():
+                    (self._ready if outcome.cause is None else self._hopeless).add(outcome.request)
+                case _:
+                    sent.add(outcome.request)
         return sent, received, failed
 
     def stats(self) -> PDStats | None:
@@ -91,42 +122,24 @@ class WorkerSide:
         return PDStats.of(self._agent.telemetry, self._rank) if self._agent else None
 
     def activity(self) -> WorkerActivity:
-        """Slots that are out; zero when everything has come home."""
+        """Slots that are out, zero when everything has come home; and held requests that have an
+        answer since the last call."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
-        return WorkerActivity(int(gauges.get("landing_slots", 0) + gauges.get("send_slots", 0)))
+        slots = int(gauges.get("landing_slots", 0) + gauges.get("send_slots", 0))
+        activity = WorkerActivity(slots, frozenset(self._ready), frozenset(self._hopeless))
+        self._ready.clear()
+        self._hopeless.clear()
+        return activity
 
     def close(self) -> None:
         if self._agent is not None:
             self._agent.close()
             self._agent = None
 
-
-def describe_geometry(layers: list[torch.Tensor], vllm_config: "VllmConfig") -> Geometry:
-    """The geometry of vLLM's cache tensors, each `[page, head, token, K and V]`.
-
-    Raises:
-        UnsupportedGeometryError: tensors of another form, or of unlike forms.
-    """
-    shapes = {(layer.shape[1:], layer.dtype) for layer in layers}
-    if len(shapes) != 1 or layers[0].ndim != 4:
-        raise UnsupportedGeometryError(
-            f"cache layers of shapes {sorted(str(shape) for shape in shapes)}: this version moves "
-            "caches whose layers are alike, of form [page, head, token, K and V]"
-        )
-    layer = layers[0]
-    _, heads, kernel_page_size, width = layer.shape
-    cache = vllm_config.cache_config
-    page_size = cache.block_size
-    order = sorted(range(3), key=lambda axis: -layer.stride(axis + 1))
-    layout = "".join("HNC"[axis] for axis in order)
-    dtype = str(layer.dtype).removeprefix("torch.")
-    return Geometry(
-        shard=Shard(0, len(layers), 0, heads),
-        page_size=page_size,
-        token_bytes=width * layer.element_size(),
-        dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
-        layout=f"{layer.device.type}/{_packing(vllm_config)}/{layout}/{kernel_page_size}",
-    )
+    def _computed(self, stop_layer: int | None) -> None:
+        assert self._agent is not None
+        for transfer, request, tokens in self._prefills:
+            self._agent.submit(Computed(transfer, request, tokens, stop_layer))
 
 
 def fingerprint_model(vllm_config: "VllmConfig") -> bytes:
@@ -154,24 +167,3 @@ def _checkpoint_folder(model: str, revision: str | None) -> Path | None:
 
     found = try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _distinct_layers(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Layer tensors in model order; layers that share one cache appear once."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    named = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
-    return list({tensor.data_ptr(): tensor for _, tensor in named}.values())
-
-
-def _packing(vllm_config: "VllmConfig") -> str:
-    """How an attention backend packs K and V within a page, as far as its name tells."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-
-    backends = get_current_attn_backends(vllm_config)
-    names = "+".join(sorted(backend.get_name() for backend in backends))
-    if not names.startswith("CPU"):
-        return names
-    # On CPU the order of elements depends on the instruction set, too.
-    flags = torch.backends.cpu.get_cpu_capability()
-    return f"{names}-{flags}"

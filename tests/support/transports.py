@@ -29,6 +29,7 @@ class MeddlingTransport(Transport):
         self._written: list[Written] = []
         self.name = inner.name  # type: ignore[misc]
         self.one_sided = inner.one_sided  # type: ignore[misc]
+        self.readable = inner.readable  # type: ignore[misc]
 
     def address(self) -> bytes:
         return self._inner.address()
@@ -59,6 +60,12 @@ class MeddlingTransport(Transport):
         else:
             self._swallowed[token] = route
         return token
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        self._inner.read(source, send_slot, nbytes, slot, header)
+
+    def silenced(self, source: Hashable) -> bool:
+        return self._inner.silenced(source)
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         written, landed = self._inner.poll()

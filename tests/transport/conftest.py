@@ -5,21 +5,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from transport_ends import End
+from transport_kinds import KINDS
 from transport_peer import Peer
 
-try:
-    from nixl import _api  # noqa: F401
 
-    _NO_NIXL = ""
-except ImportError as error:
-    _NO_NIXL = str(error)
-
-_nixl = pytest.param(
-    "nixl", marks=pytest.mark.skipif(bool(_NO_NIXL), reason=f"nixl cannot be imported: {_NO_NIXL}")
-)
-
-
-@pytest.fixture(params=["shm", "tcp", "tcp+curve", _nixl])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

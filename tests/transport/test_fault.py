@@ -24,11 +24,13 @@ class Echo(Transport):
 
     name = "echo"
     one_sided = True
+    readable = True
 
     def __init__(self) -> None:
         self.closed = False
         self._tokens = 0
         self._landed: list[Landed] = []
+        self._read: list[Landed] = []
 
     def address(self) -> bytes:
         return b"echo"
@@ -50,10 +52,14 @@ class Echo(Transport):
         self._landed.append(Landed(header, slot, payload))
         return self._tokens
 
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        self._read.append(Landed(header, slot, memoryview(bytes([send_slot]) * nbytes)))
+
     def poll(self) -> tuple[list[Written], list[Landed]]:
         landed, self._landed = self._landed, []
+        read, self._read = self._read, []
         first = self._tokens - len(landed) + 1
-        return [Written(first + n, True, "") for n in range(len(landed))], landed
+        return [Written(first + n, True, "") for n in range(len(landed))], landed + read
 
     @property
     def pollables(self) -> list[object]:
@@ -92,7 +98,7 @@ def _headers(landed: list[Landed]) -> list[bytes]:
 def test_without_a_plan_it_is_the_wrapped_transport() -> None:
     echo = Echo()
     transport = FaultTransport(echo, FaultPlan())
-    assert (transport.name, transport.one_sided) == ("echo", True)
+    assert (transport.name, transport.one_sided, transport.readable) == ("echo", True, True)
     assert transport.address() == b"echo"
     assert (transport.pollables, transport.restless) == ([], False)
     assert transport.expect(b"producer") == b"producer"
@@ -177,3 +183,23 @@ def test_one_payload_is_truncated() -> None:
     landed = _run(FaultPlan(landings={2: Truncate(3)}))[1]
     assert [len(arrival.payload) for arrival in landed] == [10, 10, 3, 10]
     assert bytes(landed[2].payload) == b"\x00\x01\x02"
+
+
+def test_the_read_that_is_planned_to_fail_fails_and_fetches_nothing() -> None:
+    transport = FaultTransport(Echo(), FaultPlan(reads={0: Fail()}))
+    with pytest.raises(TransportError, match="injected: read 0"):
+        transport.read(b"", 1, 3, 0, b"first")
+    transport.read(b"", 2, 3, 1, b"second")
+    assert transport.poll()[1] == [Landed(b"second", 1, memoryview(b"\2\2\2"))]
+
+
+def test_reads_are_landings_and_may_end_without_their_bytes() -> None:
+    plan = FaultPlan(landings={0: Lose(), 1: Fail(), 2: Corrupt(0), 3: Truncate(1)})
+    transport = FaultTransport(Echo(), plan)
+    for number in range(5):
+        transport.read(b"", 1, 2, number, b"%d" % number)
+    failed, *others = transport.poll()[1]
+    assert (failed.header, failed.slot, bytes(failed.payload)) == (b"1", 1, b"")
+    assert failed.problem == "injected: landing 1 fails"
+    assert [bytes(landed.payload) for landed in others] == [b"\xfe\1", b"\1", b"\1\1"]
+    assert not any(landed.problem for landed in others)

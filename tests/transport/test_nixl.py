@@ -71,7 +71,8 @@ def test_a_note_that_says_what_cannot_be_is_dropped(
     name = stranger.add_remote_agent(metadata).decode()
     # The stranger is believed, so that only its note can be at fault.
     its_address = msgspec.msgpack.decode(producer.transport.address())
-    consumer.transport._expected[0] = ""  # type: ignore[attr-defined]
+    its_name = msgspec.structs.replace(consumer.transport._address, name="")  # type: ignore[attr-defined]
+    consumer.transport.expect(msgspec.msgpack.encode(its_name))
     stranger.send_notif(name, note)
     stranger.send_notif(name, struct.pack("<IQ", 2, 3) + b"good")
     while not consumer.landed:

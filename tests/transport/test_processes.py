@@ -83,7 +83,7 @@ def test_a_producer_that_dies_leaves_whole_chunks_and_a_consumer_that_serves_on(
         producer.kill()
         for _ in range(50):
             consumer.poll()
-        for header, slot, payload in consumer.landed:
+        for header, slot, payload, _ in consumer.landed:
             assert header == b"%d" % slot
             assert payload == bytes([slot]) * SLOT_BYTES
         consumer.transport.dismiss(source)

@@ -26,10 +26,11 @@ class Arrival(NamedTuple):
     header: bytes
     slot: int
     payload: bytes
+    problem: str = ""
 
 
 class End:
-    """A transport of one `kind`: shm, tcp, tcp+curve or nixl.
+    """A transport of one `kind`: shm, tcp, tcp+curve, nixl or ucx.
 
     Args:
         key: for tcp+curve, the shared secret; empty for an end that has none.
@@ -40,7 +41,7 @@ class End:
     ) -> None:
         self.kind = kind
         self.landing = Slab(slots, slot_bytes, shared=kind == "shm")
-        self.sending = Slab(slots, slot_bytes)
+        self.sending = Slab(slots, slot_bytes, shared=kind == "shm")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = CurveKeys.derive(key) if kind == "tcp+curve" and key else None
         self.gatekeeper = Gatekeeper(self.context, self.keys) if self.keys else None
@@ -54,27 +55,37 @@ class End:
         memory[:] = payload
         return self.transport.write(route, header, memory, slot)
 
+    def offer(self, source: int, payload: bytes) -> int:
+        """Lay `payload` into a send slot, for a consumer to read; returns its length."""
+        self.sending.slot(source, len(payload))[:] = payload
+        return len(payload)
+
     def poll(self) -> None:
         if self.gatekeeper:
             self.gatekeeper.answer()
         written, landed = self.transport.poll()
         self.written += written
-        self.landed += [Arrival(a.header, a.slot, bytes(a.payload)) for a in landed]
+        self.landed += [a._replace(payload=bytes(a.payload)) for a in map(Arrival._make, landed)]
 
     def close(self) -> None:
         self.transport.close()
         if self.gatekeeper:
             self.gatekeeper.close()
         self.landing.close()
+        self.sending.close()
         self.context.destroy(linger=0)
 
     def _make(self) -> Transport:
         if self.kind == "shm":
-            return ShmTransport(self.landing)
+            return ShmTransport(self.landing, self.sending)
         if self.kind == "nixl":
             from pd_connector.transport.nixl import NixlTransport
 
             return NixlTransport(self.landing, self.sending)
+        if self.kind == "ucx":
+            from pd_connector.transport.ucx import UcxTransport
+
+            return UcxTransport(self.landing.slot_bytes)
         return TcpTransport(
             self.context, "127.0.0.1", self.landing.slot_bytes, is_loopback, self.keys
         )

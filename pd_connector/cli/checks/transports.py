@@ -16,9 +16,8 @@ def check(facts: Facts) -> list[Finding]:
         Finding(AREA, "shm", Status.OK, "engines of one user on one machine"),
         tcp(facts),
         nixl(facts),
+        ucx(facts),
     ]
-    if seen.ucxx is not None:
-        findings.append(_trial("ucxx", seen.ucxx, "nothing here needs it: pip uninstall ucxx-cu13"))
     if seen.nixl is None and seen.ucxx is None:
         return findings
     return [*findings, devices(facts), *ucx_tls(facts), *ucx_net_devices(facts)]
@@ -57,6 +56,25 @@ def nixl(facts: Facts) -> Finding:
         trial,
         "leave nixl out of `transports`, or reinstall it: pip install --force-reinstall --no-deps "
         "nixl nixl-cu13 (nixl-cu12 beside a CUDA 12 torch)",
+    )
+
+
+def ucx(facts: Facts) -> Finding:
+    """Whether ucxx can be used."""
+    trial = facts.transports.ucxx
+    if trial is None:
+        return Finding(
+            AREA,
+            "ucx",
+            Status.OK,
+            "not installed (optional)",
+            "an alternative to nixl: pip install 'pd-connector[ucx]', and name it in `transports`",
+        )
+    return _trial(
+        "ucx",
+        trial,
+        "leave ucx out of `transports`, or reinstall it: pip install --force-reinstall --no-deps "
+        "ucxx-cu13 libucxx-cu13 'libucx-cu13<1.22' (cu12 beside a CUDA 12 torch)",
     )
 
 

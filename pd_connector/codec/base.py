@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every codec does with one block."""
+
+import enum
+import math
+from typing import Protocol
+
+import torch
+
+from pd_connector.codec.elements import Elements
+
+SECTION_BYTES = (
+    16  # codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once
+)
+
+Shape = tuple[int, int, int]  # heads, tokens, dims
+
+
+class Part(enum.StrEnum):
+    """Which half of a layer's cache a block is from. An MLA latent counts as KEY."""
+
+    KEY = "key"
+    VALUE = "value"
+
+
+class Codec(Protocol):
+    """One way to code a block of elements as bytes.
+
+    Attributes:
+        name: what the two sides call it.
+        error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
+    """
+
+    name: str
+    error_bound: float
+
+    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
+        """Bytes on the wire of a block `[head, token, dim]`, scales and padding included."""
+        ...
+
+    def encode(
+        self,
+        part: Part,
+        x: torch.Tensor,
+        source: Elements,
+        destination: Elements,
+        out: torch.Tensor,
+    ) -> None:
+        """Code a block; every byte of `out` is written.
+
+        Args:
+            part: K or V.
+            x: `[head, token, dim]` of `source`'s dtype, any strides.
+            source: how the producer's cache stores `x`.
+            destination: how the consumer's cache will store it.
+            out: uint8 `[coded_bytes]`, dense, on the device of `x`; any alignment.
+
+        Raises:
+            ValueError: a tensor is not what is said above, or the codec cannot take `source`.
+        """
+        ...
+
+    def decode(
+        self,
+        part: Part,
+        data: torch.Tensor,
+        shape: Shape,
+        source: Elements,
+        destination: Elements,
+    ) -> torch.Tensor:
+        """The block that `encode` coded with the same `part`, `source` and `destination`.
+
+        Args:
+            part: K or V.
+            data: uint8 `[coded_bytes]`, dense, any alignment; only read.
+            shape: heads, tokens, dims.
+            source: how the producer's cache stores the block.
+            destination: how the consumer's cache stores it.
+
+        Returns:
+            `shape` of `destination`'s dtype, dense. May share memory with `data`.
+
+        Raises:
+            ValueError: `data` is not what is said above.
+        """
+        ...
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole sections."""
+    return -(-nbytes // SECTION_BYTES) * SECTION_BYTES
+
+
+def check_block(x: torch.Tensor, source: Elements) -> None:
+    """Raise ValueError unless `x` is a block of `source`'s dtype."""
+    if x.dim() != 3 or x.dtype != source.torch_dtype:
+        raise ValueError(
+            f"block of shape {tuple(x.shape)} and {x.dtype}: must be [head, token, dim] of "
+            f"{source.torch_dtype}, as the cache of {source.dtype} that it comes from"
+        )
+
+
+def check_bytes(data: torch.Tensor, wanted: int) -> None:
+    """Raise ValueError unless `data` is a dense row of `wanted` bytes."""
+    if data.dtype != torch.uint8 or data.shape != (wanted,) or not data.is_contiguous():
+        raise ValueError(
+            f"coded block of shape {tuple(data.shape)} and {data.dtype}: must be {wanted} dense "
+            f"bytes of uint8, see coded_bytes()"
+        )
+
+
+def split(data: torch.Tensor, scale_bytes: int, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and the codes of a coded block of `wanted` bytes, as views of its bytes."""
+    check_bytes(data, wanted)
+    return data[:scale_bytes], data[padded(scale_bytes) :]
+
+
+def put_scales(out: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the scales of a block and the zeros behind them."""
+    raw = scales.contiguous().reshape(-1).view(torch.uint8)
+    out[: len(raw)].copy_(raw)
+    out[len(raw) : padded(len(raw))].zero_()
+
+
+def get_scales(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The scales of a block from their bytes: a copy, because these may lie at an odd address."""
+    return data.clone().view(dtype).view(shape)
+
+
+def elements_in(shape: Shape) -> int:
+    """How many elements a block has."""
+    return math.prod(shape)

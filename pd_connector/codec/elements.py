@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a cache stores elements, and the conversion from any way to any other."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+FP8_MAX = 448.0
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+Words = npt.NDArray[Any]  # uint8, uint16 or uint32
+
+
+class Elements(NamedTuple):
+    """How a cache stores one part of one layer: value = stored * scale.
+
+    What a peer says of its cache goes through `checked` before anything else.
+
+    Attributes:
+        dtype: a key of `DTYPES`.
+        scale: used by FP8 caches only; finite and above zero.
+    """
+
+    dtype: str
+    scale: float = 1.0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Raises ValueError for a dtype that no codec knows."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        return DTYPES[self.dtype]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == "fp8_e4m3"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one element."""
+        return int(self.torch_dtype.itemsize)
+
+    def checked(self) -> "Elements":
+        """Itself. Raises ValueError for a dtype no codec knows, or a scale that cannot be one."""
+        if not (self.torch_dtype and math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"cache scale {self.scale}: must be finite and above zero")
+        return self
+
+    def same_bits(self, other: "Elements") -> bool:
+        """Whether every element means the same in both, so that bits can be copied."""
+        return self.dtype == other.dtype and (not self.is_fp8 or self.scale == other.scale)
+
+
+def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch.Tensor) -> None:
+    """Write `x`, stored as `source` says, into `out` as `destination` stores it.
+
+    The product with FP8's scale, or the quotient, is taken in float32 and rounded to nearest even.
+    Into FP8, finite values beyond the range saturate at ±448; NaN and infinities become NaN, so
+    that they stay visible. From FP8 to FP8 the stored codes are scaled by the scales' ratio, which
+    is exact for powers of two unless it over- or underflows; with equal bits nothing is touched.
+
+    Args:
+        x: any shape and strides, of `source`'s dtype.
+        source: how `x` is stored.
+        destination: how `out` is to be stored.
+        out: of the shape of `x`, of `destination`'s dtype, dense; any alignment on CPU.
+    """
+    if source.same_bits(destination):
+        copy_bits(x, out)
+    elif is_fast(x) and (source.is_fp8 or (destination.is_fp8 and source.nbytes == 2)):
+        # Faster than torch's own FP8 arithmetic on a CPU, into a float cache four times.
+        np.take(_table(source, destination), words(x), out=words(out), mode="clip")
+    else:
+        out.copy_(_computed(x, source, destination))
+
+
+def is_fast(x: torch.Tensor) -> bool:
+    """Whether numpy can look the tensor's elements up in a table; others take plain torch."""
+    return bool(x.device.type == "cpu")
+
+
+def words(x: torch.Tensor) -> Words:
+    """The bits of a CPU tensor as unsigned integers: a view with the same shape and strides."""
+    array: Words = x.view(_SIGNED[x.element_size()]).numpy()
+    return array.view(_UNSIGNED[x.element_size()])
+
+
+def copy_bits(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy elements of one dtype as they are, NaN payloads included."""
+    signed = _SIGNED[x.element_size()]
+    out.view(signed).copy_(x.view(signed))
+
+
+def as_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A row of bytes as elements: a view, or a copy where it lies at an odd address."""
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)
+
+
+def largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """The largest magnitude over `dims`, float32; NaN or infinite where an element is so.
+
+    Args:
+        x: a float dtype, any strides.
+        dims: reduced, kept with extent 1.
+    """
+    signed = _SIGNED[x.element_size()]
+    # Without the sign bit, floats order as the integers of their bits do.
+    magnitude = x.view(signed) & torch.iinfo(signed).max
+    return magnitude.amax(dims, keepdim=True).view(x.dtype).float()
+
+
+@functools.lru_cache(maxsize=128)
+def _table(source: Elements, destination: Elements) -> Words:
+    """What every code of a one- or two-byte source becomes."""
+    codes = torch.arange(1 << (8 * source.nbytes), dtype=torch.int32)
+    every = codes.to(_SIGNED[source.nbytes]).view(source.torch_dtype)
+    return words(_computed(every, source, destination))
+
+
+def _computed(x: torch.Tensor, source: Elements, destination: Elements) -> torch.Tensor:
+    """`convert` in plain torch."""
+    value = x.float()
+    if source.is_fp8:
+        ratio = source.scale / destination.scale if destination.is_fp8 else source.scale
+        value = value * _scalar(ratio, x)
+    elif destination.is_fp8:
+        value = value / _scalar(destination.scale, x)
+    if destination.is_fp8:
+        # What the cast makes of values beyond the range depends on torch's version.
+        value = value.clamp(-FP8_MAX, FP8_MAX).masked_fill(x.float().isinf(), torch.nan)
+    return value.to(destination.torch_dtype)
+
+
+def _scalar(value: float, x: torch.Tensor) -> torch.Tensor:
+    """A tensor, because on a GPU torch divides by a number through its rounded reciprocal."""
+    return torch.full((), value, dtype=torch.float32, device=x.device)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One byte an element: OCP FP8 E4M3, with one float32 scale per head and block."""
+
+import torch
+
+from pd_connector.codec.base import (
+    Part,
+    Shape,
+    check_block,
+    check_bytes,
+    elements_in,
+    get_scales,
+    padded,
+    put_scales,
+    split,
+)
+from pd_connector.codec.elements import Elements, convert, largest
+
+_SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
+
+
+class Fp8E4M3:
+    """FP8 with the scale that loses least in each pair of caches.
+
+    Between float caches the scale of a head is the smallest power of two (from 2^-126 up) that
+    keeps it within ±448, and 1.0 for a head of zeros: FP8 keeps its precision under any power of two,
+    and what was rounded to FP8 before survives unchanged. A cache that is FP8 itself sends its codes
+    and its scale as they are. A float cache that sends to an FP8 cache uses that cache's scale, so
+    that its codes are the codes that cache stores.
+    """
+
+    name = "fp8_e4m3"
+    error_bound = 0.10
+
+    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
+        return padded(4 * shape[0]) + elements_in(shape)
+
+    def encode(
+        self,
+        part: Part,
+        x: torch.Tensor,
+        source: Elements,
+        destination: Elements,
+        out: torch.Tensor,
+    ) -> None:
+        check_block(x, source)
+        heads, tokens, dims = x.shape
+        check_bytes(out, self.coded_bytes(part, (heads, tokens, dims), source))
+        codes = out[padded(4 * heads) :].view(torch.float8_e4m3fn).view(x.shape)
+        if source.is_fp8 or destination.is_fp8:
+            own = source.scale if source.is_fp8 else destination.scale
+            scales = torch.full((heads,), own, dtype=torch.float32, device=x.device)
+            convert(x, source, Elements(self.name, own), codes)
+        else:
+            magnitudes = largest(x, (1, 2))
+            if not bool(magnitudes.isfinite().all()):
+                x = x.masked_fill(x.isinf(), torch.nan)
+                magnitudes = largest(x.nan_to_num(0.0), (1, 2))
+            powers = powers_of_two(magnitudes)
+            for head in range(heads):  # so that the temporary stays in a CPU's cache
+                codes[head].copy_(x[head].to(torch.float32, copy=True).div_(powers[head]))
+            scales = powers.view(-1)
+        put_scales(out, scales)
+
+    def decode(
+        self,
+        part: Part,
+        data: torch.Tensor,
+        shape: Shape,
+        source: Elements,
+        destination: Elements,
+    ) -> torch.Tensor:
+        scales, codes = split(data, 4 * shape[0], self.coded_bytes(part, shape, source))
+        stored = codes.view(torch.float8_e4m3fn).view(shape)
+        if destination.is_fp8 and (not source.is_fp8 or source.same_bits(destination)):
+            return stored
+        out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
+        if source.is_fp8:
+            convert(stored, source, destination, out)
+            return out
+        for head, scale in enumerate(get_scales(scales, torch.float32, (shape[0],)).tolist()):
+            convert(stored[head], Elements(self.name, scale), destination, out[head])
+        return out
+
+
+def powers_of_two(magnitudes: torch.Tensor) -> torch.Tensor:
+    """The scales, float32, for float32 magnitudes of any one shape."""
+    # magnitude = mantissa * 2^exponent, mantissa in [0.5, 1), and 448 = 0.875 * 2^9
+    mantissa, exponent = torch.frexp(magnitudes)
+    power = (exponent - 9 + (mantissa > 0.875)).clamp(min=_SMALLEST_EXPONENT)
+    scales = ((power + 127) << 23).to(torch.int32).view(torch.float32)
+    return torch.where(magnitudes == 0, torch.ones_like(scales), scales)

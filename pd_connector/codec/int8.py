@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One byte an element: symmetric INT8. K is scaled per channel, V per token (KIVI, arXiv 2402.02750).
+
+K has a few channels that are large in every token, V has none: a scale per channel keeps these from
+drowning K's other channels.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from pd_connector.codec.base import (
+    Part,
+    Shape,
+    check_block,
+    check_bytes,
+    elements_in,
+    get_scales,
+    padded,
+    put_scales,
+    split,
+)
+from pd_connector.codec.elements import Elements, convert, largest
+
+SUPER_PAGE = 128  # tokens that share K's scales, counted from the block's first token
+_RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
+_CODE_MAX = 127.0
+_SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller ones to zero
+
+
+class Int8:
+    """INT8 with bfloat16 scales, rounded up so that no code clips.
+
+    A scale is the largest magnitude of its group over 127 (from 2^-126 up), 1.0 for a group of zeros,
+    and NaN if the group has a NaN or an infinity: the whole group then decodes as NaN.
+    """
+
+    name = "int8"
+    error_bound = 0.02
+
+    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
+        return padded(_scale_bytes(part, shape)) + elements_in(shape)
+
+    def encode(
+        self,
+        part: Part,
+        x: torch.Tensor,
+        source: Elements,
+        destination: Elements,
+        out: torch.Tensor,
+    ) -> None:
+        if source.is_fp8:
+            raise ValueError("int8 of an fp8_e4m3 cache: use raw, which is one byte an element too")
+        check_block(x, source)
+        shape = (x.shape[0], x.shape[1], x.shape[2])
+        check_bytes(out, self.coded_bytes(part, shape, source))
+        scales = torch.empty(_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
+        codes = out[padded(_scale_bytes(part, shape)) :].view(torch.int8).view(shape)
+        for first, stop in _runs(shape):
+            values = _grouped(part, x[:, first:stop])
+            scale = _scales(largest(values, (_axis(part),)))
+            scaled = values.to(torch.float32, copy=True).div_(scale).round_()
+            _grouped(part, codes[:, first:stop]).copy_(scaled)
+            _scales_of(part, scales, first, stop).copy_(scale)
+        put_scales(out, scales)
+
+    def decode(
+        self,
+        part: Part,
+        data: torch.Tensor,
+        shape: Shape,
+        source: Elements,
+        destination: Elements,
+    ) -> torch.Tensor:
+        raw, codes = split(data, _scale_bytes(part, shape), self.coded_bytes(part, shape, source))
+        scales = get_scales(raw, torch.bfloat16, _scale_shape(part, shape))
+        codes = codes.view(torch.int8).view(shape)
+        out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
+        for first, stop in _runs(shape):
+            _dequantise(
+                _grouped(part, codes[:, first:stop]),
+                _scales_of(part, scales, first, stop),
+                destination,
+                _grouped(part, out[:, first:stop]),
+            )
+        return out
+
+
+def _dequantise(
+    codes: torch.Tensor, scale: torch.Tensor, destination: Elements, out: torch.Tensor
+) -> None:
+    if destination.dtype == "bfloat16":
+        torch.mul(codes, scale, out=out)  # rounds once, like the other way, in one pass
+        return
+    # 7 bits of code by 8 of scale are exact in float32
+    convert(codes.float() * scale.float(), Elements("float32"), destination, out)
+
+
+def _scales(magnitudes: torch.Tensor) -> torch.Tensor:
+    """The scales as bfloat16 values held in float32, for float32 magnitudes of any shape."""
+    exact = magnitudes / torch.full_like(magnitudes, _CODE_MAX)
+    # The bits of a positive float are in its order: adding all but one of the last place rounds up.
+    up = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    up = torch.where(magnitudes == 0, torch.ones_like(up), up.clamp(min=_SMALLEST_SCALE))
+    return torch.where(magnitudes.isfinite(), up, torch.full_like(up, torch.nan))
+
+
+def _axis(part: Part) -> int:
+    """The axis of `_grouped` that shares a scale."""
+    return -2 if part is Part.KEY else -1
+
+
+def _grouped(part: Part, x: torch.Tensor) -> torch.Tensor:
+    """A run `[head, token, dim]`; of K as `[head, super-page, token, dim]`. A view."""
+    if part is Part.VALUE:
+        return x
+    return x.unflatten(1, (-1, min(SUPER_PAGE, x.shape[1])))
+
+
+def _scales_of(part: Part, scales: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """The scales of a run, in a shape that broadcasts over `_grouped`. A view."""
+    if part is Part.VALUE:
+        return scales[:, first:stop, None]
+    return scales[:, first // SUPER_PAGE : -(-stop // SUPER_PAGE), None]
+
+
+def _runs(shape: Shape) -> Iterator[tuple[int, int]]:
+    """Token ranges of whole super-pages, and at the end the rest of one."""
+    heads, tokens, dims = shape
+    step = max(1, _RUN_ELEMENTS // (heads * dims * SUPER_PAGE)) * SUPER_PAGE
+    whole = tokens - tokens % SUPER_PAGE
+    for first in range(0, whole, step):
+        yield first, min(first + step, whole)
+    if whole < tokens:
+        yield whole, tokens
+
+
+def _scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
+    heads, tokens, dims = shape
+    return (heads, -(-tokens // SUPER_PAGE), dims) if part is Part.KEY else (heads, tokens)
+
+
+def _scale_bytes(part: Part, shape: Shape) -> int:
+    heads, tokens, dims = shape
+    return 2 * heads * (-(-tokens // SUPER_PAGE) * dims if part is Part.KEY else tokens)

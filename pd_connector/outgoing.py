@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a producer knows of one transfer: its KV so far, and who reads it."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pd_connector import wire
+from pd_connector.errors import Cause
+from pd_connector.plan import Chunk, bytes_per_token, plan
+from pd_connector.route import Route
+
+Session = bytes
+"""The routing id of a consumer's connection."""
+
+
+class Offer(NamedTuple):
+    """KV of one request, as far as it has been computed. A later offer replaces it."""
+
+    transfer: str
+    request: str
+    pages: tuple[Sequence[int], ...]  # page ids by table, from the prompt's start; -1: not kept
+    identity: bytes
+    prompt_tokens: int
+    tokens: int  # [0, tokens) are computed in all layers
+    final: bool  # the prefill has ended: from now on the pages are kept until they are freed
+
+
+class Step(NamedTuple):
+    """How far a prefill step that is under way has come."""
+
+    tokens: int  # [0, tokens) will be computed when it has ended
+    stop_layer: int  # and are so already in the model's layers below this one
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Chunks of the same layers, by token: the first that is not computed holds up the rest."""
+
+    last_layer: int  # in model numbering
+    chunks: deque[Chunk] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One consumer rank that has opened the transfer."""
+
+    message: wire.Open
+    routes: Sequence[Route]
+    credits: deque[int]
+    planned: int = 0
+    unsent: int = 0
+    token_bytes: float = 0.0  # on the wire, in all layers
+    accepted: bool = False
+    writing: int = 0
+    lanes: dict[tuple[int, int], _Lane] = field(default_factory=dict)  # route, first layer
+
+    def prepare(self) -> None:
+        """Plan the chunks. Raises ValueError where none fits."""
+        m = self.message
+        chunks = plan(self.routes, m.first_token, m.stop_token, m.chunk_bytes)
+        for chunk in chunks:
+            key = chunk.route, chunk.first_layer
+            if key not in self.lanes:
+                self.lanes[key] = _Lane(chunk.layers(self.routes[chunk.route])[-1])
+            self.lanes[key].chunks.append(chunk)
+        self.planned = self.unsent = len(chunks)
+        self.token_bytes = bytes_per_token(self.routes)
+
+    def link_s(self, tokens: int) -> float:
+        """How long the link takes for so many tokens, in seconds; endless if it was not measured."""
+        rate = self.message.bytes_per_s
+        return self.token_bytes * tokens / rate if rate else float("inf")
+
+    def next_lane(self, outgoing: "Outgoing") -> _Lane | None:
+        """The lane whose next chunk comes first in the plan and has been computed."""
+        offer, step = outgoing.offer, outgoing.step
+        if offer is None:
+            return None
+        best: _Lane | None = None
+        for lane in self.lanes.values():
+            if not lane.chunks:
+                continue
+            chunk = lane.chunks[0]
+            ready = chunk.stop_token <= offer.tokens or (
+                step is not None
+                and chunk.stop_token <= step.tokens
+                and lane.last_layer < step.stop_layer
+            )
+            if ready and (best is None or chunk.sequence < best.chunks[0].sequence):
+                best = lane
+        return best
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One transfer."""
+
+    expires: float
+    expected: bool = False
+    offer: Offer | None = None
+    step: Step | None = None
+    streams: dict[Session, Stream] = field(default_factory=dict)
+    watchers: set[Session] = field(default_factory=set)
+    readers: int = 1  # consumer ranks that will ask for it
+    over: dict[Session, Cause | None] = field(default_factory=dict)  # those that are done
+    # Sessions that asked and were refused: their `Cancel` is not the true consumer's.
+    refused: set[Session] = field(default_factory=set)
+
+    @property
+    def final(self) -> bool:
+        return self.offer is not None and self.offer.final
+
+    @property
+    def all_over(self) -> bool:
+        """Whether every reader has ended, well or badly."""
+        return len(self.over) >= self.readers
+
+    @property
+    def cause(self) -> Cause | None:
+        """The first reason for which a reader did not get everything."""
+        return next((cause for cause in self.over.values() if cause is not None), None)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where producers of the same machine and user call: a Unix socket, and who waits at it.
+
+A producer presents a token, which has come over the control channel, and with it a descriptor of
+its sending slab. It waits here until somebody expects that token.
+"""
+
+import array
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Container
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_connector.slab import SLAB_SEALS
+
+TOKEN_BYTES = 16
+_MAX_STRANGERS = 64
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Guest(NamedTuple):
+    """A producer that has called."""
+
+    link: socket.socket
+    token: bytes = b""  # empty until it has presented one
+    descriptor: int = -1  # of its sending slab, if it shares that
+
+    def leave(self) -> None:
+        self.link.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class Lobby:
+    """See the module. `name` is the socket's, in the abstract namespace."""
+
+    def __init__(self) -> None:
+        self.name = f"pd-connector-{secrets.token_hex(12)}"
+        self._strangers: list[Guest] = []  # not (yet) expected, longest first
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(_MAX_STRANGERS)
+
+    @property
+    def pollables(self) -> list[object]:
+        return [self._listener.fileno(), *(guest.link.fileno() for guest in self._strangers)]
+
+    def admit(self, expected: Container[bytes]) -> list[Guest]:
+        """Take out those who present an expected token; their link is the caller's to close."""
+        self._welcome()
+        admitted = []
+        staying = []
+        for guest in self._strangers:
+            heard = _listen(guest)
+            if heard is None:
+                guest.leave()
+            elif heard.token in expected:
+                admitted.append(heard)
+            else:
+                staying.append(heard)
+        self._strangers = staying
+        return admitted
+
+    def close(self) -> None:
+        for stranger in self._strangers:
+            stranger.leave()
+        self._strangers.clear()
+        self._listener.close()
+
+    def _welcome(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            if not is_of_same_user(link):
+                link.close()
+                continue
+            link.setblocking(False)
+            self._strangers.append(Guest(link))
+            if len(self._strangers) > _MAX_STRANGERS:
+                self._strangers.pop(0).leave()
+
+
+def call(name: str, token: bytes, descriptor: int) -> socket.socket:
+    """Call at a lobby, hand over a descriptor (-1 for none), and return the link.
+
+    Raises:
+        OSError: there is no such lobby in this network namespace, or it is another user's.
+    """
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.setblocking(False)
+        link.connect(f"\0{name}")
+        if not is_of_same_user(link):
+            raise PermissionError("the socket belongs to another user")
+        give(link, token, descriptor)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def is_of_same_user(link: socket.socket) -> bool:
+    """Whether the process at the other end has this process' user, as the kernel says."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+def give(link: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send bytes and a descriptor (-1 for none) in one message. Raises OSError."""
+    rights = array.array("i", [descriptor] if descriptor >= 0 else [])
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+    link.sendmsg([data], ancillary)
+
+
+def take(link: socket.socket, nbytes: int) -> tuple[bytes, int]:
+    """Receive one message of at most `nbytes` bytes, and its descriptor or -1. Raises OSError."""
+    data, ancillary, _, _ = link.recvmsg(nbytes, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    received = array.array("i")
+    for level, kind, rights in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
+    # The space of one is room for two, for the sake of alignment.
+    for descriptor in received[1:]:
+        os.close(descriptor)
+    return data, received[0] if received else -1
+
+
+def map_slab(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8] | None:
+    """Map a peer's slab and close the descriptor; None if it is not what a `Slab` shares."""
+    if descriptor < 0:
+        return None
+    try:
+        # Memory that its owner may shrink would kill this process on an access.
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SLAB_SEALS == SLAB_SEALS
+        if sealed and os.fstat(descriptor).st_size == nbytes:
+            return np.frombuffer(mmap.mmap(descriptor, nbytes, access=access), np.uint8)
+    except (OSError, ValueError, OverflowError):  # not such memory, or more than can be mapped
+        pass
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _listen(guest: Guest) -> Guest | None:
+    """The guest with what it has presented since; None if it is gone, or talks out of turn."""
+    try:
+        data, descriptor = take(guest.link, TOKEN_BYTES)
+    except BlockingIOError:
+        return guest
+    except OSError:
+        return None
+    if data and not guest.token:
+        return guest._replace(token=data, descriptor=descriptor)
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    return None

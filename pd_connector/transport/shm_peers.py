@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers of a shared-memory transport: what each has shared, and what it is told."""
+
+import mmap
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pd_connector.errors import TransportError
+from pd_connector.transport.lobby import map_slab, take
+
+NOTE = struct.Struct("<IQ")
+"""Slot and bytes of a chunk that has been copied; the chunk's header follows."""
+
+_Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+_SlotBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Memory = npt.NDArray[np.uint8]
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    listener: str
+    token: bytes
+    slots: _Slots  # of the landing slab
+    slot_bytes: _SlotBytes
+    # Of the sending slab. It has no slots where it is not shared, as in versions without reads.
+    send_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
+    send_slot_bytes: _SlotBytes = 1
+
+
+@dataclass(slots=True)
+class Producer:
+    """A producer that may write here, as long as a source names it.
+
+    `window` is its sending slab once that has come; `problem` says why it will not come.
+    """
+
+    address: Address
+    sources: set[int] = field(default_factory=set)
+    links: list[socket.socket] = field(default_factory=list)
+    window: _Memory | None = None
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Consumer:
+    """A consumer this producer writes to; without `window` until its memory has arrived."""
+
+    link: socket.socket
+    slots: int
+    slot_bytes: int
+    window: _Memory | None = None
+    waiting: list[tuple[bytes, bytes, int]] = field(default_factory=list)
+    notes: deque[bytes] = field(default_factory=deque)  # that the socket had no room for
+
+    def copy(self, header: bytes, payload: memoryview, slot: int) -> str:
+        """Copy a chunk into a landing slot and tell; returns what went wrong."""
+        assert self.window is not None
+        start = slot * self.slot_bytes
+        target = self.window[start : start + len(payload)]
+        np.copyto(target, np.frombuffer(payload, np.uint8))  # without the interpreter lock
+        self.notes.append(NOTE.pack(slot, len(payload)) + header)
+        return self.tell()
+
+    def tell(self) -> str:
+        """Send the notes for which there is room; returns what went wrong."""
+        try:
+            while self.notes:
+                self.link.send(self.notes[0])
+                self.notes.popleft()
+        except BlockingIOError:
+            pass  # it reads slowly: `poll` tries again
+        except OSError as error:
+            self.notes.clear()
+            return f"shm: the consumer is gone ({error})"
+        return ""
+
+    def open_window(self) -> None:
+        """Take the consumer's memory, if it has come, and copy what has waited for it."""
+        try:
+            _, descriptor = take(self.link, 1)
+        except OSError:
+            return
+        nbytes = self.slots * self.slot_bytes
+        self.window = map_slab(descriptor, nbytes, mmap.ACCESS_WRITE)
+        if self.window is not None:
+            for header, payload, slot in self.waiting:
+                self.copy(header, memoryview(payload), slot)
+        self.waiting.clear()
+
+
+def read_address(address: bytes) -> Address:
+    """A peer's `address()`. Raises TransportError if it is none."""
+    try:
+        return msgspec.msgpack.decode(address, type=Address)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(f"shm address of a peer cannot be read: {error}") from None

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UCX through ucxx: tagged messages, over RDMA where there is any, shared memory or TCP else.
+
+A chunk is one message under the producer's tag, copied once at the producer, and arrives in memory
+of its own; the slot it names is only a credit. Messages go eagerly: a peer never fetches from our
+memory, so that a write that is given up has nothing more to read.
+
+UCX neither encrypts nor authenticates, its addresses are parsed by C code, and whoever reaches its
+port can do harm: outside of loopback the network between the engines must be trusted, key or no
+key. ucxx keeps the worker of a transport that had to cancel a write until the process ends, with
+about seven descriptors.
+"""
+
+import contextlib
+import importlib
+import itertools
+import os
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pd_connector.config import is_loopback
+from pd_connector.errors import TransportError
+from pd_connector.transport.base import Landed, Route, Transport, Written
+
+_PREFIX = struct.Struct("<II")  # slot, bytes of the header; header and payload follow
+_MAX_HEADER_BYTES = 1 << 16
+_MAX_BATCH = 64  # messages taken from one producer at a time
+_CLOSING_POLLS = 100  # cancelled writes end at the next; more is for what UCX wants to tell
+_TAG_BITS = 62
+
+_Buffer = npt.NDArray[np.uint8]
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    worker: bytes
+    # Producers are believed by it, so it must not be guessed.
+    tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << _TAG_BITS)]
+
+
+class _Move(NamedTuple):
+    """A message under way, with the memory that UCX uses until it has ended."""
+
+    request: Any
+    buffer: _Buffer
+    tag: int = -1
+
+    @property
+    def problem(self) -> str:
+        """What went wrong with a message that has ended, empty for nothing."""
+        try:
+            self.request.check_error()
+        except Exception as error:  # ucxx's exceptions have no common base
+            return repr(error)
+        return ""
+
+
+@dataclass(slots=True)
+class _Consumer:
+    endpoint: Any
+    writes: dict[int, _Move] = field(default_factory=dict)  # by token
+
+
+class UcxTransport(Transport):
+    """See the module.
+
+    Args:
+        slot_bytes: the most a consumer accepts in one message.
+        host: what this engine listens on; UCX is kept to loopback if that is loopback.
+
+    Raises:
+        TransportError: ucxx is missing, or UCX cannot be set up.
+    """
+
+    name = "ucx"
+    one_sided = False
+
+    def __init__(self, slot_bytes: int, host: str = "127.0.0.1") -> None:
+        self._max_bytes = slot_bytes + _MAX_HEADER_BYTES + _PREFIX.size
+        self._numbers = itertools.count(1)  # of writes, routes and sources
+        self._tag = secrets.randbits(_TAG_BITS)
+        self._routes: dict[int, _Consumer] = {}
+        self._written: list[Written] = []
+        self._expected: dict[int, int] = {}  # source: the producer's tag
+        self._arriving: list[_Move] = []
+        self._abandoned: list[_Move] = []
+        self._api, self._array = _import_api()
+        # A peer's process that has died without a word is noticed within some seconds.
+        options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
+        if is_loopback(host):
+            options["NET_DEVICES"] = "lo"
+        try:
+            context = self._api.UCXContext(options, feature_flags=(self._api.Feature.TAG,))
+            self._worker: Any = self._api.UCXWorker(context)
+            self._address = _Address(self._worker.address.tobytes(), self._tag)
+        except Exception as error:
+            raise TransportError(
+                f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
+            ) from error
+
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._address)
+
+    def connect(self, consumer: bytes) -> Route:
+        address = _read_address(consumer)
+        try:
+            worker = self._api.UCXAddress.create_from_buffer(address.worker)
+            endpoint = self._api.UCXEndpoint.create_from_worker_address(self._worker, worker, True)
+        except Exception as error:
+            raise TransportError(f"ucx cannot reach the consumer: {error!r}") from error
+        route = next(self._numbers)
+        self._routes[route] = _Consumer(endpoint)
+        return route
+
+    def disconnect(self, route: Route) -> None:
+        assert isinstance(route, int)
+        consumer = self._routes.pop(route, None)
+        if consumer is None:
+            return
+        for token, move in consumer.writes.items():
+            self._written.append(Written(token, False, "ucx write: the consumer was disconnected"))
+            self._abandoned.append(move)
+        with contextlib.suppress(Exception):  # it may have failed by itself
+            consumer.endpoint.close_blocking()
+
+    def expect(self, producer: bytes) -> Hashable:
+        source = next(self._numbers)
+        self._expected[source] = _read_address(producer).tag
+        return source
+
+    def dismiss(self, source: Hashable) -> None:
+        assert isinstance(source, int)
+        tag = self._expected.pop(source, None)
+        if tag is None or tag in self._expected.values():
+            return
+        # What is here already belongs to the session that ends, and not to its next one.
+        self._match(tag)
+        self._abandoned += [move for move in self._arriving if move.tag == tag]
+        self._arriving = [move for move in self._arriving if move.tag != tag]
+
+    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
+        assert isinstance(route, int)
+        consumer = self._routes.get(route)
+        if consumer is None:
+            raise TransportError("ucx transport: no such consumer (any more)")
+        if not 0 <= slot < 1 << 32:
+            raise TransportError(f"ucx transport: slot {slot} is none of the consumer's")
+        if len(header) > _MAX_HEADER_BYTES:
+            raise TransportError(f"ucx: header of {len(header)} bytes, at most {_MAX_HEADER_BYTES}")
+        front = _PREFIX.pack(slot, len(header)) + header
+        buffer = np.empty(len(front) + payload.nbytes, np.uint8)
+        buffer[: len(front)] = np.frombuffer(front, np.uint8)
+        np.copyto(buffer[len(front) :], np.frombuffer(payload, np.uint8))
+        try:
+            tag = self._api.UCXXTag(self._tag)
+            request = consumer.endpoint.tag_send(self._array(buffer), tag)
+        except Exception as error:
+            raise TransportError(f"ucx write cannot start: {error!r}") from error
+        token = next(self._numbers)
+        consumer.writes[token] = _Move(request, buffer)
+        return token
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        if self.restless:
+            self._worker.progress()
+        for tag in Counter(self._expected.values()):
+            self._match(tag)
+        self._abandoned = [move for move in self._abandoned if not move.request.completed]
+        for consumer in self._routes.values():
+            self._end_writes(consumer)
+        written, self._written = self._written, []
+        return written, self._end_arrivals()
+
+    @property
+    def pollables(self) -> list[object]:
+        return []
+
+    @property
+    def restless(self) -> bool:
+        # ucxx's progress thread would be one more, and UCX's own descriptor costs it transports.
+        return bool(self._routes or self._expected or self._abandoned)
+
+    def close(self) -> None:
+        if self._worker is None:
+            return
+        for route in list(self._routes):
+            self.disconnect(route)
+        for source in list(self._expected):
+            self.dismiss(source)
+        for _ in range(_CLOSING_POLLS):
+            self._worker.progress()
+        self._abandoned.clear()
+        self._worker = None
+
+    def _match(self, tag: int) -> None:
+        """Give the messages that wait under this tag memory to arrive in."""
+        for _ in range(_MAX_BATCH):
+            try:
+                probe = self._worker.tag_probe(self._api.UCXXTag(tag), remove=True)
+                if not probe:
+                    return
+                # One that is too long is cut, fails for that, and is forgotten.
+                fits = probe.length <= self._max_bytes
+                buffer = np.empty(max(1, probe.length) if fits else 1, np.uint8)
+                request = self._worker.tag_recv_with_handle(self._array(buffer), probe)
+            except Exception:
+                # Whatever that message was, the peer's session ends for want of it.
+                return
+            self._arriving.append(_Move(request, buffer, tag))
+
+    def _end_writes(self, consumer: _Consumer) -> None:
+        if not consumer.writes:
+            return
+        is_alive = consumer.endpoint.alive
+        for token, move in list(consumer.writes.items()):
+            if move.request.completed:
+                problem = move.problem
+            elif not is_alive:
+                problem = "the consumer is gone"
+                self._abandoned.append(move)
+            else:
+                continue
+            del consumer.writes[token]
+            problem = f"ucx write: {problem}" if problem else ""
+            self._written.append(Written(token, not problem, problem))
+
+    def _end_arrivals(self) -> list[Landed]:
+        landed: list[Landed] = []
+        under_way: list[_Move] = []
+        for move in self._arriving:
+            if not move.request.completed:
+                under_way.append(move)
+            elif not move.problem and (arrival := _read_message(move.buffer)):
+                landed.append(arrival)
+        self._arriving = under_way
+        return landed
+
+
+def _read_message(message: _Buffer) -> Landed | None:
+    if len(message) < _PREFIX.size:
+        return None
+    slot, header_bytes = _PREFIX.unpack_from(message.data)
+    start = _PREFIX.size + header_bytes
+    if start > len(message) or header_bytes > _MAX_HEADER_BYTES:
+        return None
+    return Landed(message[_PREFIX.size : start].tobytes(), slot, message.data[start:])
+
+
+def _import_api() -> tuple[Any, Any]:
+    """ucxx's core, and what wraps its buffers."""
+    before = set(os.environ)
+    try:
+        with contextlib.suppress(ModuleNotFoundError):  # a UCX of the system needs no help
+            # ucxx does this only where librmm is installed, which host memory has no need of.
+            importlib.import_module("libucx").load_library()
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    except ImportError as error:
+        raise TransportError(
+            f"transport ucx: {error}. Install it with `pip install 'pd-connector[ucx]'`, or "
+            "take it out of the config key transports"
+        ) from error
+    finally:
+        # The import sets UCX's variables, which other users of UCX in this process would inherit.
+        for name in set(os.environ) - before:
+            del os.environ[name]
+    return libucxx, Array
+
+
+def _read_address(address: bytes) -> _Address:
+    try:
+        return msgspec.msgpack.decode(address, type=_Address)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(f"ucx address of a peer cannot be read: {error}") from None

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's cache in our terms: the geometry of a rank, and each layer's pages as K and V."""
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pd_connector.codec import DTYPES
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.geometry import Geometry, Group, Kind, Shard
+from pd_connector.pages import LayerPages, PagedCache
+from pd_connector.vllm.packing import CpuPacking
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class _Layer(NamedTuple):
+    """One layer of vLLM's, before layers of a kind are grouped."""
+
+    number: int  # in the model, as `_numbers` counts
+    name: str
+    table: int
+    spec: "AttentionSpec"
+    tensor: torch.Tensor  # [page, head, token, K and V], any strides
+
+
+def describe_cache(
+    kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig"
+) -> PagedCache:
+    """What `register_kv_caches` was given, as a `PagedCache`.
+
+    Raises:
+        UnsupportedGeometryError: a layer of a kind that cannot be moved.
+    """
+    layers = list(_layers(kv_caches, kv_cache_config))
+    groups: dict[tuple[object, ...], list[tuple[Group, LayerPages]]] = {}
+    for layer in sorted(layers):
+        group, pages = _describe(layer, vllm_config)
+        key = (
+            group.kind,
+            group.table,
+            group.layout,
+            group.dtype,
+            group.window,
+            pages.key.shape[1:],
+        )
+        groups.setdefault((*key, group.key_dim, group.value_dim), []).append((group, pages))
+    merged = tuple(_merge([group for group, _ in members]) for members in groups.values())
+    views = {g.layers[0]: pages for members in groups.values() for g, pages in members}
+    geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
+    return PagedCache(views, geometry)
+
+
+def engine_shards(vllm_config: "VllmConfig", own: Shard) -> tuple[Shard, ...]:
+    """What all ranks of this engine hold, as far as routes need to know."""
+    parallel = vllm_config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if pp == 1:
+        return tuple(Shard(own.first_layer, own.stop_layer, rank, tp) for rank in range(tp))
+    return tuple(
+        Shard(*_stage(vllm_config, stage), rank, tp) for stage in range(pp) for rank in range(tp)
+    )
+
+
+def own_shard(vllm_config: "VllmConfig", numbers: list[int]) -> Shard:
+    """The shard of this worker, which holds layers with these numbers."""
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    stage, rank = divmod(parallel.rank % parallel.world_size, tp)
+    if parallel.pipeline_parallel_size == 1:
+        return Shard(min(numbers), max(numbers) + 1, rank, tp)
+    return Shard(*_stage(vllm_config, stage), rank, tp)
+
+
+def _stage(vllm_config: "VllmConfig", stage: int) -> tuple[int, int]:
+    """Layers [first, stop) of a pipeline stage."""
+    from vllm.distributed.utils import get_pp_indices
+
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    first, stop = get_pp_indices(total, stage, vllm_config.parallel_config.pipeline_parallel_size)
+    return first, stop
+
+
+def _layers(
+    kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig"
+) -> Iterator[_Layer]:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    numbers = _numbers(list(kv_caches))
+    seen: set[tuple[int, int]] = set()
+    for table in kv_cache_config.transfer_group_ids:
+        group = kv_cache_config.kv_cache_groups[table]
+        for name in group.layer_names:
+            tensor = kv_caches.get(name)
+            if tensor is None:  # another pipeline stage's
+                continue
+            if (table, tensor.data_ptr()) in seen:  # layers that share one cache
+                continue
+            seen.add((table, tensor.data_ptr()))
+            spec = group.kv_cache_spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                spec = spec.kv_cache_specs[name]
+            yield _Layer(numbers[name], name, table, spec, tensor)
+
+
+def _numbers(names: list[str]) -> dict[str, int]:
+    """Each cache's number: that of its layer; where layers have several caches, these are
+    counted through."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    index = {name: int(extract_layer_index(name)) for name in names}
+    if len(set(index.values())) == len(names):
+        return index
+    kinds = {name: name.replace(str(index[name]), "", 1) for name in names}
+    order = sorted(set(kinds.values()))
+    return {name: index[name] * len(order) + order.index(kinds[name]) for name in names}
+
+
+def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages]:
+    spec, tensor = layer.spec, layer.tensor
+    kind, window = _kind(layer)
+    _, heads, kernel_page_size, _ = tensor.shape
+    dtype = _dtype(layer, vllm_config)
+    known = dtype in DTYPES
+    order = _order(tensor)
+    packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
+    if packing is not None and kind == "attention" and not packing.known(spec, kernel_page_size):
+        dtype, known = f"{dtype} packed as {packing.name}", False
+    if known:
+        tensor = tensor.view(DTYPES[dtype])
+        key_dim, value_dim = int(spec.head_size), int(spec.head_size_v)
+        key, value = _halves(tensor, key_dim, value_dim, packing if kind == "attention" else None)
+    else:  # bytes, of which only their owner knows more
+        tensor = tensor.view(torch.uint8)
+        key, value = tensor, None
+        key_dim, value_dim = tensor.shape[3], 0
+    rows, heads_apart = _rows(layer.tensor)
+    where = packing.name if packing else _backend(vllm_config, layer.name)
+    scales = _scales(layer, vllm_config) if dtype == "fp8_e4m3" else (1.0, 1.0)
+    group = Group(
+        kind=kind,
+        layers=(layer.number,),
+        heads=1 if kind == "latent" else _total_heads(heads, vllm_config),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        page_size=int(spec.block_size),
+        window=window,
+        dtype=dtype,
+        layout=f"{tensor.device.type}/{where}/{order}/{kernel_page_size}"
+        if rows is not None
+        else "",
+        heads_apart=heads_apart,
+        table=layer.table,
+        scales=(scales,),
+    )
+    return group, LayerPages(key, value, rows)
+
+
+def _kind(layer: _Layer) -> tuple[Kind, int]:
+    """What a layer keeps, and its window in tokens (0: everything)."""
+    from vllm.v1 import kv_cache_interface as kv
+
+    spec = layer.spec
+    if isinstance(spec, kv.SlidingWindowSpec):
+        kept = int(spec.sliding_window)
+        return ("latent" if spec.head_size_v == 0 else "attention"), kept
+    if isinstance(spec, kv.MLAAttentionSpec):
+        return "latent", 0
+    if type(spec) is kv.FullAttentionSpec:
+        return "attention", 0
+    raise UnsupportedGeometryError(
+        f"cache of {layer.name} is of kind {type(spec).__name__}: PDConnector moves full and "
+        "sliding-window attention and MLA latents; serve this model without disaggregation"
+    )
+
+
+def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    mode = layer.spec.kv_quant_mode
+    stored = getattr(layer.spec, "cache_dtype_str", None) or cache_dtype
+    if mode is KVQuantMode.FP8_PER_TENSOR and stored in ("fp8", "fp8_e4m3"):
+        return "fp8_e4m3"
+    name = _DTYPE_NAMES.get(layer.spec.dtype)
+    return name if mode is KVQuantMode.NONE and name else f"{stored}/{mode.name}"
+
+
+def _halves(
+    tensor: torch.Tensor, key_dim: int, value_dim: int, packing: CpuPacking | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of a layer, `[page, head, token, dim]` each."""
+    if packing is not None:
+        return packing.halves(tensor, key_dim, value_dim)
+    if not value_dim:
+        return tensor[..., :key_dim], None
+    return tensor[..., :key_dim], tensor[..., key_dim : key_dim + value_dim]
+
+
+def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    """The layer as bytes, for pages that pass as they are; and whether heads lie apart."""
+    size = tensor.element_size()
+    pages, heads, tokens, width = tensor.shape
+    apart = tensor.stride(3) == 1 and tensor.stride(2) == width
+    dense = _is_dense(tensor.shape[1:], tensor.stride()[1:])
+    if not (apart or dense):
+        return None, False
+    shape = (pages, heads, tokens * width) if apart else (pages, 1, heads * tokens * width)
+    strides = (tensor.stride(0), tensor.stride(1), 1) if apart else (tensor.stride(0), 0, 1)
+    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    rows.set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * size,
+        (*shape[:2], shape[2] * size),
+        (strides[0] * size, strides[1] * size, 1),
+    )
+    return rows, apart
+
+
+def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return bool(expected == math.prod(shape))
+
+
+def _order(tensor: torch.Tensor) -> str:
+    """The order of axes within a page, outermost first, such as HNC."""
+    return "".join("HNC"[axis] for axis in sorted(range(3), key=lambda a: -tensor.stride(a + 1)))
+
+
+def _total_heads(own: int, vllm_config: "VllmConfig") -> int:
+    """KV heads of a layer in the whole model, of which this rank has `own`."""
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    return total if max(1, total // tp) == own else own * tp
+
+
+def _scales(layer: _Layer, vllm_config: "VllmConfig") -> tuple[float, float]:
+    """What stored K and V are multiplied with."""
+    module = vllm_config.compilation_config.static_forward_context.get(layer.name)
+    return float(getattr(module, "_k_scale_float", 1.0)), float(
+        getattr(module, "_v_scale_float", 1.0)
+    )
+
+
+def _backend(vllm_config: "VllmConfig", name: str) -> str:
+    module = vllm_config.compilation_config.static_forward_context.get(name)
+    backend = getattr(module, "attn_backend", None)
+    return str(backend.get_name()) if backend is not None else "unknown"
+
+
+def _merge(groups: list[Group]) -> Group:
+    """Layers that differ in nothing but their number and scales, as one group."""
+    import msgspec
+
+    ordered = sorted(groups, key=lambda group: group.layers)
+    scales = tuple(group.scales[0] for group in ordered)
+    return msgspec.structs.replace(
+        ordered[0],
+        layers=tuple(group.layers[0] for group in ordered),
+        scales=scales if any(pair != (1.0, 1.0) for pair in scales) else (),
+    )

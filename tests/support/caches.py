@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that are made up: what their ranks hold, and caches whose every byte can be told.
+
+The layouts here say by themselves where an element lies in memory (`Layout.place`), without the
+views that are handed to `PagedCache`, so that a wrong view cannot hide itself.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from pd_connector.codec import DTYPES
+from pd_connector.geometry import Geometry, Group, Kind, Shard, pages_for
+from pd_connector.pages import LayerPages, PagedCache
+
+
+class Layer(NamedTuple):
+    """What one layer of a model keeps."""
+
+    heads: int = 2
+    key_dim: int = 8
+    value_dim: int = 8
+    window: int = 0
+    kind: Kind = "attention"
+
+
+Model = tuple[Layer, ...]
+LATENT = Layer(heads=1, key_dim=12, value_dim=0, kind="latent")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine serves a model.
+
+    Attributes:
+        tp: ranks that share heads.
+        starts: the first layer of each pipeline stage.
+        labels: of each layer; layers of one label and one kind share a page table.
+        page_sizes: of each label.
+        windows: whether pages before a layer's window are given up.
+        scales: of K and V of every layer.
+    """
+
+    tp: int = 1
+    starts: tuple[int, ...] = (0,)
+    labels: tuple[int, ...] = ()
+    page_sizes: tuple[int, ...] = (16,)
+    windows: bool = True
+    dtype: str = "bfloat16"
+    layout: str = "HND"
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def geometries(self, model: Model) -> tuple[Geometry, ...]:
+        """Each rank's, all ranks of the first stage first."""
+        stops = (*self.starts[1:], len(model))
+        return tuple(
+            Geometry(Shard(first, stop, rank, self.tp), tuple(self._groups(model, first, stop)))
+            for first, stop in zip(self.starts, stops, strict=True)
+            for rank in range(self.tp)
+        )
+
+    def _groups(self, model: Model, first: int, stop: int) -> Iterator[Group]:
+        labels = self.labels or (0,) * len(model)
+        alike: dict[tuple[Layer, int], list[int]] = {}
+        for number in range(first, stop):
+            alike.setdefault((model[number], labels[number]), []).append(number)
+        for table, ((layer, label), numbers) in enumerate(alike.items()):
+            yield Group(
+                layer.kind,
+                tuple(numbers),
+                layer.heads,
+                layer.key_dim,
+                layer.value_dim,
+                self.page_sizes[label],
+                layer.window if self.windows else 0,
+                self.dtype,
+                self.layout,
+                heads_apart=LAYOUTS[self.layout].heads_apart,
+                table=table,
+                scales=(self.scales,) * len(numbers) if self.dtype == "fp8_e4m3" else (),
+            )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Layers of one or two kinds of attention, or of MLA."""
+    count = draw(st.integers(1, 6))
+    if draw(st.integers(0, 3)) == 0:
+        return (LATENT,) * count
+    heads = st.sampled_from([1, 2, 4, 8])
+    full = Layer(draw(heads))
+    sliding = Layer(draw(heads), window=draw(st.sampled_from([1, 2, 16, 17, 40, 100])))
+    return tuple(draw(st.sampled_from([full, sliding])) for _ in range(count))
+
+
+@st.composite
+def setups(draw: st.DrawFn, model: Model, windows: bool) -> Setup:
+    """Any way to serve the model."""
+    cuts = draw(st.sets(st.integers(1, len(model) - 1), max_size=2)) if len(model) > 1 else set()
+    sizes = st.sampled_from([16, 32, 64, 128])
+    return Setup(
+        tp=draw(st.sampled_from([1, 2, 4, 8])),
+        starts=(0, *sorted(cuts)),
+        labels=tuple(draw(st.integers(0, 1)) for _ in model),
+        page_sizes=(draw(sizes), draw(sizes)),
+        windows=windows,
+        dtype=draw(st.sampled_from(["bfloat16", "float32", "fp8_e4m3"])),
+        layout=draw(st.sampled_from(["HND", "NHD", "apart"])),
+    )
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Model, Setup, Setup]:
+    """A model, and a producer and a consumer that serve it."""
+    model = draw(models())
+    consumer_windows = draw(st.booleans())
+    source = draw(setups(model, consumer_windows and draw(st.booleans())))
+    return model, source, draw(setups(model, consumer_windows))
+
+
+class Layout(NamedTuple):
+    """An order of elements in memory.
+
+    Attributes:
+        order: of a page's axes, outermost first: H(ead), N (token), and C, the dims of K and then V.
+        transposed: K of each head lies as `[dim][token]`, and V follows it as `[token][dim]`.
+        halves: K's pages lie before all of V's; then pages are not dense.
+        parts: pages of the tensor that are one page of the engine.
+        gap: elements between a page and the next.
+    """
+
+    order: str = "HNC"
+    transposed: bool = False
+    halves: bool = False
+    parts: int = 1
+    gap: int = 0
+
+    @property
+    def heads_apart(self) -> bool:
+        return self.order == "HNC" and not self.halves
+
+    def place(self, shape: "Shape", page: int, head: int, token: int, dim: int, v: bool) -> int:
+        """Where an element lies in the storage, counted in elements.
+
+        Args:
+            page: as the engine counts.
+            token: within the page.
+            dim: of K, or of V if `v`.
+        """
+        tokens = shape.tokens // self.parts
+        page, token = page * self.parts + token // tokens, token % tokens
+        width = shape.key_dim + shape.value_dim
+        start = page * (shape.heads * tokens * width + self.gap)
+        if self.halves:
+            half = shape.pages * self.parts * shape.heads * tokens * shape.key_dim
+            own = shape.value_dim if v else shape.key_dim
+            return v * half + ((page * tokens + token) * shape.heads + head) * own + dim
+        if self.transposed:
+            start += head * tokens * width
+            if v:
+                return start + tokens * shape.key_dim + token * shape.value_dim + dim
+            return start + dim * tokens + token
+        place = head * tokens + token if self.order == "HNC" else token * shape.heads + head
+        return start + place * width + v * shape.key_dim + dim
+
+    def elements(self, shape: "Shape") -> int:
+        """Of the whole storage."""
+        width = shape.key_dim + shape.value_dim
+        whole = shape.pages * (shape.heads * shape.tokens * width)
+        return whole + shape.pages * self.parts * self.gap
+
+    def views(self, storage: torch.Tensor, shape: "Shape") -> LayerPages:
+        """The storage as an engine's door would hand it over."""
+        pages, tokens = shape.pages * self.parts, shape.tokens // self.parts
+        heads, k, v = shape.heads, shape.key_dim, shape.value_dim
+        page = heads * tokens * (k + v) + self.gap
+        if self.halves:
+            split = pages * tokens * heads * k
+            return LayerPages(
+                storage[:split].view(pages, tokens, heads, k).transpose(1, 2),
+                storage[split:].view(pages, tokens, heads, v).transpose(1, 2),
+                None,
+            )
+        if self.transposed:
+            strides = page, tokens * (k + v)
+            key = storage.as_strided((pages, heads, tokens, k), (*strides, 1, tokens))
+            value = storage.as_strided((pages, heads, tokens, v), (*strides, v, 1), tokens * k)
+        else:
+            steps = {"HNC": (tokens * (k + v), k + v), "NHC": (k + v, heads * (k + v))}[self.order]
+            whole = storage.as_strided((pages, heads, tokens, k + v), (page, *steps, 1))
+            key, value = whole[..., :k], whole[..., k:]
+        rows = (pages, heads) if self.heads_apart else (pages, 1)
+        size = storage.element_size()
+        each = heads * tokens * (k + v) // rows[1] * size
+        as_bytes = storage.view(torch.uint8)
+        dense = as_bytes.as_strided((*rows, each), (page * size, each, 1))
+        return LayerPages(key, value if v else None, dense)
+
+
+LAYOUTS = {
+    "HND": Layout(),
+    "NHD": Layout("NHC"),
+    "HND in parts": Layout(parts=2),
+    "NHD in parts": Layout("NHC", parts=4),
+    "packed": Layout(transposed=True),
+    "packed in parts": Layout(transposed=True, parts=2),
+    "apart": Layout(gap=24),
+    "": Layout(halves=True),
+}
+
+
+class Shape(NamedTuple):
+    """Extents of one layer's cache on one rank."""
+
+    pages: int
+    heads: int
+    tokens: int  # of an engine's page
+    key_dim: int
+    value_dim: int
+
+
+class Rank:
+    """One rank's cache, full of random bytes, and page tables of one prompt."""
+
+    def __init__(
+        self, geometry: Geometry, tokens: int, chance: random.Random, device: str = "cpu"
+    ) -> None:
+        self.geometry = geometry
+        self.tables: list[list[int]] = []
+        self.storage: dict[int, torch.Tensor] = {}
+        self.shapes: dict[int, Shape] = {}
+        self.groups = {layer: group for group in geometry.groups for layer in group.layers}
+        views = {}
+        for group in geometry.groups:
+            wanted = pages_for(tokens, group.page_size)
+            pages = wanted + 2
+            self.tables.append(chance.sample(range(pages), wanted))
+            for layer in group.layers:
+                heads = len(geometry.heads(group))
+                shape = Shape(pages, heads, group.page_size, group.key_dim, group.value_dim)
+                layout, size = LAYOUTS[group.layout], DTYPES[group.dtype].itemsize
+                noise = chance.randbytes(layout.elements(shape) * size)
+                made = torch.frombuffer(bytearray(noise), dtype=torch.uint8).to(device)
+                self.storage[layer] = made.view(DTYPES[group.dtype])
+                self.shapes[layer] = shape
+                views[layer] = layout.views(self.storage[layer], shape)
+        self.cache = PagedCache(views, geometry)
+
+    def pages(self, group: Group, span: range) -> list[int]:
+        return self.tables[group.table][span.start : span.stop]
+
+    def places(self, layer: int, head: int, token: int, v: bool) -> range:
+        """Where the elements of a token of the prompt lie in the layer's storage.
+
+        Args:
+            head: in model numbering.
+        """
+        group, shape = self.groups[layer], self.shapes[layer]
+        layout = LAYOUTS[group.layout]
+        page = self.tables[group.table][token // group.page_size]
+        where = page, head - self.geometry.heads(group).start, token % group.page_size
+        dims = shape.value_dim if v else shape.key_dim
+        first = layout.place(shape, *where, 0, v)
+        step = layout.place(shape, *where, 1, v) - first
+        return range(first, first + dims * step, step)
+
+    def parts(self, layer: int) -> list[bool]:
+        """K, and V where there is one."""
+        return [False, True] if self.groups[layer].value_dim else [False]
+
+
+def everything(rank: Rank, tokens: Sequence[int]) -> Iterator[tuple[int, int, int, bool]]:
+    """Layer, head, token, and whether it is V, of all that a rank holds of these tokens."""
+    for layer, group in rank.groups.items():
+        heads = rank.geometry.heads(group)
+        for head, token, v in itertools.product(heads, tokens, rank.parts(layer)):
+            yield layer, head, token, v
