@@ -134,6 +134,7 @@ class Agent:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._loading: set[str] = set()
         self._leasing: set[str] = set()
+        self._watching: set[str] = set()
         self._stopping = False
         self._failed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -174,8 +175,12 @@ class Agent:
                 fence = self._cache.fence()
             case Revoke() | Withdraw():
                 self._gate.shut(command.request)
+            case Hold() if command.watch:
+                self._watching.add(command.request)
             case Load():
                 self._loading.add(command.request)
+            case Drop():
+                self._watching.discard(command.request)
         self._commands.put((command, fence))
         os.eventfd_write(self._wake, 1)
 
@@ -190,12 +195,12 @@ class Agent:
         if self._failed:
             ended += [Finished(r, Cause.INTERNAL, "agent died", 0, 0, 0.0) for r in self._loading]
             ended += [Free(request, Cause.INTERNAL) for request in self._leasing]
+            ended += [Held(request, Cause.INTERNAL, "agent died") for request in self._watching]
         known: list[Outcome] = []
         for outcome in ended:
-            if isinstance(outcome, Held):
-                known.append(outcome)
-                continue
-            owed = self._leasing if isinstance(outcome, Free) else self._loading
+            owed = {Finished: self._loading, Free: self._leasing, Held: self._watching}[
+                type(outcome)
+            ]
             if outcome.request in owed:
                 owed.discard(outcome.request)
                 known.append(outcome)

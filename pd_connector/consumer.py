@@ -413,7 +413,7 @@ class Consumer:
         if stream.complete:
             return len(stream.missing)
         # What only waits must leave room for what can move.
-        crowded = self._pool.free * 2 <= self._config.slots
+        crowded = self._pool.free * 2 <= self._config.slots + 1
         return min(len(stream.missing), len(stream.slots) if crowded else _PATIENT_SLOTS)
 
     def _grant(self, now: float) -> list[Action]:
@@ -462,6 +462,7 @@ class Consumer:
         until = now + self._config.lease_s
         actions: list[Action] = []
         for source, stream in incoming.streams.items():
+            self._hungry.pop((transfer, source), None)
             for slot in stream.slots:
                 self._pool.quarantine(slot, until)
             over: wire.Message = wire.Done(transfer)

@@ -113,6 +113,16 @@ class Outgoing:
         return self.offer is not None and self.offer.final
 
     @property
+    def begun(self) -> bool:
+        """Whether some KV can be sent."""
+        offer = self.offer
+        return offer is not None and (offer.final or offer.tokens > 0 or self.step is not None)
+
+    def offered_by(self, request: str) -> bool:
+        """Whether it is this request's KV; another one may have the same transfer by mistake."""
+        return self.offer is not None and self.offer.request == request
+
+    @property
     def all_over(self) -> bool:
         """Whether every reader has ended, well or badly."""
         return len(self.over) >= self.readers

@@ -95,8 +95,15 @@ class PagedCache:
 
         Args:
             pages: ids of `chunk.pages(route.source.page_size)`.
+
+        Raises:
+            IndexError: a page is not of this cache.
+            ValueError: the slot is too small.
         """
-        filled = slot[: chunk.nbytes(route)]
+        nbytes = chunk.nbytes(route)
+        if len(slot) < nbytes:
+            raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
+        filled = slot[:nbytes]
         if self._stream is None:
             self._gather(route, chunk, pages, filled)
             return filled
@@ -114,7 +121,15 @@ class PagedCache:
 
         Args:
             pages: ids of `chunk.pages(route.destination.page_size)`.
+
+        Raises:
+            IndexError: a page is not of this cache.
+            ValueError: the payload has not the chunk's size. Nothing has been written then.
         """
+        if len(payload) != chunk.nbytes(route):
+            raise ValueError(
+                f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
+            )
         if self._stream is None:
             self._scatter(route, chunk, pages, payload)
             return
@@ -337,6 +352,8 @@ def _check(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> N
     views = [(pages.key, group.key_dim)]
     if pages.value is not None:
         views.append((pages.value, group.value_dim))
+    elif group.value_dim:
+        raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
     for view, dim in views:
         good = view.ndim == 4 and view.shape[1] == heads and group.page_size % view.shape[2] == 0
         if known:
@@ -347,7 +364,17 @@ def _check(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> N
                 f"[page, {heads} heads, tokens that divide {group.page_size}, {dim}] of "
                 f"{group.dtype}"
             )
-    if pages.rows is None and not known:
+    if pages.rows is None:
+        if group.layout or not known:
+            raise UnsupportedGeometryError(
+                f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
+                "not dense: only those of a known dtype can be moved, and their layout has no name"
+            )
+        return
+    count, _, tokens, _ = pages.key.shape
+    apart = heads if group.heads_apart else 1
+    wanted = count, apart, heads // apart * tokens * token_bytes(group)
+    if tuple(pages.rows.shape) != wanted:
         raise UnsupportedGeometryError(
-            f"cache of layer {layer} has {group.dtype} elements in pages that are not dense"
+            f"cache of layer {layer} has rows of shape {tuple(pages.rows.shape)}: wanted {wanted}"
         )

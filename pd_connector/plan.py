@@ -79,6 +79,7 @@ def blocks(route: Route, chunk: Chunk) -> Iterator[Block]:
             offset += nbytes
 
 
+@functools.lru_cache(maxsize=4096)
 def page_part_bytes(route: Route) -> int:
     """Bytes of the route's heads in one page of one layer, in the source's cache."""
     return len(route.heads) * route.source.page_size * token_bytes(route.source)
@@ -101,20 +102,28 @@ def plan(
 
     Raises:
         ValueError: one page (of a verbatim route) or one token of one layer exceeds
-            `chunk_bytes`.
+            `chunk_bytes`; or the range begins within a page that can only pass as a whole.
     """
     bare: list[tuple[int, int, int, int, int, bool]] = []
     for number, route in enumerate(routes):
         first = route.first_token(first_token, stop_token)
+        if first == stop_token:
+            continue
         verbatim = route.verbatim and first % route.source.page_size == 0
-        wanted = min(stop_token - first, CHUNK_TOKENS)
-        layers, tokens = _shape(route, verbatim, wanted, stop_token - first, chunk_bytes)
+        if not verbatim and route.source.dtype not in DTYPES:
+            raise ValueError(
+                f"token {first} lies within a page of {route.source.page_size}: pages of "
+                f"{route.source.dtype} pass as a whole only"
+            )
+        layers, tokens = _shape(route, verbatim, stop_token - first, chunk_bytes)
+        spans = [
+            (layer, min(layer + layers, len(route.layers)))
+            for layer in range(0, len(route.layers), layers)
+        ]
         start = first
         while start < stop_token:
             stop = min(stop_token, (start // tokens + 1) * tokens)
-            for layer in range(0, len(route.layers), layers):
-                last = min(layer + layers, len(route.layers))
-                bare.append((start, number, layer, last, stop, verbatim))
+            bare += [(start, number, layer, last, stop, verbatim) for layer, last in spans]
             start = stop
     if len(routes) > 1:
         bare.sort()
@@ -136,7 +145,8 @@ def chunk_limit(
     Args:
         bytes_per_s: what the link was measured to move; None where it was not.
     """
-    least = max((_layer_bytes(r, min(tokens, MIN_CHUNK_TOKENS)) for r in routes), default=1)
+    few = min(tokens, MIN_CHUNK_TOKENS)
+    least = max((_chunk_bytes(r, r.verbatim, few) for r in routes), default=1)
     total = sum(len(r.layers) * _layer_bytes(r, tokens) for r in routes)
     wished = min(total // 4, slot_bytes if bytes_per_s is None else int(bytes_per_s * CHUNK_S))
     return min(slot_bytes, max(least, wished, MIN_CHUNK_BYTES))
@@ -155,6 +165,8 @@ def _parts(group: Group) -> tuple[tuple[Part, int], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _layer_bytes(route: Route, tokens: int) -> int:
+    if route.source.dtype not in DTYPES:
+        return len(route.heads) * tokens * token_bytes(route.source)
     codec, elements = CODECS[route.codec], Elements(route.source.dtype)
     return sum(
         codec.coded_bytes(part, (len(route.heads), tokens, dim), elements)
@@ -162,20 +174,23 @@ def _layer_bytes(route: Route, tokens: int) -> int:
     )
 
 
+def _chunk_bytes(route: Route, verbatim: bool, tokens: int) -> int:
+    """Bytes of a chunk of so many tokens of one layer, from the start of a page on."""
+    if verbatim:
+        return pages_for(tokens, route.source.page_size) * page_part_bytes(route)
+    return _layer_bytes(route, tokens)
+
+
 @functools.lru_cache(maxsize=4096)
-def _shape(
-    route: Route, verbatim: bool, wanted: int, tokens: int, chunk_bytes: int
-) -> tuple[int, int]:
-    """Layers and tokens of a chunk: `wanted` tokens, more where all layers of them leave room
+def _shape(route: Route, verbatim: bool, tokens: int, chunk_bytes: int) -> tuple[int, int]:
+    """Layers and tokens of a chunk: `CHUNK_TOKENS`, more where all layers of them leave room
     for more, fewer where not even one layer of them has room."""
 
     def size(count: int) -> int:
-        if verbatim:
-            return pages_for(count, route.source.page_size) * page_part_bytes(route)
-        return _layer_bytes(route, count)
+        return _chunk_bytes(route, verbatim, min(count, tokens))
 
     step = route.token_step
-    count = pages_for(wanted, step) * step
+    count = pages_for(min(tokens, CHUNK_TOKENS), step) * step
     while size(count) > chunk_bytes:
         if count <= step and (verbatim or count == 1):
             raise ValueError(
@@ -186,4 +201,11 @@ def _shape(
     layers = len(route.layers)
     while count < tokens and size(2 * count) * layers <= chunk_bytes:
         count *= 2
-    return min(layers, chunk_bytes // size(count)), count
+    rows = pages_for(layers, chunk_bytes // size(count))
+    # Scales may make a row more than the bare elements would: rather a few tokens fewer.
+    fewer = count - max(step, count // 16 // step * step)
+    if rows > 1 and fewer >= MIN_CHUNK_TOKENS:
+        wide = pages_for(layers, rows - 1)
+        if size(fewer) * wide <= chunk_bytes:
+            rows, count = rows - 1, fewer
+    return pages_for(layers, rows), count

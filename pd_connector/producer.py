@@ -103,49 +103,54 @@ class Producer:
             del self._unwanted[offer.transfer]
             return [Free(offer.request, Cause.ABORTED)]
         outgoing = self._transfers.setdefault(offer.transfer, Outgoing(expires=0.0))
-        if outgoing.final or (outgoing.offer and outgoing.offer.request != offer.request):
+        if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
         outgoing.offer = offer
         outgoing.step = None
+        if not outgoing.expected:
+            self.expect(offer.transfer, now)
         actions: list[Action] = []
         if offer.final:
             outgoing.expires = now + self._config.lease_s
             if outgoing.all_over:
                 return self._end(offer.transfer, outgoing.cause, "")
-        if offer.tokens or offer.final:
-            ready = wire.Ready(offer.transfer)
-            actions += [Reply(session, ready) for session in outgoing.watchers]
-            outgoing.watchers.clear()
+        actions += self._tell_watchers(offer.transfer, outgoing)
         for session in list(outgoing.streams):
             actions += self._start(offer.transfer, outgoing, session)
         return actions
 
-    def computed(self, transfer: str, tokens: int, stop_layer: int | None) -> None:
+    def computed(
+        self, transfer: str, request: str, tokens: int, stop_layer: int | None
+    ) -> list[Action]:
         """The prefill has come further: to `tokens` tokens, in the model's layers below
         `stop_layer`, or in all of them."""
         outgoing = self._transfers.get(transfer)
-        if outgoing is None or outgoing.offer is None or outgoing.final:
-            return
+        if outgoing is None or outgoing.final or not outgoing.offered_by(request):
+            return []
+        assert outgoing.offer is not None
         if stop_layer is None:
             outgoing.offer = outgoing.offer._replace(tokens=tokens)
         elif self._layers_pay(outgoing, tokens):
             outgoing.step = Step(tokens, stop_layer)
         for session in outgoing.streams:
             self._mark_ready(transfer, session)
+        return self._tell_watchers(transfer, outgoing)
 
-    def revoke(self, transfer: str) -> None:
+    def revoke(self, transfer: str, request: str) -> None:
         """The request's pages are no longer its own (it was preempted). What has been sent was
         right; the rest is offered again when it has been computed again."""
         outgoing = self._transfers.get(transfer)
-        if outgoing is not None and not outgoing.final:
+        if outgoing is not None and not outgoing.final and outgoing.offered_by(request):
             outgoing.offer = None
             outgoing.step = None
 
-    def withdraw(self, transfer: str) -> list[Action]:
-        """The request with this transfer has ended and offers no pages."""
+    def withdraw(self, transfer: str, request: str) -> list[Action]:
+        """The request, which had this transfer, has ended and offers no pages."""
         self._unwanted.pop(transfer, None)
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final:
+            return []
+        if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
         return self._end(transfer, Cause.PREFILL_ENDED, "the prefill request ended early")
 
@@ -158,10 +163,8 @@ class Producer:
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, detail)]
             outgoing = Outgoing(expires=now + self._config.lease_s)
             self._transfers[transfer] = outgoing
-        if outgoing.final or (outgoing.offer and outgoing.offer.tokens):
-            return [Reply(session, wire.Ready(transfer))]
         outgoing.watchers.add(session)
-        return []
+        return self._tell_watchers(transfer, outgoing)
 
     def open(
         self, session: Session, message: wire.Open, routes: Sequence[Route], now: float
@@ -344,6 +347,13 @@ class Producer:
         if known and not offer.final:
             return []
         return [Reply(session, wire.Accept(transfer, stream.planned, offer.final))]
+
+    def _tell_watchers(self, transfer: str, outgoing: Outgoing) -> list[Action]:
+        if not outgoing.begun:
+            return []
+        told = [Reply(session, wire.Ready(transfer)) for session in outgoing.watchers]
+        outgoing.watchers.clear()
+        return [*told]
 
     def _layers_pay(self, outgoing: Outgoing, tokens: int) -> bool:
         """Whether to stream within a step: where all of its KV at its end would take the link

@@ -33,8 +33,9 @@ class Route:
         if not self.destination.window:
             return first_token
         kept = max(0, stop_token - self.destination.window + 1)
-        if self.verbatim:
-            kept -= kept % self.source.page_size
+        page_start = kept - kept % self.source.page_size
+        if self.verbatim and page_start >= first_token:
+            return page_start
         return max(first_token, kept)
 
     @property
@@ -134,6 +135,14 @@ def _routes(
             if not layers or not heads:
                 continue
             codec = _codec(ours, theirs, offered, accepted)
+            verbatim = codec == "raw" and _alike(source, destination, ours, theirs, layers, heads)
+            if not verbatim and ours.dtype not in DTYPES:
+                held = len(source.heads(ours)), len(destination.heads(theirs))
+                raise UnsupportedGeometryError(
+                    f"layers {layers[0]}-{layers[-1]}: pages of {ours.dtype} with "
+                    f"{held[0]} / {held[1]} heads cannot be taken apart; use the same number of "
+                    "tensor-parallel ranks on both sides"
+                )
             found.append(
                 Route(
                     ours,
@@ -143,7 +152,7 @@ def _routes(
                     heads.start - source.heads(ours).start,
                     heads.start - destination.heads(theirs).start,
                     codec,
-                    codec == "raw" and _alike(source, destination, ours, theirs, layers, heads),
+                    verbatim,
                 )
             )
     return tuple(found)
@@ -153,7 +162,11 @@ def _check(side: str, geometry: Geometry) -> None:
     shard = geometry.shard
     if shard.tp_rank >= shard.tp_size:
         raise UnsupportedGeometryError(f"{side} is rank {shard.tp_rank} of {shard.tp_size}")
+    seen: set[int] = set()
     for group in geometry.groups:
+        if twice := seen.intersection(group.layers):
+            raise UnsupportedGeometryError(f"{side} has layer {min(twice)} twice")
+        seen.update(group.layers)
         if group.heads % shard.tp_size and shard.tp_size % group.heads:
             raise UnsupportedGeometryError(
                 f"{side} shares {group.heads} KV heads among {shard.tp_size} ranks: "
@@ -215,8 +228,13 @@ def _alike(
     heads: range,
 ) -> bool:
     """Whether pages, or their parts that hold `heads`, are the same bytes on both sides."""
-    same = bool(ours.layout) and all(
-        getattr(ours, name) == getattr(theirs, name) for name in ("page_size", "dtype", "layout")
-    ) and all(ours.scale(layer) == theirs.scale(layer) for layer in layers)
+    same = (
+        bool(ours.layout)
+        and all(
+            getattr(ours, name) == getattr(theirs, name)
+            for name in ("page_size", "dtype", "layout")
+        )
+        and all(ours.scale(layer) == theirs.scale(layer) for layer in layers)
+    )
     whole = source.heads(ours) == destination.heads(theirs) == heads
     return same and (whole or (ours.heads_apart and theirs.heads_apart))

@@ -131,18 +131,18 @@ class Server:
     ) -> None:
         """A prefill has come further; see `Producer.computed`."""
         self._fence(request, fence)
-        self._producer.computed(transfer, tokens, stop_layer)
+        self._act(self._producer.computed(transfer, request, tokens, stop_layer))
 
     def revoke(self, transfer: str, request: str) -> None:
         """The request's pages are no longer its own. Its gate has been shut before."""
         self._fences.pop(request, None)
-        self._producer.revoke(transfer)
+        self._producer.revoke(transfer, request)
         self._gate.open(request)
 
     def withdraw(self, transfer: str, request: str) -> None:
         """The request offers nothing more. Its gate has been shut before."""
         self._fences.pop(request, None)
-        self._act(self._producer.withdraw(transfer))
+        self._act(self._producer.withdraw(transfer, request))
         self._gate.open(request)
 
     def take(self) -> list[tuple[bytes, bytes]]:
@@ -289,10 +289,10 @@ class Server:
         session = self._sessions.pop(sender, None)
         if session is None:
             return
+        self._act(self._producer.session_lost(sender))
         for key in [k for k, m in self._moving.items() if m.session == sender and k[0] == _OFFERED]:
             # Should it still read there, its checksum will tell.
             self._moved(key, False, "the session has ended")
-        self._act(self._producer.session_lost(sender))
         session.transport.disconnect(session.link)
 
     def _fence(self, request: str, fence: Any) -> None:
@@ -307,19 +307,31 @@ class Server:
             detail = f"tokens {send.chunk.first_token}-{send.chunk.stop_token} are not kept"
             self._act(self._producer.fail(send.session, send.transfer, Cause.WINDOW, detail))
             return
-        send_slot = self._send_slots.pop()  # the one used last is warm in the cache
         with self._gate.passing(send.request) as passes:
+            if not passes:
+                self._producer.unsend(send)
+                return
+            lies = None
+            if session.transport.copies and not session.read:
+                lies = self._cache.in_place(send.route, send.chunk, send.pages)
+            if lies is not None:
+                self._move(send, session, lies, None, now)
+                return
             # Into memory of our own, never straight into the landing slot: a producer that was
             # given up may still write there, and the checksum would certify its bytes.
-            payload = self._gather(send, self._sending.slot(send_slot)) if passes else None
-        if payload is None:
-            self._send_slots.append(send_slot)
-            self._producer.unsend(send)
-            return
+            send_slot = self._send_slots.pop()  # the one used last is warm in the cache
+            payload = self._gather(send, self._sending.slot(send_slot))
+        self._move(send, session, payload, send_slot, now)
+
+    def _move(
+        self, send: Send, session: _Session, payload: memoryview, send_slot: int | None, now: float
+    ) -> None:
+        """Set a payload on its way, which lies in a send slot of ours, or in full pages."""
         header = wire.encode(self._header(send, payload))
         deadline = now + self._config.stall_timeout_s
         moving = _Moving(send.session, send.transfer, send_slot, len(payload), deadline)
         if session.read:
+            assert send_slot is not None
             offered = wire.Offered(send.transfer, send_slot, send.slot, len(payload), header)
             self._moving[_OFFERED, send_slot] = moving
             self._telemetry.count("sent_chunks")
@@ -329,7 +341,8 @@ class Server:
             token = session.transport.write(session.link, header, payload, send.slot)
         except TransportError as error:
             logger.warning("write for transfer %s cannot start: %s", send.transfer, error)
-            self._send_slots.append(send_slot)
+            if send_slot is not None:
+                self._send_slots.append(send_slot)
             self._act(self._producer.written(send.session, send.transfer, False, str(error)))
             return
         self._telemetry.count("sent_chunks")

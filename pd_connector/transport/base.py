@@ -44,6 +44,9 @@ class Transport(abc.ABC):
     one_sided: ClassVar[bool]
     """Whether a peer writes into the slot by itself, and so may still do so when we have lost
     it; otherwise payloads arrive in memory of their own."""
+    copies: ClassVar[bool] = False
+    """Whether `write` has read the payload when it returns; it may lie anywhere then, and not only
+    in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
 

@@ -83,6 +83,7 @@ class FaultTransport(Transport):
         # Constants of a class elsewhere; here they are those of the transport that is wrapped.
         self.name = inner.name  # type: ignore[misc]
         self.one_sided = inner.one_sided  # type: ignore[misc]
+        self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
         self._plan = plan
         self._connects = 0

@@ -47,6 +47,7 @@ class ShmTransport(Transport):
 
     name = "shm"
     one_sided = True
+    copies = True
     readable = True
 
     def __init__(self, landing: Slab, sending: Slab) -> None:

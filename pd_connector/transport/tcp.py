@@ -55,6 +55,7 @@ class TcpTransport(Transport):
 
     name = "tcp"
     one_sided = False
+    copies = True
 
     def __init__(
         self,

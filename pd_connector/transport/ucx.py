@@ -81,6 +81,7 @@ class UcxTransport(Transport):
 
     name = "ucx"
     one_sided = False
+    copies = True
 
     def __init__(self, slot_bytes: int, host: str = "127.0.0.1") -> None:
         self._max_bytes = slot_bytes + _MAX_HEADER_BYTES + _PREFIX.size

@@ -38,11 +38,14 @@ class BadRequestError(ValueError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a prefill engine hands over KV, as it describes itself."""
+    """Where a prefill engine hands over KV, as it describes itself; `ranks` and `tp_size` are for
+    the decode engine, and passed on as they are."""
 
     engine_id: str
     host: str
     port: int
+    ranks: tuple[Any, ...] = ()
+    tp_size: int = 1
 
 
 def parse(raw: bytes, route: str) -> dict[str, Any]:
@@ -127,6 +130,8 @@ def decode_copy(body: Mapping[str, Any], address: Address, transfer: str) -> dic
             "remote_engine_id": address.engine_id,
             "remote_host": address.host,
             "remote_port": address.port,
+            "remote_ranks": list(address.ranks),
+            "tp_size": address.tp_size,
             "remote_block_ids": None,  # prefill may not have begun: open the transfer and wait
         },
     }
@@ -159,7 +164,10 @@ def address_in(answer: object) -> Address | None:
     engine_id, host, port = (params.get(f"remote_{name}") for name in ("engine_id", "host", "port"))
     if not isinstance(engine_id, str) or not isinstance(host, str) or type(port) is not int:
         return None
-    return Address(engine_id, host, port)
+    ranks, tp_size = params.get("remote_ranks"), params.get("tp_size")
+    if not isinstance(ranks, list) or type(tp_size) is not int:
+        return Address(engine_id, host, port)
+    return Address(engine_id, host, port, tuple(ranks), tp_size)
 
 
 def _check(body: Mapping[str, Any], name: str, wanted: str, right: bool) -> None:

@@ -8,7 +8,7 @@ views that are handed to `PagedCache`, so that a wrong view cannot hide itself.
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -120,7 +120,16 @@ def pairs(draw: st.DrawFn) -> tuple[Model, Setup, Setup]:
     model = draw(models())
     consumer_windows = draw(st.booleans())
     source = draw(setups(model, consumer_windows and draw(st.booleans())))
-    return model, source, draw(setups(model, consumer_windows))
+    destination = draw(setups(model, consumer_windows))
+    if draw(st.booleans()):  # so that whole pages pass often enough
+        destination = replace(
+            destination,
+            labels=source.labels,
+            page_sizes=source.page_sizes,
+            dtype=source.dtype,
+            layout=source.layout,
+        )
+    return model, source, destination
 
 
 class Layout(NamedTuple):

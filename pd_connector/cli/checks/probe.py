@@ -38,7 +38,10 @@ from nixl._api import nixl_agent, nixl_agent_config
 agent = nixl_agent("pd-connector-doctor", nixl_agent_config(backends=[]))
 agent.create_backend("UCX")
 """
-_UCXX_TRIAL = "import ucxx; print('imports, UCX', '.'.join(map(str, ucxx.get_ucx_version())))"
+_UCXX_TRIAL = (
+    "from pd_connector.transport.ucx import UcxTransport; "
+    "UcxTransport(4096).close(); print('worker with UCX made')"
+)
 
 
 def look() -> Facts:
