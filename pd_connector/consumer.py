@@ -107,7 +107,6 @@ class Consumer:
         self._one_sided = one_sided
         self._transfers: dict[str, Incoming] = {}
         self._sessions: dict[Source, Session] = {}
-        self._by_epoch: dict[int, Source] = {}
         # Cancelled transfers, and their slots: quarantined until `Cancelled` comes, or until that
         # time has passed. Until then the same transfer is not loaded again, for a `Cancelled`
         # does not say which of two ends it confirms.
@@ -193,7 +192,6 @@ class Consumer:
         """
         session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes)
         self._sessions[source] = session
-        self._by_epoch[epoch] = source
         farewells = self._farewells.pop(source, [])
         actions: list[Action] = [Tell(source, message) for message in farewells]
         for incoming in list(self._transfers.values()):
@@ -213,9 +211,7 @@ class Consumer:
 
         With `silenced` the producer certainly writes no more, and its slots are home at once.
         """
-        session = self._sessions.pop(source, None)
-        if session is not None:
-            self._by_epoch.pop(session.epoch, None)
+        self._sessions.pop(source, None)
         slots: list[int] = []
         actions: list[Action] = []
         for transfer in self.wanted(source):
@@ -230,7 +226,7 @@ class Consumer:
         return actions + self._grant(now)
 
     def ready(self, source: Source, transfer: str) -> list[Action]:
-        """The producer has computed the first KV of a watched transfer."""
+        """The prefill of a watched transfer has begun."""
         incoming = self._transfers.get(transfer)
         if incoming is None or not incoming.watched or source not in incoming.streams:
             return []
@@ -288,13 +284,11 @@ class Consumer:
         A chunk of a transfer that is over, or that came twice, is dropped: its slot belongs to
         someone else by now.
         """
-        source = self._by_epoch.get(header.epoch)
         incoming = self._transfers.get(header.transfer)
+        source = self._writer(header, slot)
         if source is None or incoming is None or incoming.load is None:
             return []
-        stream = incoming.streams.get(source)
-        if stream is None or not self._pool.holds((header.transfer, source), slot):
-            return []
+        stream = incoming.streams[source]
         chunk = stream.missing.get(header.sequence)
         if chunk is None:
             return []
@@ -377,7 +371,8 @@ class Consumer:
         tokens = load.stop_token - load.first_token
         limit = chunk_limit(session.routes, tokens, session.slot_bytes, session.bytes_per_s)
         try:
-            chunks = plan(session.routes, load.first_token, load.stop_token, limit)
+            span = load.first_token, load.stop_token
+            chunks = plan(session.routes, *span, limit, streamed=load.wait)
         except ValueError as error:
             return self._finish(incoming, Cause.GEOMETRY, str(error), now)
         stream.missing = {chunk.sequence: chunk for chunk in chunks}
@@ -481,6 +476,17 @@ class Consumer:
         elif incoming.watched:
             actions.append(Held(incoming.request, cause, detail))
         return actions + self._grant(now)
+
+    def _writer(self, header: wire.ChunkHeader, slot: int) -> Source | None:
+        """The producer that calls itself so and has this slot, for this transfer. One producer
+        may be known by several names, of which each has a session."""
+        incoming = self._transfers.get(header.transfer)
+        for source in incoming.streams if incoming else ():
+            session = self._sessions.get(source)
+            known = session is not None and session.epoch == header.epoch
+            if known and self._pool.holds((header.transfer, source), slot):
+                return source
+        return None
 
     def _opened_at(self, source: Source, transfer: str) -> tuple[Incoming, Stream] | None:
         incoming = self._transfers.get(transfer)

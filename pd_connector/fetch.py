@@ -220,6 +220,13 @@ class Fetcher:
         session.transport = transport
         session.greeted = True
         session.read = welcome.read
+        logger.info(
+            "session with %s:%d: transport %s, %s, codecs %s",
+            *source[:2],
+            transport.name,
+            "read" if welcome.read else "written",
+            ",".join(sorted({path.codec for path in paths})) or "none",
+        )
         slot_bytes = welcome.slot_bytes
         up = self._consumer.session_up(source, welcome.epoch, paths, slot_bytes, now)
         return self._act(up, now)

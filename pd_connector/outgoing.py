@@ -59,7 +59,8 @@ class Stream:
     def prepare(self) -> None:
         """Plan the chunks. Raises ValueError where none fits."""
         m = self.message
-        chunks = plan(self.routes, m.first_token, m.stop_token, m.chunk_bytes)
+        span = m.first_token, m.stop_token
+        chunks = plan(self.routes, *span, m.chunk_bytes, streamed=m.wait)
         for chunk in chunks:
             key = chunk.route, chunk.first_layer
             if key not in self.lanes:
@@ -111,12 +112,6 @@ class Outgoing:
     @property
     def final(self) -> bool:
         return self.offer is not None and self.offer.final
-
-    @property
-    def begun(self) -> bool:
-        """Whether some KV can be sent."""
-        offer = self.offer
-        return offer is not None and (offer.final or offer.tokens > 0 or self.step is not None)
 
     def offered_by(self, request: str) -> bool:
         """Whether it is this request's KV; another one may have the same transfer by mistake."""

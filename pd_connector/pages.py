@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-On CPU the calling thread copies page by page, which is as fast as the memory; on a GPU torch
-gathers on a stream of its own, and is waited for.
+On CPU the calling thread copies page by page, which is as fast as the memory, or, where they are
+small, all at once; on a GPU torch gathers on a stream of its own, and is waited for.
 """
 
 import ctypes
@@ -21,6 +21,9 @@ from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
 from pd_connector.route import Route
 
 Words = npt.NDArray[Any]
+
+_SMALL_PAGE_BYTES = 16 * 1024
+"""Parts of pages up to this size are copied many at a time."""
 
 
 class LayerPages(NamedTuple):
@@ -226,6 +229,9 @@ class PagedCache:
         x = torch.empty(block.shape, dtype=view.dtype)
         source = self._words[block.layer, block.part]
         target = _like(x, source)
+        if (small := _small_pages(source[:, heads], spans, target)) is not None:
+            small.block[...] = small.cache[small.pages]
+            return x
         for page, first, stop, start in spans:
             target[:, start : start + stop - first] = source[page, heads, first:stop]
         return x
@@ -240,13 +246,16 @@ class PagedCache:
         x: torch.Tensor,
     ) -> None:
         view = self._view(block)
-        spans = self._spans(chunk, block.layer, route.destination, pages)
+        spans = list(self._spans(chunk, block.layer, route.destination, pages))
         if not self._on_cpu:
             for page, first, stop, start in spans:
                 view[page, heads, first:stop] = x[:, start : start + stop - first]
             return
         target = self._words[block.layer, block.part]
         source = _like(x, target)
+        if (small := _small_pages(target[:, heads], spans, source)) is not None:
+            small.cache[small.pages] = small.block
+            return
         for page, first, stop, start in spans:
             target[page, heads, first:stop] = source[:, start : start + stop - first]
 
@@ -316,6 +325,33 @@ class _Span(NamedTuple):
     first: int
     stop: int
     start: int
+
+
+class _SmallPages(NamedTuple):
+    """A cache and a block with like axes but the first: all pages of it, and those in `pages`."""
+
+    cache: Words
+    block: Words
+    pages: npt.NDArray[np.int64]
+
+
+def _small_pages(cache: Words, spans: Sequence[_Span], block: Words) -> _SmallPages | None:
+    """What to copy at once where whole pages are so small that one by one, Python's share of the
+    time would show; None elsewhere.
+
+    Args:
+        cache: `[page, head, token, dim]`.
+        block: `[head, token, dim]`, dense.
+    """
+    _, heads, tokens, dim = cache.shape
+    small = heads * tokens * dim * cache.itemsize <= _SMALL_PAGE_BYTES
+    if not small or spans[0].first or spans[-1].stop != tokens:
+        return None
+    pages = np.fromiter((span.page for span in spans), np.int64, len(spans))
+    paged = block.reshape(heads, len(spans), tokens, dim).transpose(1, 0, 2, 3)
+    if cache.strides[2] > cache.strides[1]:  # in the order of memory it is twice as fast
+        cache, paged = cache.swapaxes(1, 2), paged.swapaxes(1, 2)
+    return _SmallPages(cache, paged, pages)
 
 
 def _elements(group: Group, block: Block) -> Elements:

@@ -20,6 +20,8 @@ MIN_CHUNK_TOKENS = 128
 CHUNK_TOKENS = 512
 """Tokens of a chunk where there is room: several to a prefill step, so that they stream."""
 
+STREAMED_ROWS = 8
+"""Chunks that the layers of a running prefill are shared among, where there are so many."""
 MIN_CHUNK_BYTES = 256 * 1024
 CHUNK_S = 0.01
 """Time that a chunk may take on the link, in seconds: the first and the last one are not hidden."""
@@ -96,9 +98,18 @@ def element_bytes(dtype: str) -> int:
 
 
 def plan(
-    routes: Sequence[Route], first_token: int, stop_token: int, chunk_bytes: int
+    routes: Sequence[Route],
+    first_token: int,
+    stop_token: int,
+    chunk_bytes: int,
+    *,
+    streamed: bool = False,
 ) -> tuple[Chunk, ...]:
     """Chunks that carry tokens [first_token, stop_token), in sending order: by token, then layer.
+
+    Args:
+        streamed: the layers are computed meanwhile: a chunk takes few of them, so that it need
+            not wait for the others.
 
     Raises:
         ValueError: one page (of a verbatim route) or one token of one layer exceeds
@@ -115,7 +126,7 @@ def plan(
                 f"token {first} lies within a page of {route.source.page_size}: pages of "
                 f"{route.source.dtype} pass as a whole only"
             )
-        layers, tokens = _shape(route, verbatim, stop_token - first, chunk_bytes)
+        layers, tokens = _shape(route, verbatim, stop_token - first, chunk_bytes, streamed)
         spans = [
             (layer, min(layer + layers, len(route.layers)))
             for layer in range(0, len(route.layers), layers)
@@ -182,7 +193,9 @@ def _chunk_bytes(route: Route, verbatim: bool, tokens: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(route: Route, verbatim: bool, tokens: int, chunk_bytes: int) -> tuple[int, int]:
+def _shape(
+    route: Route, verbatim: bool, tokens: int, chunk_bytes: int, streamed: bool
+) -> tuple[int, int]:
     """Layers and tokens of a chunk: `CHUNK_TOKENS`, more where all layers of them leave room
     for more, fewer where not even one layer of them has room."""
 
@@ -199,6 +212,8 @@ def _shape(route: Route, verbatim: bool, tokens: int, chunk_bytes: int) -> tuple
             )
         count = max(step, count // 2 // step * step) if count > step else count // 2
     layers = len(route.layers)
+    if streamed:
+        return min(pages_for(layers, STREAMED_ROWS), chunk_bytes // size(count)), count
     while count < tokens and size(2 * count) * layers <= chunk_bytes:
         count *= 2
     rows = pages_for(layers, chunk_bytes // size(count))

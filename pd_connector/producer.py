@@ -155,7 +155,7 @@ class Producer:
         return self._end(transfer, Cause.PREFILL_ENDED, "the prefill request ended early")
 
     def watch(self, session: Session, transfer: str, now: float) -> list[Action]:
-        """A consumer wants to hear when there is something to open."""
+        """A consumer wants to hear when the prefill has begun."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
             if transfer in self._ended or transfer in self._unwanted:
@@ -230,7 +230,9 @@ class Producer:
         return None
 
     def unsend(self, send: Send) -> None:
-        """What `next_send` gave cannot be gathered now, because its pages have been revoked."""
+        """What `next_send` gave cannot be gathered now, because its pages have been revoked. It
+        is not given again before something has changed, an offer above all."""
+        self._ready.pop((send.transfer, send.session), None)
         stream = self._stream(send.session, send.transfer)
         if stream is None:
             self._drained(send.session, send.transfer)
@@ -349,7 +351,7 @@ class Producer:
         return [Reply(session, wire.Accept(transfer, stream.planned, offer.final))]
 
     def _tell_watchers(self, transfer: str, outgoing: Outgoing) -> list[Action]:
-        if not outgoing.begun:
+        if outgoing.offer is None:  # the prefill has not begun
             return []
         told = [Reply(session, wire.Ready(transfer)) for session in outgoing.watchers]
         outgoing.watchers.clear()

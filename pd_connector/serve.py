@@ -340,7 +340,8 @@ class Server:
         try:
             token = session.transport.write(session.link, header, payload, send.slot)
         except TransportError as error:
-            logger.warning("write for transfer %s cannot start: %s", send.transfer, error)
+            # Not the exception itself: its frames would keep the slot's memory.
+            logger.warning("write for transfer %s cannot start: %s", send.transfer, str(error))
             if send_slot is not None:
                 self._send_slots.append(send_slot)
             self._act(self._producer.written(send.session, send.transfer, False, str(error)))

@@ -81,13 +81,13 @@ class Reject(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Consumer: tell me (`Ready`) when KV of this transfer is there to be sent."""
+    """Consumer: tell me (`Ready`) when the prefill of this transfer has begun."""
 
     transfer: Name
 
 
 class Ready(Message, frozen=True):
-    """Producer: the first KV of a watched transfer has been computed."""
+    """Producer: the prefill of a watched transfer has begun: its KV will come soon."""
 
     transfer: Name
 

@@ -6,8 +6,9 @@ import secrets
 from typing import Any
 
 import pytest
+import torch
 from support.agents import (
-    GEOMETRY,
+    HALVES,
     KEY,
     LONG,
     SHORT,
@@ -16,16 +17,18 @@ from support.agents import (
     Rank,
     Ranks,
     assert_pages,
+    geometry_of,
     ranks,
     until,
+    views,
 )
 
 from pd_connector import wire
-from pd_connector.agent import Drop, Expect, Hold, Withdraw
+from pd_connector.agent import Computed, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
-from pd_connector.consumer import Source
+from pd_connector.consumer import Peer, Source
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
-from pd_connector.geometry import Geometry, Shard
+from pd_connector.geometry import Shard
 
 __all__ = ["ranks"]
 
@@ -41,7 +44,7 @@ def test_pages_arrive_exactly_and_no_other_page_changes(ranks: Ranks, transport:
     consumer.load(producer.source, "t", into)
     finished = consumer.loaded("t")
     assert finished.cause is None
-    assert finished.nbytes == 5 * 2 * GEOMETRY.page_bytes
+    assert finished.nbytes == 5 * len(producer.page(0))
     assert_pages(producer, pages, consumer, into)
     for page in set(range(24)) - set(into):
         assert consumer.page(page) == untouched[page]
@@ -57,32 +60,39 @@ def test_a_consumer_may_have_the_first_pages_already(ranks: Ranks, transport: st
     assert_pages(producer, [7, 8], consumer, [11, 10])
 
 
-GEOMETRIES = [
-    Geometry(Shard(0, 1, 0, 1), 1, 2, "uint8", "one token pages, one layer"),
-    Geometry(Shard(0, 5, 0, 7), 3, 10, "uint8", "nothing is a power of two"),
-    Geometry(Shard(8, 12, 3, 6), 16, 128, "uint8", "a shard"),
-    Geometry(Shard(0, 3, 0, 4), 32, 4096, "uint8", "two pages a slot"),
-    Geometry(Shard(0, 2, 0, 8), 32, 4096, "uint8", "one page a slot"),
-]
+LARGE_PAGES = geometry_of(heads=1, page_size=512, key_dim=128, value_dim=128)
+GEOMETRIES = {
+    "one token pages, one layer": geometry_of(Shard(0, 1, 0, 1), heads=1, page_size=1),
+    "nothing is a power of two": geometry_of(
+        Shard(0, 5, 0, 1), heads=7, page_size=3, key_dim=5, value_dim=9
+    ),
+    "a shard": geometry_of(Shard(8, 12, 1, 2), heads=6, page_size=16, key_dim=64, value_dim=64),
+    "two pages a slot": geometry_of(
+        Shard(0, 3, 0, 1), heads=4, page_size=512, key_dim=64, value_dim=64
+    ),
+    "one page a slot": geometry_of(
+        Shard(0, 2, 0, 1), heads=8, page_size=512, key_dim=64, value_dim=64
+    ),
+}
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.layout)
-def test_pages_of_any_geometry_arrive(ranks: Ranks, geometry: Geometry):
-    chance = random.Random(geometry.layout)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_pages_of_any_geometry_arrive(ranks: Ranks, name: str):
+    chance, geometry = random.Random(name), GEOMETRIES[name]
     settings = LONG | TRANSPORTS[chance.choice(list(TRANSPORTS))]
     producer, consumer = ranks.pair(settings, geometry=geometry, pages=20)
     for transfer in ("a", "b"):
         length = chance.randint(1, 12)
         pages, into = chance.sample(range(20), length), chance.sample(range(20), length)
         producer.offer(transfer, pages)
-        consumer.load(producer.source, transfer, into)
+        consumer.load([producer.peer], transfer, into)
         assert consumer.loaded(transfer).cause is None
         assert_pages(producer, pages, consumer, into)
 
 
 @each_transport
 def test_many_transfers_share_few_slots(ranks: Ranks, transport: str):
-    geometry = Geometry(Shard(0, 2, 0, 1), 1, 1 << 18, "uint8", "large pages")
+    geometry = LARGE_PAGES
     settings = LONG | TRANSPORTS[transport] | {"slots": 2}
     producer, consumer = ranks.pair(settings, geometry=geometry, pages=24)
     for i in range(8):
@@ -98,7 +108,7 @@ def test_many_transfers_share_few_slots(ranks: Ranks, transport: str):
 def test_chunks_fit_in_the_smaller_slots_of_the_two(
     ranks: Ranks, transport: str, here: int, there: int
 ):
-    geometry = Geometry(Shard(0, 2, 0, 1), 1, 1 << 18, "uint8", "large pages")
+    geometry = LARGE_PAGES
     settings = LONG | TRANSPORTS[transport]
     producer = ranks(settings | {"slot_mib": here}, geometry=geometry)
     consumer = ranks(settings | {"slot_mib": there}, geometry=geometry, seed=1)
@@ -136,7 +146,7 @@ def test_a_load_ends_when_the_prefill_it_waits_for_ends_without_pages(ranks: Ran
     consumer.load(producer.source, "t", [1, 2], wait=True)
     until(lambda: producer.gauge("outgoing_transfers"))
     producer.agent.submit(Expect("t"))
-    producer.agent.submit(Withdraw("t"))
+    producer.agent.submit(Withdraw("t", "offer of t"))
     assert consumer.loaded("t").cause == Cause.PREFILL_ENDED
 
 
@@ -151,7 +161,7 @@ def test_a_consumer_that_holds_keeps_the_lease_and_one_that_does_not_loses_it(ra
     producer, consumer = ranks.pair(SHORT)
     producer.offer("held", [1, 2])
     producer.offer("forgotten", [3])
-    consumer.agent.submit(Hold("load of held", "held", producer.source))
+    consumer.agent.submit(Hold("load of held", "held", (producer.peer,), False))
     assert producer.freed("forgotten").cause == Cause.LEASE_EXPIRED
     until(lambda: consumer.gauge("incoming_transfers"))
     consumer.load(producer.source, "held", [5, 6])
@@ -182,14 +192,14 @@ def test_other_tokens_are_refused_and_the_pages_stay_for_whom_they_are_meant(ran
     [
         ({"model": b"another"}, Cause.MODEL, "same weights"),
         (
-            {"geometry": Geometry(Shard(0, 2, 0, 3), 8, 20, "uint8", "test")},
+            {"geometry": geometry_of(heads=8)},
             Cause.GEOMETRY,
-            "4 / 8",
+            "heads 4 / 8",
         ),
         (
-            {"geometry": Geometry(Shard(0, 2, 0, 3), 4, 20, "uint8", "other")},
+            {"geometry": geometry_of(key_dim=8)},
             Cause.GEOMETRY,
-            "layout test / other",
+            "key_dim 6 / 8",
         ),
     ],
 )
@@ -236,7 +246,7 @@ def test_a_version_without_a_common_schema_is_refused_with_both_versions(
     consumer.load(producer.source, "t", [1])
     finished = consumer.loaded("t")
     assert finished.cause == Cause.VERSION
-    assert "producer speaks 1-1, consumer 1-1" in finished.detail
+    assert "producer speaks 2-2, consumer 2-2" in finished.detail
 
 
 @pytest.mark.parametrize(
@@ -285,7 +295,7 @@ def test_a_rank_reports_a_port_only_if_it_produces(ranks: Ranks):
 
 
 def test_a_page_larger_than_a_slot_is_an_error_at_the_start():
-    geometry = Geometry(Shard(0, 1, 0, 1), 64, 1 << 15, "uint8", "huge pages")
+    geometry = geometry_of(heads=64, page_size=2048)
     with pytest.raises(ConfigError, match="slot_mib 1"):
         Rank(LONG, geometry=geometry, pages=2)
 
@@ -328,7 +338,7 @@ def test_a_load_can_be_dropped_at_any_moment(ranks: Ranks, moment: str, transpor
     producer, consumer = ranks.pair(settings)
     if moment == "held":
         producer.offer("t", [1])
-        consumer.agent.submit(Hold("load of t", "t", producer.source))
+        consumer.agent.submit(Hold("load of t", "t", (producer.peer,), False))
         until(lambda: consumer.gauge("producer_sessions"))
     elif moment == "dialled":
         producer.offer("t", [1])
@@ -355,3 +365,166 @@ def test_config_defaults_are_what_an_agent_starts_with(ranks: Ranks):
     assert rank.agent._config == Config()
     assert rank.gauge("landing_slots") == 0
     assert TOKENS
+
+
+# Streams, watched holds and several ranks.
+
+
+@each_transport
+def test_kv_streams_while_the_prefill_runs_and_ends_before_it_has(ranks: Ranks, transport: str):
+    producer, consumer = ranks.pair(LONG | TRANSPORTS[transport], geometry=LARGE_PAGES)
+    pages, into = [5, 3, 17, 0], [20, 1, 7, 2]
+    producer.agent.submit(Expect("t"))
+    consumer.load([producer.peer], "t", into, wait=True)
+    until(lambda: producer.gauge("outgoing_transfers"))
+    producer.offer("t", pages, computed=0)
+    producer.agent.submit(Computed("t", "offer of t", 1024))
+    until(lambda: consumer.count("received_chunks") >= 2)
+    assert consumer.look() == {}
+    for layer in (1, 2):
+        producer.agent.submit(Computed("t", "offer of t", 2048, layer))
+    assert consumer.loaded("t").cause is None
+    assert_pages(producer, pages, consumer, into)
+    assert producer.look() == {}, "the request still owns its pages"
+    producer.offer("t", pages)
+    assert producer.freed("t").cause is None
+
+
+def test_what_is_not_computed_is_not_sent(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG, geometry=LARGE_PAGES)
+    producer.offer("t", [1, 2], computed=511)
+    consumer.load([producer.peer], "t", [3, 4], wait=True)
+    until(lambda: producer.gauge("consumer_sessions"))
+    producer.agent.submit(Computed("t", "offer of t", 511, 2))
+    producer.offer("other", [5])
+    consumer.load([producer.peer], "other", [6], identity=TOKENS)
+    finished = consumer.loaded("other")
+    assert finished.cause is None
+    assert producer.count("sent_chunks") == finished.chunks, "those of the other transfer"
+    producer.agent.submit(Withdraw("t", "offer of t"))
+    assert consumer.loaded("t").cause == Cause.PREFILL_ENDED
+
+
+def test_a_request_is_told_when_the_prefill_has_begun(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG, geometry=LARGE_PAGES)
+    consumer.agent.submit(Hold("load of t", "t", (producer.peer,), True))
+    until(lambda: producer.gauge("outgoing_transfers"))
+    assert consumer.look() == {}
+    assert consumer.told == {}
+    producer.offer("t", [1, 2], computed=0)
+    assert consumer.held("t").cause is None
+    consumer.load([producer.peer], "t", [3, 4], wait=True)
+    producer.offer("t", [1, 2])
+    assert consumer.loaded("t").cause is None
+    assert_pages(producer, [1, 2], consumer, [3, 4])
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "silent", "unknown", "unreachable", "lost"])
+def test_a_request_is_told_once_that_there_will_be_nothing(ranks: Ranks, how: str):
+    producer, consumer = ranks.pair(SHORT)
+    peer = producer.peer
+    if how == "unreachable":
+        peer = Peer(Source("127.0.0.1", 1, ""), peer.shard)
+    if how in ("withdrawn", "silent"):
+        producer.agent.submit(Expect("t"))
+    consumer.agent.submit(Hold("load of t", "t", (peer,), True))
+    if how in ("withdrawn", "lost"):
+        until(lambda: consumer.gauge("producer_sessions") and producer.gauge("consumer_sessions"))
+    if how == "withdrawn":
+        producer.agent.submit(Withdraw("t", "offer of t"))
+    if how == "lost":
+        ranks.stop(producer)
+    assert (
+        consumer.held("t").cause
+        in {
+            "withdrawn": (Cause.PREFILL_ENDED, Cause.UNKNOWN_TRANSFER),
+            "silent": (Cause.WAIT_TIMEOUT,),
+            "unknown": (Cause.UNKNOWN_TRANSFER, Cause.WAIT_TIMEOUT),
+            "unreachable": (Cause.UNREACHABLE,),
+            "lost": (Cause.SESSION_LOST,),
+        }[how]
+    )
+    until(lambda: consumer.gauge("incoming_transfers") == 0)
+
+
+@each_transport
+def test_two_ranks_read_their_heads_from_one_and_it_frees_when_both_have(
+    ranks: Ranks, transport: str
+):
+    settings = LONG | TRANSPORTS[transport]
+    producer = ranks(settings, consumes=False)
+    readers = [
+        ranks(settings, produces=False, geometry=geometry_of(half), shards=HALVES, seed=1)
+        for half in HALVES
+    ]
+    producer.offer("t", [1, 2, 3])
+    readers[0].load([producer.peer], "t", [7, 8, 9])
+    assert readers[0].loaded("t").cause is None
+    assert producer.look() == {}
+    readers[1].load([producer.peer], "t", [4, 5, 6])
+    assert readers[1].loaded("t").cause is None
+    assert producer.freed("t").cause is None
+    assert_pages(producer, [1, 2, 3], readers[0], [7, 8, 9])
+    assert_pages(producer, [1, 2, 3], readers[1], [4, 5, 6])
+
+
+@each_transport
+def test_one_rank_reads_from_two_that_hold_a_half_each(ranks: Ranks, transport: str):
+    settings = LONG | TRANSPORTS[transport]
+    halves = [ranks(settings, consumes=False, geometry=geometry_of(half)) for half in HALVES]
+    consumer = ranks(settings, produces=False, seed=1)
+    peers = [half.peer for half in halves]
+    for half in halves:
+        half.offer("t", [1, 2, 3])
+    consumer.load(peers, "t", [7, 8, 9])
+    assert consumer.loaded("t").cause is None
+    assert_pages(halves, [1, 2, 3], consumer, [7, 8, 9])
+    assert [half.freed("t").cause for half in halves] == [None, None]
+    halves[0].offer("u", [1, 2])
+    halves[1].agent.submit(Expect("u"))
+    consumer.load(peers, "u", [7, 8], wait=True)
+    until(lambda: consumer.count("received_chunks") >= 3)
+    halves[1].agent.submit(Withdraw("u", "offer of u"))
+    assert consumer.loaded("u").cause == Cause.PREFILL_ENDED
+    assert halves[0].freed("u").cause is not None
+
+
+def test_half_of_the_heads_is_not_enough(ranks: Ranks):
+    half = ranks(LONG, consumes=False, geometry=geometry_of(HALVES[0]))
+    consumer = ranks(LONG, produces=False, seed=1)
+    half.offer("t", [1, 2])
+    consumer.load([half.peer], "t", [3, 4])
+    finished = consumer.loaded("t")
+    assert finished.cause == Cause.GEOMETRY
+    assert "layer 0 head 2" in finished.detail
+
+
+@each_transport
+def test_pages_of_another_size_and_layout_take_the_same_tokens(ranks: Ranks, transport: str):
+    settings = LONG | TRANSPORTS[transport]
+    producer = ranks(settings, consumes=False, geometry=geometry_of(page_size=4, heads=1))
+    other = geometry_of(page_size=12, heads=1, layout="other")
+    consumer = ranks(settings, produces=False, geometry=other, seed=1)
+    producer.offer("t", [7, 3, 9, 2])
+    consumer.load(producer.source, "t", [5, 6], tokens=15)
+    assert consumer.loaded("t").cause is None
+    for number in producer.layers:
+        here = views(producer.layers[number], producer.geometry.groups[0])
+        there = views(consumer.layers[number], other.groups[0])
+        for mine, yours in ((here.key, there.key), (here.value, there.value)):
+            assert mine is not None
+            assert yours is not None
+            sent = torch.cat([mine[page, 0] for page in (7, 3, 9, 2)])[:15]
+            found = torch.cat([yours[page, 0] for page in (5, 6)])[:15]
+            assert torch.equal(sent.view(torch.int16), found.view(torch.int16))
+
+
+def test_tokens_whose_pages_a_window_has_passed_are_refused(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG)
+    producer.offer("t", [-1, 2, 3])
+    consumer.load(producer.source, "t", [4, 5, 6])
+    assert consumer.loaded("t").cause == Cause.WINDOW
+    assert producer.freed("t").cause == Cause.WINDOW
+    producer.offer("u", [-1, 2, 3])
+    consumer.load(producer.source, "u", [5, 6], first_page=1)
+    assert consumer.loaded("u").cause is None

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from support.agents import (
     GEOMETRY,
+    HALVES,
     LONG,
     MODEL,
     SHORT,
@@ -22,6 +23,7 @@ from support.agents import (
     Rank,
     Ranks,
     assert_pages,
+    geometry_of,
     ranks,
     until,
 )
@@ -29,12 +31,13 @@ from support.agents import (
 from pd_connector import wire
 from pd_connector.consumer import Source
 from pd_connector.errors import Cause
+from pd_connector.geometry import Shard
 
 __all__ = ["ranks"]
 
-each_transport = pytest.mark.parametrize("transport", ["shm", "tcp"])
-HELLO = wire.Hello(1, 1, "liar", "", MODEL, GEOMETRY, {})
-OPEN = wire.Open("bait", TOKENS, 0, 4, False, ["raw"], [])
+each_transport = pytest.mark.parametrize("transport", ["shm", "shm written", "tcp"])
+HELLO = wire.Hello(wire.SCHEMA, wire.OLDEST_SCHEMA, "liar", "", MODEL, GEOMETRY, ["raw"], {})
+OPEN = wire.Open("bait", TOKENS, 0, 16, False, [], 1 << 20)
 
 
 @pytest.fixture
@@ -105,8 +108,12 @@ def valid_messages() -> list[bytes]:
         wire.Done("bait"),
         wire.Cancel("bait", "aborted"),
         wire.Heartbeat(["bait"]),
-        wire.Welcome(1, "e", 1, "tcp", b""),
-        wire.Accept("bait", "raw", 1),
+        wire.Watch("bait"),
+        wire.Taken(1),
+        wire.Welcome(wire.SCHEMA, "e", 1, GEOMETRY, ["raw"], "tcp", b"", 1 << 20, True),
+        wire.Ready("bait"),
+        wire.Offered("bait", 0, 0, 100, b"header"),
+        wire.Accept("bait", 1, True),
     ]
     return [wire.encode(message) for message in messages]
 
@@ -196,7 +203,7 @@ def test_addresses_of_transports_that_are_none(ranks: Ranks, context: zmq.Contex
 
 
 @each_transport
-@pytest.mark.parametrize("slot", [4, 2**32])
+@pytest.mark.parametrize("slot", [4, 2**32 - 1])
 def test_slots_that_the_consumer_does_not_have(
     ranks: Ranks, context: zmq.Context[Any], transport: str, slot: int
 ):
@@ -220,10 +227,11 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
     liar = LyingConsumer(context, producer.agent.port)
     liar.say(msgspec.structs.replace(HELLO, transports=address))
     for i in range(500):
-        liar.say(wire.Open(f"{i}", TOKENS, 0, 2**62, True, ["raw"] * 16, [7] * 50))
+        liar.say(wire.Open(f"{i}", TOKENS, 0, 2**62, True, [7] * 50, 1 << 20, 1 + i % 3))
         liar.say(wire.Credit(f"{i}", [9] * 50), wire.Cancel(f"no {i}", "no cause"))
+        liar.say(wire.Watch(f"{i}"), wire.Taken(i), wire.Cancel(f"nor {i}", "", 2))
         liar.say(wire.Done(f"nothing {i}"))
-    until(lambda: producer.gauge("outgoing_transfers") == 500)
+    until(lambda: producer.gauge("outgoing_transfers") == 1000)
     until(lambda: producer.gauge("outgoing_transfers") == 0)
     until(lambda: not producer.agent._server._producer._unwanted)
     assert_serves_on(ranks, producer)
@@ -268,13 +276,14 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-WELCOME = wire.Welcome(1, "engine", 5, "tcp", msgspec.msgpack.encode(("127.0.0.1", 9, b"x")))
+DIALLED = msgspec.msgpack.encode(("127.0.0.1", 9, b"x"))
+WELCOME = wire.Welcome(wire.SCHEMA, "engine", 5, GEOMETRY, ["raw"], "tcp", DIALLED, 1 << 20)
 LIES: dict[str, tuple[list[wire.Message | list[bytes]], set[Cause]]] = {
     "silence": ([], {Cause.UNREACHABLE}),
     "noise": ([[b"\xc1"]], {Cause.MALFORMED_MESSAGE}),
     "two frames": ([[wire.encode(WELCOME), b""]], {Cause.MALFORMED_MESSAGE}),
     "a consumer's message": ([HELLO], {Cause.MALFORMED_MESSAGE}),
-    "another schema": ([msgspec.structs.replace(WELCOME, schema=2)], {Cause.VERSION}),
+    "another schema": ([msgspec.structs.replace(WELCOME, schema=wire.SCHEMA + 1)], {Cause.VERSION}),
     "another transport": (
         [msgspec.structs.replace(WELCOME, transport="x")],
         {Cause.MALFORMED_MESSAGE},
@@ -292,11 +301,37 @@ LIES: dict[str, tuple[list[wire.Message | list[bytes]], set[Cause]]] = {
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     ),
     "another plan": (
-        [WELCOME, wire.Accept("t", "raw", 2**60)],
+        [WELCOME, wire.Accept("t", 2**60, True)],
         {Cause.CHUNK_MISMATCH, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     ),
+    "another geometry": (
+        [msgspec.structs.replace(WELCOME, geometry=geometry_of(heads=8))],
+        {Cause.GEOMETRY},
+    ),
+    "half of a geometry": (
+        [
+            msgspec.structs.replace(WELCOME, geometry=geometry_of(HALVES[0])),
+            wire.Accept("t", 1, True),
+        ],
+        {Cause.STALLED, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+    "no codec that anyone knows": (
+        [msgspec.structs.replace(WELCOME, codecs=["zip", ""]), wire.Accept("t", 1, True)],
+        {Cause.STALLED, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+    "ready for what nobody watches": (
+        [WELCOME, wire.Ready("t"), wire.Ready("u"), wire.Cancelled("t")],
+        {Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+    "offers of what it never wrote": (
+        [
+            msgspec.structs.replace(WELCOME, read=True),
+            *(wire.Offered("t", slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
+        ],
+        {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
     "accepted and nothing more": (
-        [WELCOME, wire.Accept("t", "raw", 1), wire.Accept("t", "raw", 1)],
+        [WELCOME, wire.Accept("t", 1, False), wire.Accept("t", 1, True)],
         {Cause.STALLED, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     ),
 } | {
@@ -320,7 +355,7 @@ def test_a_producer_that_lies_fails_the_load_with_a_cause(ranks: Ranks, context:
         sender, hello = liar.hear()
         assert isinstance(hello, wire.Hello)
         for message in LIES[name][0]:
-            if isinstance(message, (wire.Refuse, wire.Accept)):
+            if isinstance(message, (wire.Refuse, wire.Accept, wire.Ready, wire.Offered)):
                 message = msgspec.structs.replace(message, transfer=name)
             liar.say(sender, message)
     for name in liars:
@@ -343,3 +378,36 @@ def test_a_producer_that_only_pulses_is_not_kept(ranks: Ranks, context: zmq.Cont
 
     until(pulse)
     assert consumer.loaded("t").cause == Cause.UNREACHABLE
+
+
+LIED_GEOMETRIES = {
+    "a rank beyond its group": geometry_of(Shard(0, 2, 3, 2)),
+    "ranks without number": geometry_of(Shard(0, 2, 0, 1 << 31)),
+    "layers of no stage": geometry_of(Shard(7, 3, 0, 1), layers=(0, 1)),
+    "layers twice": geometry_of(layers=(0, 0, 1, 1)),
+    "a page for everything": geometry_of(page_size=1 << 31),
+    "one head of many": geometry_of(heads=1 << 31),
+    "a window of one": geometry_of(window=1),
+    "another dtype": geometry_of(dtype="fp4"),
+    "scales of nothing": geometry_of(dtype="fp8_e4m3", scales=((0.0, float("nan")),) * 2),
+    "scales for one layer": geometry_of(dtype="fp8_e4m3", scales=((1.0, 1.0),)),
+    "state": geometry_of(kind="recurrent"),
+    "a table far away": geometry_of(table=1 << 31),
+}
+
+
+@pytest.mark.parametrize("name", LIED_GEOMETRIES)
+def test_a_geometry_that_is_none_costs_its_sender_the_transfer_only(
+    ranks: Ranks, context: zmq.Context[Any], name: str
+):
+    producer = ranks(SHORT | {"transports": ("tcp",)}, consumes=False)
+    producer.offer("bait", [1, 2, 3, 4])
+    address = {"tcp": DIALLED}
+    liar = LyingConsumer(context, producer.agent.port)
+    geometry = LIED_GEOMETRIES[name]
+    liar.say(msgspec.structs.replace(HELLO, geometry=geometry, transports=address))
+    for size in (256 << 10, 1 << 20):
+        liar.say(msgspec.structs.replace(OPEN, chunk_bytes=size, slots=[0, 1]))
+    liar.say(wire.Heartbeat([]), wire.Cancel("bait", ""), wire.Done("bait"))
+    liar.hear_all_until(wire.Cancelled | wire.Reject)  # type: ignore[arg-type]
+    assert_serves_on(ranks, producer, "tcp")

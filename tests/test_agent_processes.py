@@ -4,14 +4,26 @@
 import signal
 
 import pytest
-from support.agents import GEOMETRY, SHORT, TRANSPORTS, Rank, Ranks, make_layers, ranks, until
+import torch
+from support.agents import (
+    GEOMETRY,
+    SHORT,
+    TRANSPORTS,
+    Rank,
+    Ranks,
+    geometry_of,
+    make_layers,
+    ranks,
+    until,
+)
 from support.children import Child, Children, children, nursery
 
 from pd_connector.errors import Cause
 
 __all__ = ["children", "nursery", "ranks"]
 
-each_transport = pytest.mark.parametrize("transport", ["shm", "tcp"])
+each_transport = pytest.mark.parametrize("transport", ["shm", "shm written", "tcp"])
+each_written = pytest.mark.parametrize("transport", ["shm written", "tcp"])
 PATIENT = {"session_timeout_s": 30.0, "stall_timeout_s": 30.0, "connect_timeout_s": 30.0}
 
 
@@ -37,13 +49,13 @@ def test_pages_arrive_exactly_between_two_processes(
     producer = children(settings, consumes=False, seed=4)
     consumer = ranks(settings, produces=False)
     assert_fetches(consumer, producer, "t")
-    assert producer.call("page", 11) == b"".join(
-        layer[11].numpy().tobytes() for layer in make_layers(GEOMETRY, 24, 4)
-    )
+    same = make_layers(GEOMETRY, 24, 4).values()
+    wanted = b"".join(layer[11].view(torch.uint8).numpy().tobytes() for layer in same)
+    assert producer.call("page", 11) == wanted
     producer.call("assert_at_rest")
 
 
-@each_transport
+@each_written
 def test_a_killed_producer_fails_its_loads_at_once_and_another_serves(
     ranks: Ranks, children: Children, transport: str
 ):
@@ -97,7 +109,7 @@ def test_a_stopped_producer_fails_its_loads_in_bounded_time_and_serves_when_it_g
         assert_fetches(consumer, producer, f"afterwards {i}")
 
 
-@each_transport
+@each_written
 def test_a_producer_that_stops_between_chunks_stalls_its_loads(
     ranks: Ranks, children: Children, transport: str
 ):
@@ -112,3 +124,19 @@ def test_a_producer_that_stops_between_chunks_stalls_its_loads(
     assert consumer.loaded("t").cause in (Cause.STALLED, Cause.SESSION_LOST)
     consumer.assert_at_rest()
     producer.kill()
+
+
+@each_transport
+def test_a_producer_killed_while_it_streams_fails_its_loads_and_every_slot_comes_home(
+    ranks: Ranks, children: Children, transport: str
+):
+    settings = SHORT | PATIENT | TRANSPORTS[transport] | {"lease_s": 600.0}
+    large = {"geometry": geometry_of(page_size=1 << 13)}
+    producer = children(settings, consumes=False, **large)
+    consumer = ranks(settings, produces=False, seed=1, **large)
+    producer.call("offer", "t", [1, 2, 3], computed=2 << 13)
+    consumer.load(producer.call("source"), "t", [1, 2, 3], wait=True)
+    until(lambda: consumer.count("received_chunks") >= 2)
+    producer.kill()
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    until(lambda: consumer.gauge("landing_slots") == 0, "slots of the dead come home at once")

@@ -56,6 +56,11 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", "tcp", "Expected `array`"),
         ("transports", ["tpc"], "Invalid enum value 'tpc'"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
+        ("codec", "zip", "Invalid enum value 'zip'"),
+        ("overlap", True, "Expected `str`"),
+        ("overlap", "chunk", "Invalid enum value 'chunk'"),
+        ("direction", "both", "Invalid enum value 'both'"),
+        ("defer_pages", 1, "Expected `bool`"),
     ],
 )
 def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
@@ -80,6 +85,9 @@ def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
         ("stall_timeout_s", -3.0),
         ("wait_timeout_s", float("nan")),
         ("connect_timeout_s", float("inf")),
+        ("codec_max_error", -0.1),
+        ("codec_max_error", float("nan")),
+        ("codec_max_error", float("inf")),
         ("transports", []),
         ("transports", ["tcp", "shm", "tcp"]),
         ("session_timeout_s", 1.5),

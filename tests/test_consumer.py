@@ -462,6 +462,17 @@ def test_a_name_that_comes_again_from_another_producer_is_another_transfer():
     assert bench.consumer.tick(2.0) == []
 
 
+def test_a_producer_known_by_two_names_is_one_that_has_two_sessions():
+    bench = Bench(wait=True)
+    bench.open()
+    bench.accept()
+    localhost = Peer(SOURCE._replace(host="localhost"), WHOLE)
+    other = bench.load._replace(request="other", transfer="u", peers=(localhost,))
+    bench.consumer.load(other, 1.0)
+    bench.consumer.session_up(localhost.source, EPOCH, ROUTES, CONFIG.slot_bytes, 1.0)
+    assert bench.land(0, slot=0) != []
+
+
 # Watched holds: a request that allocates pages only when there is something to load.
 
 

@@ -309,13 +309,17 @@ TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = _settings
 
 
-
 @given(seed=st.integers(0, 2**32), shape=st.integers(0, 3), one_sided=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_long_walks_with_a_fault_now_and_then(seed: int, shape: int, one_sided: bool):
     """The machine above tries odd orders; here streams come far before something happens."""
     chance = random.Random(seed)
-    sources, shards = [((WHOLE,), (WHOLE,)), ((WHOLE,), HALVES), (HALVES, (WHOLE,)), (STAGES, HALVES)][shape]
+    sources, shards = [
+        ((WHOLE,), (WHOLE,)),
+        ((WHOLE,), HALVES),
+        (HALVES, (WHOLE,)),
+        (STAGES, HALVES),
+    ][shape]
     world = World(3 - len(shards), sources=sources, shards=shards, one_sided=one_sided)
     steps = chance.choice([200, 2000])
     for _ in range(steps):
@@ -331,7 +335,7 @@ def running(chance: random.Random, world: World) -> str:
 
 def begin(chance: random.Random, world: World, ranks: int) -> None:
     """A prefill, with or without those that want its KV."""
-    number = len(world.tags) if chance.random() < 0.9 else chance.randrange(len(world.tags) + 1)
+    number = len(world.tags) if chance.random() < 0.8 else chance.randrange(len(world.tags) + 1)
     name, tokens = f"transfer{number}", chance.choice([3, 12, 16])
     if chance.random() < 0.8:
         for rank in world.ranks:

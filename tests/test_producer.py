@@ -328,6 +328,7 @@ def test_what_was_about_to_be_sent_when_the_gate_was_shut_is_sent_later(producer
     send = producer.next_send()
     assert send is not None
     producer.unsend(send)
+    assert producer.next_send() is None, "or who sends all there is would never end"
     producer.revoke("t", "request")
     producer.offer(OFFER, 0.0)
     again = producer.next_send()
@@ -434,22 +435,21 @@ def test_one_reader_cancels_before_the_pages_exist_and_the_other_gets_them(produ
 # Those that want to hear when there is something to open.
 
 
-def test_a_watcher_is_told_when_the_first_kv_is_there(producer: Producer):
+def test_a_watcher_is_told_when_the_prefill_begins(producer: Producer):
     ready = Reply(ONE, wire.Ready("t"))
     producer.expect("t", 0.0)
     assert producer.watch(ONE, "t", 0.0) == []
-    assert producer.offer(grown(0), 0.0) == []
-    assert producer.computed("t", "request", 6, None) == [ready]
+    assert producer.offer(grown(0), 0.0) == [ready]
     assert producer.offer(OFFER, 0.0) == [], "and once"
     assert producer.watch(ONE, "t", 0.0) == [ready], "unless it asks again"
 
 
-def test_a_watcher_is_told_of_layers_where_layers_are_sent():
-    producer = Producer(msgspec.structs.replace(CONFIG, overlap="layer"))
+def test_a_watcher_of_a_preempted_prefill_waits_until_it_goes_on(producer: Producer):
     producer.expect("t", 0.0)
-    producer.watch(ONE, "t", 0.0)
-    producer.offer(grown(0), 0.0)
-    assert producer.computed("t", "request", 12, 1) == [Reply(ONE, wire.Ready("t"))]
+    producer.offer(grown(6), 0.0)
+    producer.revoke("t", "request")
+    assert producer.watch(ONE, "t", 0.0) == []
+    assert producer.offer(grown(0), 0.0) == [Reply(ONE, wire.Ready("t"))]
 
 
 def test_a_watcher_is_refused_when_nothing_comes(producer: Producer):

@@ -3,6 +3,7 @@
 
 import mmap
 import os
+from collections.abc import Hashable
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pd_connector.slab import Slab, SlotPool
 
 SLOTS = 5
+OWNERS: list[Hashable] = ["a", ("a", 1), ("a", 2)]
 
 
 class Pool(RuleBasedStateMachine):
@@ -20,12 +22,12 @@ class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
-        self.held: dict[int, str] = {}
+        self.held: dict[int, Hashable] = {}
         self.quarantined: dict[int, float] = {}
         self.now = 0.0
 
-    @rule(owner=st.sampled_from(["a", "b"]))
-    def take(self, owner: str) -> None:
+    @rule(owner=st.sampled_from(OWNERS))
+    def take(self, owner: Hashable) -> None:
         slot = self.pool.take(owner)
         if slot is None:
             assert len(self.held) + len(self.quarantined) == SLOTS
@@ -77,7 +79,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def holders_are_known(self) -> None:
         for slot in range(SLOTS):
-            for owner in ("a", "b"):
+            for owner in OWNERS:
                 assert self.pool.holds(owner, slot) == (self.held.get(slot) == owner)
 
 

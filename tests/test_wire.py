@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from pd_connector import wire
 from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
-from pd_connector.geometry import Geometry, Shard
+from pd_connector.geometry import Geometry, Group, Shard
 
-GEOMETRY = Geometry(Shard(0, 4, 0, 4), 32, 512, "bfloat16", "NHD")
-HELLO = wire.Hello(1, 1, "engine", "", b"model", GEOMETRY, {"tcp": b"address"})
-HEADER = wire.ChunkHeader("t", 1, 2, b"identity", 0, 4, 0, 8, "raw", 65536, b"checksum")
+GROUP = Group("attention", (0, 1, 2, 3), 4, 64, 64, 32, 0, "bfloat16", "NHD", True)
+GEOMETRY = Geometry(Shard(0, 4, 0, 1), (GROUP,))
+HELLO = wire.Hello(2, 2, "engine", "", b"model", GEOMETRY, ["raw"], {"tcp": b"address"}, ["shm"])
+HEADER = wire.ChunkHeader("t", 1, 2, b"identity", 0, 0, 4, 0, 8, "raw", 65536, b"checksum")
+OPEN = wire.Open("t", b"i", 0, 4, True, [0, 1], 65536)
 CONSUMER_TYPES = get_args(wire.ConsumerMessage)
 PRODUCER_TYPES = get_args(wire.ProducerMessage)
 DECODERS = [wire.decode_consumer_message, wire.decode_producer_message, wire.decode_chunk_header]
@@ -81,7 +83,7 @@ def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
 
 
 @given(
-    st.sampled_from([HELLO, HEADER, wire.Open("t", b"i", 0, 4, True, ["raw"], [0, 1])]),
+    st.sampled_from([HELLO, HEADER, OPEN]),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4),
     st.integers(0, 400),
 )
@@ -122,14 +124,29 @@ def test_hostile_messages_are_malformed(data: bytes) -> None:
     "message",
     [
         wire.Done("x" * 513),
-        wire.Open("t", bytes(65), 0, 1, False, ["raw"], []),
-        wire.Open("t", b"", -1, 1, False, ["raw"], []),
-        wire.Open("t", b"", 0, 1 << 63, False, ["raw"], []),
-        wire.Open("t", b"", 0, 1, False, ["raw"] * 17, []),
+        *(
+            msgspec.structs.replace(OPEN, **wrong)
+            for wrong in (
+                {"identity": bytes(65)},
+                {"first_token": -1},
+                {"stop_token": 1 << 63},
+                {"chunk_bytes": -1},
+                {"readers": 0},
+                {"readers": 1 << 17},
+                {"bytes_per_s": -1},
+            )
+        ),
+        wire.Taken(1 << 32),
+        wire.Cancel("t", "aborted", 0),
+        msgspec.structs.replace(HELLO, codecs=["raw"] * 17),
+        msgspec.structs.replace(HELLO, readable=["shm"] * 17),
+        msgspec.structs.replace(HELLO, geometry=Geometry(Shard(0, 4, 0, 1), ())),
+        msgspec.structs.replace(HELLO, geometry=Geometry(Shard(0, 4, 0, 1), (GROUP,) * 65)),
         wire.Credit("t", [0] * (MAX_SLOTS + 1)),
         wire.Credit("t", [-1]),
         wire.Heartbeat(["t"] * 4097),
-        wire.Hello(1, 1, "", "", b"", GEOMETRY, {str(n): b"" for n in range(17)}),
+        wire.Credit("t", [1 << 32]),
+        msgspec.structs.replace(HELLO, transports={str(n): b"" for n in range(17)}),
     ],
 )
 def test_values_beyond_their_limits_are_malformed(message: wire.Message) -> None:
@@ -138,7 +155,8 @@ def test_values_beyond_their_limits_are_malformed(message: wire.Message) -> None
 
 
 def test_a_message_that_is_too_large_is_malformed_before_it_is_read() -> None:
-    largest = wire.Hello(1, 1, "", "", b"", GEOMETRY, {"tcp": bytes(wire.MAX_MESSAGE_BYTES - 500)})
+    almost = {"tcp": bytes(wire.MAX_MESSAGE_BYTES - 1000)}
+    largest = msgspec.structs.replace(HELLO, transports=almost)
     assert wire.decode_consumer_message(wire.encode(largest)) == largest
     data = wire.encode(wire.Done("t")).ljust(wire.MAX_MESSAGE_BYTES + 1, b"\0")
     with pytest.raises(MalformedMessageError, match=f"at most {wire.MAX_MESSAGE_BYTES}"):
@@ -155,7 +173,7 @@ def test_a_field_that_a_later_release_adds_is_passed_over() -> None:
     later = msgspec.msgpack.encode({**known, "reason": "new"})
     assert wire.decode_consumer_message(later) == wire.Done("t")
     header = msgspec.msgpack.decode(wire.encode(HEADER))
-    later = msgspec.msgpack.encode({**header, "extra": 1})
+    later = msgspec.msgpack.encode([*header, "extra"])
     assert wire.decode_chunk_header(later) == HEADER
 
 

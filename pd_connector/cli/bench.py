@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from pd_connector.bench import machine
 from pd_connector.bench.contender import (
     BASELINE,
     LINK,
@@ -24,19 +22,11 @@ from pd_connector.bench.contender import (
 from pd_connector.bench.flow import BenchError
 from pd_connector.bench.handoff import Findings
 from pd_connector.bench.plan import Plan
-from pd_connector.bench.report import missed, table, write_json
-from pd_connector.errors import PDConnectorError
+from pd_connector.cli.bench_core import overhead, reshard, wire
+from pd_connector.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.launch.netns import available
 
-BAR_MISSED = 1
-NOT_MEASURED = 2
-INTERRUPTED = 130
-"""Exit codes other than 0."""
-
 PROMPT_TOKENS = (512, 2048, 3500)
-QUIET_CORES = 0.1
-"""What other programs may use before the figures are called provisional."""
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -97,17 +87,15 @@ def handoff(
         runs,
         warm_ups,
     )
-    stdout, stderr = Console(), Console(stderr=True)
-    with _exit_codes(stderr):
+    stderr = Console(stderr=True)
+    with exit_codes(stderr):
         _check_possible(plan)
         findings = plan.carry_out(stderr)
-    stdout.print(table(findings.comparisons, BASELINE.connector))
-    for note in _notes(plan, findings):
-        stdout.print(note, soft_wrap=True, highlight=False, markup=False)
-    if json is not None:
-        write_json(json, findings.comparisons)
-    if missed(findings.comparisons):
-        raise typer.Exit(BAR_MISSED)
+    report([(BASELINE.connector, findings.comparisons)], _notes(plan, findings), json)
+
+
+for _command in (wire, reshard, overhead):
+    app.command()(_command)
 
 
 def _chosen(
@@ -119,18 +107,6 @@ def _chosen(
                 f"{name!r}: must be one of {', '.join(known)}", param_hint="--ours"
             )
     return [known[name] for name in dict.fromkeys(names or default)]
-
-
-@contextmanager
-def _exit_codes(console: Console) -> Iterator[None]:
-    try:
-        yield
-    except (PDConnectorError, OSError) as error:
-        console.print(f"not measured: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(NOT_MEASURED) from None
-    except KeyboardInterrupt:
-        console.print("interrupted; all engines have been ended")
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def _check_possible(plan: Plan) -> None:
@@ -150,16 +126,14 @@ def _check_possible(plan: Plan) -> None:
 
 def _notes(plan: Plan, findings: Findings) -> list[str]:
     """What a reader of the table must know."""
-    notes = [f"{topic}: {words}" for topic, words in machine.describe().items()]
+    notes = []
     if plan.link_mbit is not None:
         notes.append(f"link: {plan.link_mbit:,.0f} Mbit/s each way, between two network namespaces")
     rest = {one.contender.name: one for one in findings.series}
     for name, one in rest.items():
         frozen = " (spins: frozen while others were measured)" if one.frozen else ""
         notes.append(f"cores that {name}'s engines use at rest: {one.rest_cores:.2f}{frozen}")
-    busy = findings.others_cores
-    verdict = "quiet" if busy <= QUIET_CORES else "not quiet: the figures are provisional"
-    notes.append(f"cores used by other programs meanwhile: {busy:.2f} ({verdict})")
+    notes.append(noise_note(findings.others_cores))
     if findings.drift:
         drift = ", ".join(f"{ratio:.2f} at {n:,} tokens" for n, ratio in findings.drift.items())
         notes.append(f"{BASELINE.name}'s handoff when measured last / first: {drift}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 COUNTERS = {
-    "received_transfers": "Transfers that arrived whole and verified (consumer).",
+    "received_transfers": "Transfers that arrived whole and verified, counted by each rank (consumer).",
     "received_chunks": "Chunks verified and placed (consumer).",
     "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
     "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
@@ -24,7 +24,7 @@ COUNTERS = {
     "agent_failures": "Times the agent's thread has died of an unexpected exception.",
 }
 COUNTERS_BY_CAUSE = {
-    "failed_transfers": "Transfers that did not arrive; their requests were recomputed (consumer).",
+    "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
     "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",
     "lost_sessions": "Sessions with producers that ended (consumer).",

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from harness import Answer, EnginePool, Pair, Prompt, Setup
+from harness import (
+    Answer,
+    Prompt,
+)
+from pairs import (
+    EnginePool,
+    Pair,
+    Setup,
+)
 
 LOG_LINES = 40
 _HERE = Path(__file__).parent
@@ -52,9 +60,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 @pytest.fixture
-def pair(engines: EnginePool, setup: Setup) -> Iterator[Pair]:
+def pair(engines: EnginePool, setup: Setup, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A running pair; after the test everything it used has come home."""
-    pair = engines.pair(setup)
+    pair = engines.pair(setup, with_reference="reference" in request.fixturenames)
     yield pair
     pair.assert_idle()
 

@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from pd_connector.launch import Census, Client, RouterProcess, Samples, Service, VllmEngine
-from pd_connector.launch.progress import wait_all
-from pd_connector.launch.service import stop_services
-
-MODEL = Path(__file__).parents[2] / "pd_connector" / "demo" / "model"
+from pd_connector.launch import Census, Client, Samples, Service, VllmEngine
 
 IDLE_GAUGES = (
     "pd_connector:leased_pages",
@@ -47,15 +41,6 @@ TWO_STEP_PARAMS: Mapping[str, Any] = {
 
 DEADLINE_S = 120.0
 """For conditions that come true in well under a second on an idle machine."""
-
-# In bfloat16 an engine differs from itself by a hundredth when it computes a prompt in other
-# portions; in float32 a comparison can be a thousand times sharper.
-EXACT_ARGS = ("--dtype", "float32")
-PROBE_ARGS = ("--worker-extension-cls", "probe.Probe")
-PROBE_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # for the route /collective_rpc
-    "PYTHONPATH": str(Path(__file__).parent),
-}
 
 Prompt = str | Sequence[int]
 
@@ -228,143 +213,3 @@ def assert_no_leaks(engine: VllmEngine, before: Census, deadline_s: float = DEAD
         return all(a <= b for a, b in zip(now, before, strict=True))
 
     wait_until(back, lambda: f"{engine.name} as small as before: {now}, was {before}", deadline_s)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a pair of engines is configured. Tests with equal setups share the engines."""
-
-    connector: str = "PDConnector"
-    extra_config: str = "{}"  # JSON, so that a setup can be a key
-    kv_transfer: str = "{}"
-    args: tuple[str, ...] = ()
-    prefill_args: tuple[str, ...] = ()
-    decode_args: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls, *, kv_transfer: Mapping[str, Any] | None = None, args: Sequence[str] = (), **extra: Any
-    ) -> Setup:
-        """PDConnector with these config keys."""
-        return cls(
-            extra_config=json.dumps(extra, sort_keys=True),
-            kv_transfer=json.dumps(kv_transfer or {}, sort_keys=True),
-            args=tuple(args),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.connector}{'' if self.extra_config == '{}' else self.extra_config}"
-
-    def engine(self, side: str, role: Any, logs: Path) -> VllmEngine:
-        """One engine of the pair, not started."""
-        own = self.prefill_args if role == "kv_producer" else self.decode_args
-        return VllmEngine(
-            MODEL,
-            role,
-            self.connector,
-            json.loads(self.extra_config),
-            json.loads(self.kv_transfer),
-            name=side,
-            args=[*EXACT_ARGS, *PROBE_ARGS, *self.args, *own],
-            env=PROBE_ENVIRONMENT,
-            log_path=logs / f"{side}.log",
-        )
-
-
-class Pair:
-    """A prefill engine, a decode engine, and a router in front of them when it is asked for."""
-
-    def __init__(self, setup: Setup, logs: Path) -> None:
-        self.setup = setup
-        self.p = setup.engine("prefill", "kv_producer", logs)
-        self.d = setup.engine("decode", "kv_consumer", logs)
-        self._router = RouterProcess(
-            [self.p.base_url],
-            [self.d.base_url],
-            hands_over=setup.connector == "PDConnector",
-            log_path=logs / "router.log",
-        )
-
-    @property
-    def engines(self) -> tuple[VllmEngine, VllmEngine]:
-        return self.p, self.d
-
-    @property
-    def services(self) -> list[Service]:
-        return [self.p, self.d, self._router]
-
-    @property
-    def router(self) -> RouterProcess:
-        """The router, running; while both engines run, it also knows where to fetch KV."""
-        if not self._router.running:
-            self._router.stop()
-            self._router.start()
-        if all(engine.running for engine in self.engines):
-            self._router.wait_ready()
-        return self._router
-
-    def start(self, beside: Sequence[Service] = ()) -> None:
-        """Start what does not run, side by side with `beside`, and wait for all of it."""
-        started: list[Service] = list(beside)
-        for engine in self.engines:
-            if not engine.running:
-                engine.kill()
-                started.append(engine.start())
-        wait_all(started)
-
-    def stop(self) -> None:
-        stop_services(self.services)
-
-    def assert_idle(self) -> None:
-        """Both engines that run have nothing under way."""
-        for engine in self.engines:
-            if engine.running:
-                assert_idle(engine)
-
-
-class EnginePool:
-    """All engines of a test session: one pair at a time, and the engine that answers are held to."""
-
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._pair: Pair | None = None
-        self._number = itertools.count(1)
-        self._reference = VllmEngine(
-            MODEL,
-            connector=None,
-            name="reference",
-            args=EXACT_ARGS,
-            log_path=logs / "reference.log",
-        )
-        self._answers: dict[str, Answer] = {}
-
-    @property
-    def services(self) -> list[Service]:
-        """Everything that has been started and not stopped."""
-        all_services = [self._reference, *(self._pair.services if self._pair else ())]
-        return [service for service in all_services if service.family is not None]
-
-    def pair(self, setup: Setup) -> Pair:
-        """The pair with this setup, both engines running; another pair is stopped first."""
-        if self._pair is not None and self._pair.setup != setup:
-            self._pair.stop()
-            self._pair = None
-        if self._pair is None:
-            self._pair = Pair(setup, self._logs / f"pair{next(self._number)}")
-        # The reference is nearly always wanted; beside others its start costs less.
-        beside = [] if self._reference.running else [self._reference.start()]
-        self._pair.start(beside)
-        return self._pair
-
-    def reference(self, prompt: Prompt, max_tokens: int = 32, **extra: Any) -> Answer:
-        """What one engine without a connector answers; each question is asked once a session."""
-        key = json.dumps([prompt, max_tokens, extra], sort_keys=True, default=list)
-        if key not in self._answers:
-            if not self._reference.running:
-                self._reference.kill()
-                self._reference.start().wait_ready()
-            self._answers[key] = completion(self._reference, prompt, max_tokens, **extra)
-        return self._answers[key]
-
-    def stop(self) -> None:
-        stop_services(self.services)

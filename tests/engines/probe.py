@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into a worker's KV cache, and damages it: loaded by `--worker-extension-cls`."""
+"""Looks into a worker's KV cache, and damages it: loaded by `--worker-extension-cls`.
+
+Nothing here is shared with the connector: what a page looks like is written down a second time.
+"""
 
 import hashlib
+import re
 
 
 class Probe:
@@ -12,7 +16,7 @@ class Probe:
         return [
             hashlib.blake2b(
                 b"".join(
-                    layer[page].flatten().view(dtype=_bytes()).numpy().tobytes()
+                    layer[page].flatten().view(dtype=_torch().uint8).numpy().tobytes()
                     for layer in self._layers()
                 ),
                 digest_size=16,
@@ -29,14 +33,91 @@ class Probe:
 
     def damage_page(self, page: int) -> None:
         """Negate every element of a page in every layer."""
-        for layer in self._layers():
+        # Layers with page tables of their own may share one cache.
+        for layer in {layer.data_ptr(): layer for layer in self._layers()}.values():
             layer[page].neg_()
+
+    def flip_byte(self, page: int) -> None:
+        """Flip all bits of one byte of a page: the highest of the first element of V, of the last
+        token of the first head in the first layer here."""
+        layer = self._layers()[0]
+        value = layer[page, 0].view(_torch().uint8).flatten()
+        tokens, width = layer.shape[2], layer.shape[3] * layer.element_size()
+        last_token = value.numel() // 2 + (tokens - 1) * width // 2
+        value[last_token + layer.element_size() - 1] ^= 0xFF
+
+    def running_tables(self) -> list[list[list[int]]]:
+        """The page tables of each request that runs."""
+        return [
+            [list(table) for table in request.block_ids]
+            for request in self.model_runner.requests.values()
+        ]
+
+    def kv_save(self, tables: list[list[int]], tokens: int, path: str) -> None:
+        """Write K and V of a request's first tokens, `[token][head][dim]` each, by layer.
+
+        The file is `path` with this worker's rank: `(tensor-parallel rank, {layer: {"key": ...,
+        "value": ..., "kept": [token]}})`. Tokens that the cache has dropped are zeros there, and
+        false in `kept`. MLA latents are a key of one head without a value.
+        """
+        torch = _torch()
+        layers = {}
+        context = self.vllm_config.compilation_config.static_forward_context
+        for table, group in zip(
+            tables, self.model_runner.kv_cache_config.kv_cache_groups, strict=True
+        ):
+            for name in group.layer_names:
+                if name not in context:  # another pipeline stage's
+                    continue
+                module = context[name]
+                number = int(re.search(r"\.(\d+)\.", name)[1])
+                layers[number] = _canonical(module, self._cache_of(module), table, tokens)
+        rank = self.parallel_config.rank
+        torch.save((rank % self.parallel_config.tensor_parallel_size, layers), f"{path}.{rank}")
+
+    def _cache_of(self, module):
+        cache = module.kv_cache
+        return cache[0] if isinstance(cache, list) else cache
 
     def _layers(self):
         return self.model_runner.kv_caches
 
 
-def _bytes():
+def _canonical(module, cache, table, tokens):
+    """K and V of one layer, read from pages `[page, head, token, K and V]`.
+
+    vLLM's CPU attention packs each page of a head as K, `[dim][token]`, and then V,
+    `[token][dim]`; its MLA keeps `[token][dim]`.
+    """
+    torch = _torch()
+    if cache.dtype is torch.uint8 and "fp8" in str(module.kv_cache_dtype):
+        cache = cache.view(torch.float8_e4m3fn)
+    if cache.dim() == 3:  # [page, token, dim]
+        cache = cache.unsqueeze(1)
+    page_size = cache.shape[2]
+    kept = torch.tensor([page != 0 for page in table]).repeat_interleave(page_size)[:tokens]
+    found = cache[torch.tensor(table)]
+    pages, heads, _, width = found.shape
+    if module.__class__.__name__.startswith("MLA"):
+        halves = {"key": found.transpose(1, 2)}
+    else:
+        dim = width // 2
+        flat = found.reshape(pages, heads, page_size * width)
+        key, value = flat[..., : page_size * dim], flat[..., page_size * dim :]
+        halves = {
+            "key": key.reshape(pages, heads, dim, page_size).permute(0, 3, 1, 2),
+            "value": value.reshape(pages, heads, page_size, dim).permute(0, 2, 1, 3),
+        }
+    out = {
+        name: half.reshape(pages * page_size, heads, -1)[:tokens].contiguous()
+        for name, half in halves.items()
+    }
+    for half in out.values():
+        half.view(torch.uint8)[~kept] = 0
+    return {**out, "kept": kept}
+
+
+def _torch():
     import torch
 
-    return torch.uint8
+    return torch

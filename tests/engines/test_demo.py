@@ -6,7 +6,9 @@ import signal
 import sys
 
 import pytest
-from harness import wait_until
+from harness import (
+    wait_until,
+)
 
 from pd_connector.launch import Family
 

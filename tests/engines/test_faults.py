@@ -19,9 +19,7 @@ import pytest
 from harness import (
     TWO_STEP_PARAMS,
     Answer,
-    Pair,
     Service,
-    Setup,
     assert_no_leaks,
     assert_same_logprobs,
     completion,
@@ -29,6 +27,10 @@ from harness import (
     prefill_step,
     two_step,
     wait_until,
+)
+from pairs import (
+    Pair,
+    Setup,
 )
 from test_handoff import PAGE, prompt_of
 from tools import TOLERANCE, delta, leaving_client

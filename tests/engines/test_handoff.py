@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 from harness import (
-    MODEL,
-    Pair,
     assert_same_logprobs,
     completion,
     fresh_salt,
     largest_difference,
     prefill_step,
     two_step,
+)
+from pairs import (
+    MODEL,
+    Pair,
 )
 from tools import TOLERANCE, delta, probe, streamed_chat
 

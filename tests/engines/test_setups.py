@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same handoff under other settings: NIXL, a cache too small, failures that are to be shown."""
+"""The same handoff under other settings: other transports, a cache too small, failures that are to
+be shown."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from caches import both_sides, unlike
 from harness import (
-    MODEL,
-    Pair,
-    Setup,
     assert_same_logprobs,
     completion,
     prefill_step,
     two_step,
+)
+from pairs import (
+    MODEL,
+    Pair,
+    Setup,
 )
 from test_handoff import LENGTHS, prompt_of
 from tools import TOLERANCE, delta
@@ -24,17 +30,32 @@ from pd_connector.launch import HttpError
 
 pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
 
-NIXL = Setup.of(transports=["nixl"])
+# Of each pair the prefill engine's settings count, so that turning it round tries the other's.
+NIXL = Setup.of(transports=["nixl"], prefill_extra={"direction": "read"}, both=True)
+UCX_AND_SHM = Setup.of(
+    direction="write",
+    prefill_extra={"transports": ["ucx", "shm"]},
+    decode_extra={"transports": ["shm", "ucx"]},
+    both=True,
+)
 SMALL = Setup.of(
     on_failure="fail",
+    prefill_extra={"codec": "int8"},  # on one side only: it must not be used
     slot_mib=1,
     slots=2,
     args=["--num-gpu-blocks-override", "130", "--max-num-batched-tokens", "256"],
 )
 
 
-@pytest.mark.parametrize("setup", [NIXL], indirect=True, ids=["nixl"])
-def test_nixl_moves_the_same_pages(pair: Pair, reference) -> None:
+def with_ucx(test: Callable[..., None]) -> Callable[..., None]:
+    missing = find_spec("ucxx") is None
+    skip = pytest.mark.skipif(missing, reason="the extra `ucx` is not installed")
+    setups = [pytest.param(UCX_AND_SHM, marks=skip)]
+    return pytest.mark.parametrize("setup", setups, indirect=True, ids=["ucx and shm"])(test)
+
+
+def assert_hands_over(pair: Pair, reference) -> None:
+    """Prompts of all lengths, one by one and all at once."""
     prompts = [prompt_of(tokens, start=11) for tokens in LENGTHS.values()]
     with delta(pair.d, "pd_connector:received_transfers_total") as received:
         answers = [two_step(pair.p, pair.d, prompt) for prompt in prompts]
@@ -43,6 +64,26 @@ def test_nixl_moves_the_same_pages(pair: Pair, reference) -> None:
     assert received.amount == 4 * len(prompts)
     for prompt, answer in zip(prompts * 4, answers, strict=True):
         assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@pytest.mark.parametrize("setup", [NIXL], indirect=True, ids=["nixl"])
+def test_nixl_reads_the_same_pages(pair: Pair, reference) -> None:
+    assert_hands_over(pair, reference)
+
+
+@pytest.mark.parametrize("setup", [NIXL], indirect=True, ids=["nixl"])
+def test_nixl_writes_the_same_pages(pair: Pair, reference) -> None:
+    assert_hands_over(pair.turned(), reference)
+
+
+@with_ucx
+def test_ucx_moves_the_same_pages(pair: Pair, reference) -> None:
+    assert_hands_over(pair, reference)
+
+
+@with_ucx
+def test_shared_memory_is_written_where_that_is_configured(pair: Pair, reference) -> None:
+    assert_hands_over(pair.turned(), reference)
 
 
 @pytest.mark.parametrize("setup", [SMALL], indirect=True, ids=["small"])
@@ -65,6 +106,12 @@ def test_a_long_prompt_through_two_small_slots(pair: Pair, reference) -> None:
 
 
 @pytest.mark.parametrize("setup", [SMALL], indirect=True, ids=["small"])
+def test_a_codec_that_one_side_permits_alone_is_not_used(pair: Pair) -> None:
+    there, here = both_sides(pair, prompt_of(700, start=90))
+    assert unlike(here, there) == []
+
+
+@pytest.mark.parametrize("setup", [SMALL], indirect=True, ids=["small"])
 def test_failures_are_shown_where_that_is_configured(pair: Pair) -> None:
     params = prefill_step(pair.p, prompt_of(100))
     with pytest.raises(HttpError) as failure:
@@ -84,8 +131,7 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_another_model_on_the_other_side_is_refused(engines, other_weights, reference) -> None:
-    name = ("--served-model-name", "m")
-    setup = Setup(prefill_args=("--model", str(other_weights), *name), decode_args=name)
+    setup = Setup(prefill_args=("--model", str(other_weights)))
     pair = engines.pair(setup)
     prompt = prompt_of(100)
     with delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from harness import (
+    assert_same_logprobs,
+    two_step,
+)
+from pairs import (
     EXACT_ARGS,
     MODEL,
     PROBE_ENVIRONMENT,
     EnginePool,
     Pair,
     Setup,
-    assert_same_logprobs,
-    two_step,
 )
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta

@@ -10,7 +10,13 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from harness import Answer, Prompt, Service, request_body, url_of
+from harness import (
+    Answer,
+    Prompt,
+    Service,
+    request_body,
+    url_of,
+)
 
 from pd_connector.launch import Client, VllmEngine
 
@@ -47,10 +53,15 @@ def delta(engine: VllmEngine, name: str, **labels: str) -> Iterator[Delta]:
 
 
 def probe(engine: VllmEngine, method: str, *args: Any) -> Any:
-    """Call a method of `probe.Probe` on the engine's worker."""
-    body = {"method": method, "args": list(args)}
-    (result,) = Client(engine.base_url).post("/collective_rpc", body)["results"]
+    """Call a method of `probe.Probe` on the engine's only worker."""
+    (result,) = probe_all(engine, method, *args)
     return result
+
+
+def probe_all(engine: VllmEngine, method: str, *args: Any) -> list[Any]:
+    """Call a method of `probe.Probe` on each of the engine's workers."""
+    body = {"method": method, "args": list(args)}
+    return list(Client(engine.base_url).post("/collective_rpc", body)["results"])
 
 
 @contextmanager

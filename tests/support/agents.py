@@ -6,20 +6,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from pd_connector.agent import Agent, Outcome
 from pd_connector.config import Config
-from pd_connector.consumer import Finished, Load, Source
-from pd_connector.geometry import Geometry, Shard
-from pd_connector.pages import PagedCache
+from pd_connector.consumer import Finished, Held, Load, Peer, Source
+from pd_connector.geometry import Geometry, Group, Shard
+from pd_connector.pages import LayerPages, PagedCache
 from pd_connector.producer import Free, Offer
 
+torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
+
 KEY = "a key of more than sixteen characters"
-GEOMETRY = Geometry(Shard(0, 2, 0, 3), 4, 20, "uint8", "test")
+WHOLE = Shard(0, 2, 0, 1)
+HALVES = (Shard(0, 2, 0, 2), Shard(0, 2, 1, 2))
 MODEL = b"model"
 TOKENS = b"tokens"
+PAGE_TOKENS = 4
+
+
+def geometry_of(shard: Shard = WHOLE, **changes: Any) -> Geometry:
+    """Pages `[head][K|V][token][dim]` of bfloat16."""
+    layers = tuple(range(shard.first_layer, shard.stop_layer))
+    group = Group("attention", layers, 4, 6, 4, PAGE_TOKENS, 0, "bfloat16", "test", True)
+    return Geometry(shard, (msgspec.structs.replace(group, **changes),))
+
+
+GEOMETRY = geometry_of()
 
 SHORT: dict[str, Any] = {
     "slot_mib": 1,
@@ -37,21 +52,34 @@ LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
 """For tests in which nothing may, however slow the machine."""
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
-    "shm": {"transports": ("shm",)},
+    "shm": {"transports": ("shm",), "direction": "read"},
+    "shm written": {"transports": ("shm",), "direction": "write"},
     "tcp": {"transports": ("tcp",)},
     "tcp with a key": {"transports": ("tcp",), "key": KEY},
 }
 
 
-def make_layers(geometry: Geometry, pages: int, seed: int) -> list[torch.Tensor]:
-    """Layers `[page, head, token, K and V]` of random bytes."""
-    random = torch.Generator().manual_seed(seed)
-    shard = geometry.shard
-    shape = (pages, shard.heads, geometry.page_size, geometry.token_bytes)
-    return [
-        torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
-        for _ in range(shard.layers)
-    ]
+def make_layers(geometry: Geometry, pages: int, seed: int) -> dict[int, torch.Tensor]:
+    """Each layer `[page, head, K and V of its tokens]`: the rank's part of a model's random KV."""
+    (group,) = geometry.groups
+    heads = geometry.heads(group)
+    layers = {}
+    for layer in group.layers:
+        random = torch.Generator().manual_seed(1000 * seed + layer)
+        shape = (pages, group.heads, group.page_size * (group.key_dim + group.value_dim))
+        whole = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=random)
+        layers[layer] = whole[:, heads.start : heads.stop].contiguous().view(torch.bfloat16)
+    return layers
+
+
+def views(layer: torch.Tensor, group: Group) -> LayerPages:
+    """What a cache is told of a layer made by `make_layers`."""
+    tokens, keys = group.page_size, group.page_size * group.key_dim
+    return LayerPages(
+        layer[..., :keys].unflatten(2, (tokens, group.key_dim)),
+        layer[..., keys:].unflatten(2, (tokens, group.value_dim)),
+        layer.view(torch.uint8),
+    )
 
 
 def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 30.0) -> Any:
@@ -80,10 +108,15 @@ class Rank:
         **options: Any,
     ) -> None:
         self.layers = make_layers(geometry, pages, seed)
+        self.geometry = geometry
         self.engine_id = engine_id
         self.ended: dict[str, Outcome] = {}
+        self.told: dict[str, Held] = {}
         self.counts: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        cache = PagedCache(self.layers, geometry)
+        (group,) = geometry.groups
+        self.page_tokens = group.page_size
+        seen = {number: views(layer, group) for number, layer in self.layers.items()}
+        cache = PagedCache(seen, geometry)
         roles = {"produces": produces, "consumes": consumes}
         self.agent = Agent(Config(**settings), engine_id, model, cache, **roles, **options)
 
@@ -91,21 +124,44 @@ class Rank:
     def source(self) -> Source:
         return Source("127.0.0.1", self.agent.port, self.engine_id)
 
-    def offer(self, transfer: str, pages: Sequence[int], identity: bytes = TOKENS) -> None:
-        self.agent.submit(Offer(transfer, f"offer of {transfer}", pages, identity))
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.source, self.geometry.shard)
+
+    def offer(
+        self,
+        transfer: str,
+        pages: Sequence[int],
+        identity: bytes = TOKENS,
+        *,
+        computed: int | None = None,
+    ) -> None:
+        """Offer pages; those of a prefill that goes on, with so many tokens computed."""
+        prompt = len(pages) * self.page_tokens
+        final = computed is None
+        tokens = prompt if computed is None else computed
+        request, tables = f"offer of {transfer}", (list(pages),)
+        self.agent.submit(Offer(transfer, request, tables, identity, prompt, tokens, final))
 
     def load(
         self,
-        source: Source,
+        producer: Source | Sequence[Peer],
         transfer: str,
         pages: Sequence[int],
         *,
         identity: bytes = TOKENS,
         first_page: int = 0,
+        tokens: int | None = None,
         wait: bool = False,
     ) -> None:
+        """Load a prompt, or its first `tokens` tokens, into pages; those before `first_page` are
+        here already."""
+        peers = (Peer(producer, WHOLE),) if isinstance(producer, Source) else tuple(producer)
+        tables = ([-1] * first_page + list(pages),)
+        first = first_page * self.page_tokens
+        stop = tokens or first + len(pages) * self.page_tokens
         request = f"load of {transfer}"
-        self.agent.submit(Load(request, transfer, source, identity, first_page, pages, wait))
+        self.agent.submit(Load(request, transfer, peers, identity, first, stop, tables, wait))
 
     def end_of(self, what: str, timeout_s: float = 30.0) -> Outcome:
         """Wait for the outcome of `load of X` or `offer of X`."""
@@ -114,6 +170,10 @@ class Rank:
 
     def look(self) -> dict[str, Outcome]:
         for outcome in self.agent.outcomes():
+            if isinstance(outcome, Held):
+                assert outcome.request not in self.told, "a watched hold is told of once"
+                self.told[outcome.request] = outcome
+                continue
             assert outcome.request not in self.ended, "an outcome is reported once"
             self.ended[outcome.request] = outcome
         return self.ended
@@ -122,6 +182,12 @@ class Rank:
         ended = self.end_of(f"load of {transfer}")
         assert isinstance(ended, Finished)
         return ended
+
+    def held(self, transfer: str) -> Held:
+        """Wait for what a watched hold, of the same request as a load, is told."""
+        request = f"load of {transfer}"
+        until(lambda: request in self.look() or request in self.told, f"an answer to {request!r}")
+        return self.told[request]
 
     def freed(self, transfer: str) -> Free:
         ended = self.end_of(f"offer of {transfer}")
@@ -147,16 +213,31 @@ class Rank:
         until(self.at_rest, f"at rest: {self.agent.telemetry.gauges()}")
         assert self.count("agent_failures") == 0
 
+    def part(self, page: int, layer: int, head: int) -> bytes:
+        """KV of one page in one layer and head, by their numbers in the model."""
+        (group,) = self.geometry.groups
+        place = head - self.geometry.heads(group).start
+        return self.layers[layer][page, place].view(torch.uint8).numpy().tobytes()
+
     def page(self, page: int) -> bytes:
         """The bytes of one page in all layers."""
-        return b"".join(layer[page].numpy().tobytes() for layer in self.layers)
+        layers = self.layers.values()
+        return b"".join(layer[page].view(torch.uint8).numpy().tobytes() for layer in layers)
 
 
 def assert_pages(
-    source: Rank, pages: Sequence[int], destination: Rank, into: Sequence[int]
+    source: Rank | Sequence[Rank], pages: Sequence[int], destination: Rank, into: Sequence[int]
 ) -> None:
+    """Each page's layers and heads are those of the source rank that holds them."""
+    (group,) = destination.geometry.groups
+    ranks = [source] if isinstance(source, Rank) else source
     for page, local in zip(pages, into, strict=True):
-        assert destination.page(local) == source.page(page), f"page {page} -> {local} differs"
+        for layer in group.layers:
+            for head in destination.geometry.heads(group):
+                rank = next(r for r in ranks if head in r.geometry.heads(group))
+                wanted = rank.part(page, layer, head)
+                found = destination.part(local, layer, head)
+                assert found == wanted, f"page {page} -> {local} differs, layer {layer} head {head}"
 
 
 def census() -> tuple[int, int]:

@@ -562,7 +562,7 @@ class World:
         send = rank.producer.next_send()
         if send is None:
             return None
-        if gate_shut:
+        if gate_shut and not rank.prefills[send.request].final:
             rank.producer.unsend(send)
             self.preempt(send.request)
             return send

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose caches are not those of a plain Llama: sliding windows, hybrids, MLA latents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from caches import both_sides, unlike
+from harness import (
+    assert_same_logprobs,
+    completion,
+    fresh_salt,
+    largest_difference,
+    prefill_step,
+    two_step,
+)
+from models import WINDOW, build
+from pairs import (
+    Pair,
+    Setup,
+)
+from test_handoff import PAGE, prompt_of
+from told import told_at_once
+from tools import TOLERANCE, delta, probe_all
+
+MLA_PAGE = 16
+
+EXTRA = {
+    "window": {},
+    "hybrid": {"decode_args": ["--block-size", str(2 * PAGE)]},
+    "hybrid on one side": {"decode_args": ["--disable-hybrid-kv-cache-manager"]},
+    "latent": {
+        "args": ["--block-size", str(MLA_PAGE)],
+        "reference_args": ["--block-size", str(MLA_PAGE)],
+        "prefill_args": ["--tensor-parallel-size", "2"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
+    """A pair that serves the model of this name."""
+    name: str = request.param
+    kind = name.split()[0]
+    path = folder / kind
+    if not path.exists():
+        build(kind, path)
+    return Setup.of(model=path, both="one side" in name, **EXTRA[name])
+
+
+def only(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("setup", names, indirect=True)
+
+
+def sizes(pair: Pair, tokens: int) -> dict[str, float]:
+    """Bytes of the KV of so many tokens in all layers, or in those with a window."""
+    widths = {"window": (0, 3 * 2 * 2 * 32), "hybrid": (2 * 2 * 2 * 32,) * 2}
+    full, window = widths[Path(pair.setup.model).name]
+    return {"full": full * tokens * 4, "window": window * tokens * 4}
+
+
+@only("window", "hybrid", "latent")
+@pytest.mark.parametrize("tokens", [20, 20 * PAGE + 7, 3000])
+def test_the_answer_is_that_of_one_engine(pair: Pair, reference, tokens: int) -> None:
+    prompt = prompt_of(tokens, start=30)
+    for ask in (lambda: two_step(pair.p, pair.d, prompt), lambda: told_at_once(pair, prompt)):
+        with delta(pair.d, "pd_connector:received_transfers_total") as received:
+            answer = ask()
+        assert received.amount == 1
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@only("window", "hybrid", "latent")
+def test_both_caches_hold_the_same_bits(pair: Pair) -> None:
+    there, here = both_sides(pair, prompt_of(20 * PAGE + 7, start=500))
+    assert here[0].key.any()
+    assert unlike(here, there, window=WINDOW - 1) == []
+
+
+@only("window", "hybrid", "latent")
+def test_damaged_pages_move_the_logprobs(pair: Pair, reference) -> None:
+    """The negative control: what these models answer depends on their caches."""
+    prompt, salt = prompt_of(20 * PAGE + 7, start=30), fresh_salt()
+    params = prefill_step(pair.p, prompt, cache_salt=salt)
+    for table in params["remote_block_ids"]:
+        for page in table[-3:]:
+            probe_all(pair.p, "damage_page", page)
+    answer = completion(pair.d, prompt, cache_salt=salt, kv_transfer_params=params)
+    assert largest_difference(answer, reference(prompt)) > 2 * TOLERANCE
+
+
+@only("window", "hybrid")
+def test_of_a_window_only_its_pages_travel(pair: Pair) -> None:
+    prompt = prompt_of(3000, start=100)
+    with delta(pair.d, "pd_connector:received_bytes_total") as received:
+        two_step(pair.p, pair.d, prompt)
+    full = sizes(pair, len(prompt) - 1)["full"]
+    least = sizes(pair, WINDOW - 1)["window"]
+    most = sizes(pair, WINDOW + 2 * PAGE)["window"]
+    assert full + least <= received.amount <= full + most + sizes(pair, PAGE)["full"]
+
+
+@only("window", "hybrid", "latent")
+def test_a_part_of_the_prompt_is_cached_already(pair: Pair, reference) -> None:
+    prompt, salt = prompt_of(20 * PAGE + 7, start=900), fresh_salt()
+    completion(pair.d, [*prompt[: 8 * PAGE], 0], 1, cache_salt=salt)
+    answer = two_step(pair.p, pair.d, prompt, cache_salt=salt)
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@only("hybrid on one side")
+def test_a_window_kept_on_one_side_only_is_refused_by_name(pair: Pair, reference) -> None:
+    prompt = prompt_of(20 * PAGE + 7, start=30)
+    with delta(pair.d, "pd_connector:failed_transfers_total", cause="geometry") as refused:
+        answer = two_step(pair.p, pair.d, prompt)
+    assert refused.amount == 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    log = "".join(engine.log_path.read_text() for engine in pair.engines)
+    assert f"producer keeps a window of {WINDOW} tokens, consumer wants all" in log
+    assert "start both engines with the hybrid KV cache manager, or both without it" in log
+
+
+@only("hybrid on one side")
+def test_who_keeps_everything_serves_who_keeps_a_window(pair: Pair, reference) -> None:
+    prompt = prompt_of(20 * PAGE + 7, start=30)
+    with delta(pair.p, "pd_connector:received_transfers_total") as received:
+        answer = two_step(pair.d, pair.p, prompt)
+    assert received.amount == 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV moves while the prompt is still computed; what is interrupted halfway is answered right."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness import (
+    Answer,
+    Prompt,
+    assert_same_logprobs,
+    completion,
+    fresh_salt,
+    prefill_step,
+    wait_until,
+)
+from pairs import (
+    Pair,
+    Setup,
+)
+from test_handoff import prompt_of
+from told import halves, told_at_once
+from tools import TOLERANCE, Delta, delta, leaving_client
+
+LONG = 3000
+
+PORTIONS = ("--max-num-batched-tokens", "256")
+# One long prompt and a part of a second one, which begins although there is no room for it all.
+FEW_PAGES = ("--num-gpu-blocks-override", "131", "--no-scheduler-reserve-full-isl")
+
+# The one that prefills sends step by step, the one that decodes defers; turned round, nothing is
+# sent early, and pages are allocated at once.
+STEP = Setup.of(
+    prefill_extra={"overlap": "step", "defer_pages": False},
+    decode_extra={"overlap": "off", "defer_pages": True},
+    args=PORTIONS,
+    prefill_args=FEW_PAGES,
+    both=True,
+)
+# A whole prompt in one step: only layer by layer can anything be sent early.
+LAYER = Setup.of(
+    prefill_extra={"overlap": "layer"},
+    decode_extra={"overlap": "step"},
+    args=("--max-num-batched-tokens", "4096"),
+    both=True,
+)
+in_steps = pytest.mark.parametrize("setup", [STEP], indirect=True, ids=["step"])
+in_one_step = pytest.mark.parametrize("setup", [LAYER], indirect=True, ids=["layer"])
+
+
+def early_chunks(pair: Pair, prompt: Prompt) -> tuple[float, Answer]:
+    """Chunks that the decode engine has placed before the prefill engine counts the request as
+    ended; and the answer."""
+    prefills = Delta(pair.p, "vllm:request_success_total", {})
+    chunks = Delta(pair.d, "pd_connector:received_chunks_total", {})
+    early = 0.0
+    with ThreadPoolExecutor(1) as threads:
+        # The decode engine's own step on the way there must not be taken for the prefill's end.
+        prefill, decode = halves(pair.p)
+        before = prefills.so_far()
+        answer = threads.submit(completion, pair.d, prompt, 32, **decode)
+        with ThreadPoolExecutor(1) as first:
+            ended = first.submit(completion, pair.p, prompt, 1, **prefill)
+            while not ended.done():
+                seen = chunks.so_far()
+                if prefills.so_far() > before:  # looked at after the chunks
+                    break
+                early = max(early, seen)
+        return early, answer.result()
+
+
+@in_steps
+def test_chunks_arrive_before_the_prefill_has_ended(pair: Pair, reference) -> None:
+    prompt = prompt_of(LONG, start=20)
+    early, answer = early_chunks(pair, prompt)
+    assert early > 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@in_steps
+def test_a_prefill_that_is_preempted_while_it_streams(pair: Pair, reference) -> None:
+    """A first prompt's pages stay leased until it is fetched: the second finds no room to end in,
+    loses what it has computed, and begins again."""
+    first, second, salt = prompt_of(LONG, start=40), prompt_of(LONG, start=900), fresh_salt()
+    params = prefill_step(pair.p, first, cache_salt=salt)
+    with (
+        delta(pair.p, "vllm:num_preemptions_total") as preempted,
+        delta(pair.d, "pd_connector:received_transfers_total") as received,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        waiting = threads.submit(told_at_once, pair, second)
+        wait_until(lambda: preempted.so_far() > 0, "the second prompt is preempted")
+        answer = completion(pair.d, first, cache_salt=salt, kv_transfer_params=params)
+        assert_same_logprobs(answer, reference(first), TOLERANCE)
+        assert_same_logprobs(waiting.result(), reference(second), TOLERANCE)
+    assert received.amount == 2
+
+
+@in_steps
+def test_several_long_prompts_in_too_small_a_cache(pair: Pair, reference) -> None:
+    prompts = [prompt_of(1500 + 300 * i, start=200 * i) for i in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(lambda prompt: told_at_once(pair, prompt), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@in_steps
+def test_a_prefill_that_is_aborted_while_it_streams_is_recomputed(pair: Pair, reference) -> None:
+    prompt = prompt_of(3500, start=5)
+    prefill, decode = halves(pair.p)
+    with (
+        delta(pair.d, "pd_connector:failed_transfers_total", cause="prefill_ended") as failed,
+        delta(pair.d, "pd_connector:received_chunks_total") as chunks,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        answer = threads.submit(completion, pair.d, prompt, 32, **decode)
+        with leaving_client(pair.p, prompt, 1, **prefill):
+            wait_until(lambda: chunks.so_far() > 0, "the first chunk has come")
+        assert_same_logprobs(answer.result(), reference(prompt), TOLERANCE)
+    assert failed.amount == 1
+
+
+@in_steps
+def test_a_request_holds_no_pages_before_its_prefill_has_begun(pair: Pair, reference) -> None:
+    assert_pages_while_waiting(pair, reference, held=False)
+
+
+@in_steps
+def test_with_defer_pages_off_it_holds_them_all_along(pair: Pair, reference) -> None:
+    """The negative control of the one above."""
+    assert_pages_while_waiting(pair.turned(), reference, held=True)
+
+
+def assert_pages_while_waiting(pair: Pair, reference, *, held: bool) -> None:
+    """The decode engine is told of a request long before the prefill engine."""
+    prompt = prompt_of(LONG, start=60)
+    prefill, decode = halves(pair.p)
+
+    def usage() -> float:
+        return pair.d.metrics().total("vllm:kv_cache_usage_perc")
+
+    def waits() -> bool:
+        return pair.d.metrics().total("pd_connector:incoming_transfers") > 0
+
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(completion, pair.d, prompt, 32, **decode)
+        wait_until(waits, "the decode engine waits")
+        if held:
+            wait_until(usage, "it holds pages")
+        else:
+            assert [usage() for _ in range(20)] == [0] * 20
+            assert waits()
+        completion(pair.p, prompt, 1, **prefill)
+        assert_same_logprobs(answer.result(), reference(prompt), TOLERANCE)
+
+
+@in_steps
+def test_without_overlap_nothing_arrives_before_the_prefill_has_ended(
+    pair: Pair, reference
+) -> None:
+    prompt = prompt_of(LONG, start=20)
+    early, answer = early_chunks(pair.turned(), prompt)
+    assert early == 0
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@in_one_step
+def test_layers_arrive_before_the_step_that_computes_them_has_ended(pair: Pair, reference) -> None:
+    prompts = [prompt_of(3500, start=start) for start in (20, 700)]
+    found = [early_chunks(pair, prompt) for prompt in prompts]
+    assert max(early for early, _ in found) > 0
+    for prompt, (_, answer) in zip(prompts, found, strict=True):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@in_one_step
+def test_layers_of_several_prompts_at_once(pair: Pair, reference) -> None:
+    prompts = [prompt_of(100 + 333 * i, start=100 * i) for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda prompt: told_at_once(pair, prompt), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@in_one_step
+def test_step_by_step_a_prompt_of_one_step_does_not_arrive_early(pair: Pair, reference) -> None:
+    """The negative control of the one with layers."""
+    prompt = prompt_of(3500, start=20)
+    early, answer = early_chunks(pair.turned(), prompt)
+    assert early == 0
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
