@@ -314,6 +314,9 @@ class Consumer:
         stream.landed(header.nbytes, now)
         span = chunk.pages(route.destination.page_size)
         pages = load.pages[route.destination.table][span.start : span.stop]
+        if len(pages) != len(span) or min(pages) < 0:
+            detail = f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
+            return self._finish(incoming, Cause.WINDOW, detail, now)
         return [Place(source, header, route, chunk, pages, slot, payload)]
 
     def placed(self, place: Place, problem: Cause | None, detail: str, now: float) -> list[Action]:

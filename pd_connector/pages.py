@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-On CPU the calling thread copies page by page, which is as fast as the memory, or, where they are
-small, all at once; on a GPU torch gathers on a stream of its own, and is waited for.
+The calling thread waits for them: on CPU it copies itself, on a GPU a stream of their own does.
 """
 
-import ctypes
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pd_connector.codec import CODECS, DTYPES, Elements, Part
+from pd_connector.copying import Copier, DeviceCopier, HostCopier, Index, Span, Words, as_tensor
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import Geometry, Group
 from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
 from pd_connector.route import Route
-
-Words = npt.NDArray[Any]
-
-_SMALL_PAGE_BYTES = 16 * 1024
-"""Parts of pages up to this size are copied many at a time."""
 
 
 class LayerPages(NamedTuple):
@@ -47,30 +42,26 @@ class PagedCache:
     Args:
         layers: what each layer, by its number in the model, looks like; not copied.
         geometry: what they hold.
+        copier: what copies; chosen by the cache's device by default.
 
     Raises:
         UnsupportedGeometryError: a layer is not what the geometry says of it.
     """
 
-    def __init__(self, layers: Mapping[int, LayerPages], geometry: Geometry) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, LayerPages],
+        geometry: Geometry,
+        copier: Copier | None = None,
+    ) -> None:
         self.geometry = geometry
         self._layers = dict(layers)
         for group in geometry.groups:
             for layer in group.layers:
                 _check(layer, self._layers[layer], geometry, group)
-        some = next(iter(self._layers.values()))
-        self._device = some.key.device
-        self._on_cpu = self._device.type == "cpu"
-        self._words = (
-            {
-                (number, part): _words(view)
-                for number, pages in layers.items()
-                for part, view in ((Part.KEY, pages.key), (Part.VALUE, pages.value))
-                if view is not None
-            }
-            if self._on_cpu
-            else {}
-        )
+        self._device = next(iter(self._layers.values())).key.device
+        on_host = self._device.type == "cpu"
+        self._copier: Copier = copier or (HostCopier() if on_host else DeviceCopier())
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
@@ -107,14 +98,8 @@ class PagedCache:
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
         filled = slot[:nbytes]
-        if self._stream is None:
-            self._gather(route, chunk, pages, filled)
-            return filled
-        with torch.cuda.stream(self._stream):
-            if fence is not None:
-                self._stream.wait_event(fence)
-            self._gather(route, chunk, pages, filled)
-        self._stream.synchronize()
+        with self._streamed(fence):
+            self._gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
         return filled
 
     def scatter(
@@ -133,12 +118,8 @@ class PagedCache:
             raise ValueError(
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
-        if self._stream is None:
-            self._scatter(route, chunk, pages, payload)
-            return
-        with torch.cuda.stream(self._stream):
-            self._scatter(route, chunk, pages, payload)
-        self._stream.synchronize()
+        with self._streamed(None):
+            self._scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
 
     def in_place(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
         """The chunk's payload where it lies in the cache, if it is one run of full pages of one
@@ -147,7 +128,7 @@ class PagedCache:
         one_run = all(b - a == 1 for a, b in itertools.pairwise(pages))
         whole = len(route.heads) == len(self.geometry.heads(group))
         full = chunk.stop_token % group.page_size == 0
-        if not (self._on_cpu and chunk.verbatim and one_run and whole and full):
+        if not (self._stream is None and chunk.verbatim and one_run and whole and full):
             return None
         if chunk.stop_layer - chunk.first_layer != 1:
             return None
@@ -159,105 +140,59 @@ class PagedCache:
         run = rows[first : first + count]
         return memoryview(run.reshape(-1).numpy()) if run.is_contiguous() else None
 
-    def _gather(self, route: Route, chunk: Chunk, pages: Sequence[int], filled: memoryview) -> None:
-        buffer = np.frombuffer(filled, np.uint8)
+    @contextlib.contextmanager
+    def _streamed(self, fence: torch.cuda.Event | None) -> Iterator[None]:
+        """What is queued within has been done at the end."""
+        stream: AbstractContextManager[object] = contextlib.nullcontext()
+        if self._stream is not None:
+            stream = torch.cuda.stream(self._stream)
+            if fence is not None:
+                self._stream.wait_event(fence)
+        with stream:
+            yield
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _gather(self, route: Route, chunk: Chunk, pages: Sequence[int], buffer: Words) -> None:
         heads = slice(route.source_head, route.source_head + len(route.heads))
         if chunk.verbatim:
-            for layer, target in self._verbatim(route, chunk, buffer):
+            for layer, part in self._verbatim(route, chunk, buffer):
                 rows, index = self._row_range(layer, route.source, heads, pages)
-                if self._on_cpu:
-                    source = rows.numpy()
-                    for place, page in enumerate(index):
-                        target[place] = source[page]
-                else:
-                    picked = rows.index_select(0, torch.from_numpy(index).to(self._device))
-                    torch.from_numpy(target).copy_(picked)
+                self._copier.take_rows(rows, index, part)
             return
-        codec = CODECS[route.codec]
-        target_dtype = route.destination.dtype
         for block in blocks(route, chunk):
-            source_elements = _elements(route.source, block)
-            wanted = Elements(target_dtype, _elements(route.destination, block).scale)
+            spans = self._spans(chunk, block.layer, route.source, pages)
+            view = self._view(block)[:, heads]
             out = torch.from_numpy(buffer[block.offset : block.offset + block.nbytes])
-            x = self._read(route, chunk, block, heads, pages)
-            if self._on_cpu:
-                codec.encode(block.part, x, source_elements, wanted, out)
-            else:
-                coded = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device)
-                codec.encode(block.part, x, source_elements, wanted, coded)
+            if route.codec == "raw" and self._stream is None:  # the bits as they are
+                self._copier.read(view, spans, out.view(view.dtype).view(block.shape))
+                continue
+            x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
+            self._copier.read(view, spans, x)
+            coded = out if self._stream is None else torch.empty_like(out, device=self._device)
+            source, wanted = _elements(route.source, block), _elements(route.destination, block)
+            CODECS[route.codec].encode(block.part, x, source, wanted, coded)
+            if coded is not out:
                 out.copy_(coded)
 
-    def _scatter(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: memoryview
-    ) -> None:
-        buffer = np.frombuffer(payload, np.uint8)
+    def _scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], buffer: Words) -> None:
         heads = slice(route.destination_head, route.destination_head + len(route.heads))
         if chunk.verbatim:
-            for layer, data in self._verbatim(route, chunk, buffer):
+            for layer, part in self._verbatim(route, chunk, buffer):
                 rows, index = self._row_range(layer, route.destination, heads, pages)
-                if self._on_cpu:
-                    target = rows.numpy()
-                    for place, page in enumerate(index):
-                        target[page] = data[place]
-                else:
-                    on_device = torch.from_numpy(data.copy()).to(self._device)
-                    rows[torch.from_numpy(index).to(self._device)] = on_device
+                self._copier.put_rows(rows, index, part)
             return
-        codec = CODECS[route.codec]
         for block in blocks(route, chunk):
-            coded = _as_tensor(buffer[block.offset : block.offset + block.nbytes])
-            decoded = codec.decode(
+            coded = as_tensor(buffer[block.offset : block.offset + block.nbytes])
+            decoded = CODECS[route.codec].decode(
                 block.part,
-                coded if self._on_cpu else coded.to(self._device),
+                coded.to(self._device),
                 block.shape,
                 _elements(route.source, block),
                 _elements(route.destination, block),
             )
-            self._write(route, chunk, block, heads, pages, decoded)
-
-    def _read(
-        self, route: Route, chunk: Chunk, block: Block, heads: slice, pages: Sequence[int]
-    ) -> torch.Tensor:
-        """A block out of the cache, `[head, token, dim]`."""
-        spans = list(self._spans(chunk, block.layer, route.source, pages))
-        view = self._view(block)
-        if not self._on_cpu:
-            index = torch.tensor([span.page for span in spans], device=self._device)
-            picked = view.index_select(0, index)[:, heads].permute(1, 0, 2, 3)
-            first = spans[0].first
-            return picked.flatten(1, 2)[:, first : first + chunk.tokens]
-        x = torch.empty(block.shape, dtype=view.dtype)
-        source = self._words[block.layer, block.part]
-        target = _like(x, source)
-        if (small := _small_pages(source[:, heads], spans, target)) is not None:
-            small.block[...] = small.cache[small.pages]
-            return x
-        for page, first, stop, start in spans:
-            target[:, start : start + stop - first] = source[page, heads, first:stop]
-        return x
-
-    def _write(
-        self,
-        route: Route,
-        chunk: Chunk,
-        block: Block,
-        heads: slice,
-        pages: Sequence[int],
-        x: torch.Tensor,
-    ) -> None:
-        view = self._view(block)
-        spans = list(self._spans(chunk, block.layer, route.destination, pages))
-        if not self._on_cpu:
-            for page, first, stop, start in spans:
-                view[page, heads, first:stop] = x[:, start : start + stop - first]
-            return
-        target = self._words[block.layer, block.part]
-        source = _like(x, target)
-        if (small := _small_pages(target[:, heads], spans, source)) is not None:
-            small.cache[small.pages] = small.block
-            return
-        for page, first, stop, start in spans:
-            target[page, heads, first:stop] = source[:, start : start + stop - first]
+            spans = self._spans(chunk, block.layer, route.destination, pages)
+            self._copier.write(self._view(block)[:, heads], spans, decoded)
 
     def _view(self, block: Block) -> torch.Tensor:
         layer = self._layers[block.layer]
@@ -265,15 +200,14 @@ class PagedCache:
         assert view is not None
         return view
 
-    def _spans(
-        self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]
-    ) -> Iterator["_Span"]:
+    def _spans(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> list[Span]:
         """The chunk's tokens, page by page of the layer's view."""
         view = self._layers[layer].key
         tokens = view.shape[2]
         parts = self._parts_per_page(layer, group)
         self._check_pages(pages, view.shape[0] // parts)
         base = chunk.first_token // group.page_size * group.page_size
+        spans: list[Span] = []
         for place in range(
             (chunk.first_token - base) // tokens, -(-(chunk.stop_token - base) // tokens)
         ):
@@ -281,11 +215,12 @@ class PagedCache:
             first = max(chunk.first_token, begin)
             stop = min(chunk.stop_token, begin + tokens)
             page = pages[place // parts] * parts + place % parts
-            yield _Span(page, first - begin, stop - begin, first - chunk.first_token)
+            spans.append(Span(page, first - begin, stop - begin, first - chunk.first_token))
+        return spans
 
     def _row_range(
         self, layer: int, group: Group, heads: slice, pages: Sequence[int]
-    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+    ) -> tuple[torch.Tensor, Index]:
         """The layer's rows of these heads, and which of them are the pages'."""
         rows = self._rows(layer)
         parts = self._parts_per_page(layer, group)
@@ -318,68 +253,9 @@ class PagedCache:
             raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {count}")
 
 
-class _Span(NamedTuple):
-    """Tokens [first, stop) of a page of the view, which are the chunk's from `start` on."""
-
-    page: int
-    first: int
-    stop: int
-    start: int
-
-
-class _SmallPages(NamedTuple):
-    """A cache and a block with like axes but the first: all pages of it, and those in `pages`."""
-
-    cache: Words
-    block: Words
-    pages: npt.NDArray[np.int64]
-
-
-def _small_pages(cache: Words, spans: Sequence[_Span], block: Words) -> _SmallPages | None:
-    """What to copy at once where whole pages are so small that one by one, Python's share of the
-    time would show; None elsewhere.
-
-    Args:
-        cache: `[page, head, token, dim]`.
-        block: `[head, token, dim]`, dense.
-    """
-    _, heads, tokens, dim = cache.shape
-    small = heads * tokens * dim * cache.itemsize <= _SMALL_PAGE_BYTES
-    if not small or spans[0].first or spans[-1].stop != tokens:
-        return None
-    pages = np.fromiter((span.page for span in spans), np.int64, len(spans))
-    paged = block.reshape(heads, len(spans), tokens, dim).transpose(1, 0, 2, 3)
-    if cache.strides[2] > cache.strides[1]:  # in the order of memory it is twice as fast
-        cache, paged = cache.swapaxes(1, 2), paged.swapaxes(1, 2)
-    return _SmallPages(cache, paged, pages)
-
-
 def _elements(group: Group, block: Block) -> Elements:
     key, value = group.scale(block.layer)
     return Elements(group.dtype, value if block.part is Part.VALUE else key)
-
-
-def _as_tensor(data: Words) -> torch.Tensor:
-    """Bytes as a tensor that is only read: torch warns of memory that it may not write."""
-    if not data.flags.writeable:
-        same = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
-        data = np.ctypeslib.as_array(same)
-    return torch.from_numpy(data)
-
-
-def _words(x: torch.Tensor) -> Words:
-    """The view as unsigned words of 8 bytes where its rows allow that, of one element else."""
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    words: Words = x.view(signed).numpy()
-    wide = x.stride(-1) == 1 and x.shape[-1] * x.element_size() % 8 == 0
-    return words.view(np.int64) if wide else words
-
-
-def _like(x: torch.Tensor, words: Words) -> Words:
-    """A dense tensor as words of the same width."""
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    found: Words = x.contiguous().view(signed).numpy()
-    return found.view(words.dtype)
 
 
 def _check(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:

@@ -23,7 +23,7 @@ CHUNK_TOKENS = 512
 STREAMED_ROWS = 8
 """Chunks that the layers of a running prefill are shared among, where there are so many."""
 MIN_CHUNK_BYTES = 256 * 1024
-CHUNK_S = 0.01
+CHUNK_S = 0.03
 """Time that a chunk may take on the link, in seconds: the first and the last one are not hidden."""
 
 

@@ -234,9 +234,7 @@ class Producer:
         is not given again before something has changed, an offer above all."""
         self._ready.pop((send.transfer, send.session), None)
         stream = self._stream(send.session, send.transfer)
-        if stream is None:
-            self._drained(send.session, send.transfer)
-            return
+        assert stream is not None  # nothing has happened since
         stream.writing -= 1
         stream.unsent += 1
         stream.credits.appendleft(send.slot)

@@ -135,11 +135,11 @@ def measured(place: str, ways: list[Way], **rates: float) -> tuple[FakePair, lis
 
 def test_on_one_machine_raw_over_shared_memory_must_not_be_slower_than_pages():
     ways = [local_way("shm", codec) for codec in ("raw", "int8")]
-    pair, good = measured("machine", ways, pages=2.0, raw=2.1, int8=0.1)
+    pair, good = measured("local", ways, pages=2.0, raw=2.1, int8=0.1)
     assert pair.opened == ["pages", "raw", "int8", "pages"], "the baseline first and last"
     assert missed(good) == []
-    _, bad = measured("machine", ways, pages=2.0, raw=1.9, int8=0.1)
-    assert [(one.name, one.params["codec"]) for one in missed(bad)] == [("machine rate", "raw")]
+    _, bad = measured("local", ways, pages=2.0, raw=1.9, int8=0.1)
+    assert [(one.name, one.params["codec"]) for one in missed(bad)] == [("local rate", "raw")]
 
 
 def test_over_a_link_codecs_must_nearly_double_its_rate():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.caches import LATENT, LAYOUTS, Layer, Model, Rank, Setup, everything
 
 from pd_connector.codec import DTYPES
+from pd_connector.copying import DeviceCopier, HostCopier
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import pages_for
 from pd_connector.pages import LayerPages, PagedCache
@@ -180,7 +181,7 @@ def test_between_any_two_layouts_every_element_arrives_bit_by_bit(
     dense = fill(sources, span[1], seed, spread=False)
     destinations = ranks(model, theirs, span[1], seed + 1)
     for rank in (*sources, *destinations):
-        rank.cache._on_cpu = not by_torch
+        rank.cache._copier = DeviceCopier() if by_torch else HostCopier()
     for destination in destinations:
         before = snapshot(destination)
         ways = move(sources, destination, span, room=data.draw(st.integers(1, 4)))

@@ -10,4 +10,9 @@
 - `pair`: two engines, and requests through both
 - `handoff`: pairs measured in turn, and what the measurements tell together
 - `plan`: what `bench handoff` does, and doing it
+- `wire`: ways to move KV without engines, measured in turn
+- `wire_size`, `wire_cache`: how much that is, and a cache that both sides know
+- `wire_movers`, `wire_party`, `wire_pair`: the ways; a process that goes one of them; two of these
+- `reshard`: gather and scatter between engines that cut a model up differently
+- `overhead`: what a request costs in Python
 """

@@ -79,7 +79,7 @@ def measure(
     """Measure all ways in turn.
 
     Args:
-        place: `machine` or `link`; over a link the line rate is a baseline, too.
+        place: `local` or `link`; over a link the line rate is a baseline, too.
 
     Raises:
         BenchError: KV did not arrive, or not all of it was right.
@@ -108,7 +108,7 @@ def _compare(
     way: Way, base: Way, place: str, found: Mapping[str, list[WireRun]], tokens: int
 ) -> list[Comparison]:
     gb = tokens * TOKEN_BYTES / _GB
-    at_home = place == "machine"
+    at_home = place == "local"
 
     def compare(
         what: str, unit: str, figure: Callable[[WireRun], float], bar: float | None, more: bool

@@ -149,7 +149,7 @@ def _on_machine(
     ways = [wires.local_way(transport, codec) for transport in LOCAL_TRANSPORTS for codec in codecs]
     tokens = mib * TOKENS_PER_MIB
     with WirePair(tokens) as pair:
-        return wires.measure(pair, "machine", ways, tokens, *counts, _say(console))
+        return wires.measure(pair, "local", ways, tokens, *counts, _say(console))
 
 
 def _over_link(

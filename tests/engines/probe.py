@@ -35,7 +35,10 @@ class Probe:
         """Negate every element of a page in every layer."""
         # Layers with page tables of their own may share one cache.
         for layer in {layer.data_ptr(): layer for layer in self._layers()}.values():
-            layer[page].neg_()
+            if layer.dtype is _torch().uint8:  # FP8 codes
+                layer[page] ^= 0x80
+            else:
+                layer[page].neg_()
 
     def flip_byte(self, page: int) -> None:
         """Flip all bits of one byte of a page: the highest of the first element of V, of the last

@@ -15,12 +15,12 @@ from harness import (
     prefill_step,
     two_step,
 )
-from models import WINDOW, build
 from pairs import (
     Pair,
     Setup,
 )
 from test_handoff import PAGE, prompt_of
+from tiny_models import WINDOW, build
 from told import told_at_once
 from tools import TOLERANCE, delta, probe_all
 
