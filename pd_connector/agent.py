@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 import zmq
 
 from pd_connector.config import Config
-from pd_connector.consumer import Finished, Held, Load, Peer
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.fetch import Fetcher
 from pd_connector.gate import Gate
 from pd_connector.geometry import Shard
+from pd_connector.handshake import Identity
+from pd_connector.incoming import Finished, Held, Load, Peer
+from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import PagedCache
-from pd_connector.producer import Free, Offer
 from pd_connector.scheduling import prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
-from pd_connector.serve import Identity, Server
+from pd_connector.serve import Server
 from pd_connector.slab import Slab
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport

@@ -6,79 +6,29 @@ out as actions. Each load ends in exactly one `Finished`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pd_connector import wire
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.geometry import Geometry, Shard
-from pd_connector.incoming import Incoming, Load, Peer, Session, Source, Stream
-from pd_connector.plan import Chunk, chunk_limit, plan
+from pd_connector.grants import Grants
+from pd_connector.incoming import (
+    Action,
+    Dial,
+    Finished,
+    Held,
+    Incoming,
+    Load,
+    Peer,
+    Place,
+    Session,
+    Source,
+    Stream,
+    Tell,
+)
+from pd_connector.plan import chunk_limit, plan
 from pd_connector.route import Route, meet, uncovered
 from pd_connector.slab import SlotPool
-
-__all__ = [
-    "Action",
-    "Consumer",
-    "Dial",
-    "Finished",
-    "Held",
-    "Load",
-    "Peer",
-    "Place",
-    "Source",
-    "Tell",
-]
-
-_PATIENT_SLOTS = 2
-"""Slots of a stream whose prefill is still under way; it would only sit on more."""
-
-
-class Dial(NamedTuple):
-    """Open a session with this producer (nothing, where one stands or is being opened)."""
-
-    source: Source
-
-
-class Tell(NamedTuple):
-    """Send this message to this producer."""
-
-    source: Source
-    message: wire.Message
-
-
-class Place(NamedTuple):
-    """A landed chunk fits the plan: verify its checksum, scatter it, then call `placed`."""
-
-    source: Source
-    header: wire.ChunkHeader
-    route: Route
-    chunk: Chunk
-    pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
-    slot: int
-    payload: memoryview
-
-
-class Held(NamedTuple):
-    """A watched transfer can be loaded, or, with a cause, will not come."""
-
-    request: str
-    cause: Cause | None
-    detail: str
-
-
-class Finished(NamedTuple):
-    """A load has ended; without a cause every page is in place and verified."""
-
-    request: str
-    cause: Cause | None
-    detail: str
-    nbytes: int  # received and verified
-    chunks: int
-    seconds: float  # since the load began, or since the prefill ended where that was later
-
-
-Action = Dial | Tell | Place | Held | Finished
 
 
 class Consumer:
@@ -103,17 +53,12 @@ class Consumer:
         self._shard = geometry.shard
         self._shards = tuple(shards) or (geometry.shard,)
         self._heads = frozenset(group.heads for group in geometry.groups)
-        self._pool = pool
+        self._grants = Grants(config, pool)
         self._one_sided = one_sided
         self._transfers: dict[str, Incoming] = {}
         self._sessions: dict[Source, Session] = {}
-        # Cancelled transfers, and their slots: quarantined until `Cancelled` comes, or until that
-        # time has passed. Until then the same transfer is not loaded again, for a `Cancelled`
-        # does not say which of two ends it confirms.
-        self._ending: dict[tuple[Source, str], tuple[list[int], float]] = {}
         # For producers whose session does not stand yet.
         self._farewells: dict[Source, list[wire.Message]] = {}
-        self._hungry: dict[tuple[str, Source], None] = {}  # in the order in which they are served
 
     @property
     def transfers(self) -> int:
@@ -132,6 +77,8 @@ class Consumer:
         if transfer in self._transfers:
             return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
         incoming = Incoming(request, transfer, self._streams(peers), watched=watch)
+        if watch and not incoming.streams:
+            return [Held(request, Cause.GEOMETRY, self._nothing_of_ours(peers))]
         self._transfers[transfer] = incoming
         actions: list[Action] = []
         if watch:
@@ -150,13 +97,12 @@ class Consumer:
         if incoming is not None and (incoming.load or incoming.request != load.request):
             return [Finished(load.request, Cause.DUPLICATE, transfer, 0, 0, 0.0)]
         streams = incoming.streams if incoming else self._streams(load.peers)
-        if any((source, transfer) in self._ending for source in streams):
+        if any(self._grants.ends(transfer, source) for source in streams):
             self._transfers.pop(transfer, None)
             detail = f"{transfer}: its last load still ends"
             return [Finished(load.request, Cause.DUPLICATE, detail, 0, 0, 0.0)]
         if not streams:
-            shards = [peer.shard for peer in load.peers]
-            detail = f"none of the producer's ranks {shards} holds a part of {self._shard}"
+            detail = self._nothing_of_ours(load.peers)
             return [Finished(load.request, Cause.GEOMETRY, detail, 0, 0, 0.0)]
         incoming = incoming or Incoming(load.request, transfer, streams)
         self._transfers[transfer] = incoming
@@ -218,12 +164,9 @@ class Consumer:
             incoming = self._transfers[transfer]
             slots += incoming.streams[source].slots
             actions += self._finish(incoming, cause, detail, now)
-        for key in [key for key in self._ending if key[0] == source]:
-            slots += self._ending.pop(key)[0]
-        if silenced or not self._one_sided:
-            self._pool.absolve(slots)
+        self._grants.lost(source, slots, silenced=silenced or not self._one_sided)
         self._farewells.pop(source, None)
-        return actions + self._grant(now)
+        return actions + self._grants.deal(now)
 
     def ready(self, source: Source, transfer: str) -> list[Action]:
         """The prefill of a watched transfer has begun."""
@@ -253,8 +196,8 @@ class Consumer:
         stream.accepted = True
         if stream.over:
             return self._stream_over(incoming, source, now)
-        self._hungry[message.transfer, source] = None
-        return self._grant(now)
+        self._grants.want(message.transfer, source, stream)
+        return self._grants.deal(now)
 
     def refuse(self, source: Source, message: wire.Refuse, now: float) -> list[Action]:
         """The producer will send no (more) KV."""
@@ -268,18 +211,24 @@ class Consumer:
 
     def cancelled(self, source: Source, transfer: str, now: float) -> list[Action]:
         """The producer confirms that it writes nothing for this transfer any more."""
-        slots, _ = self._ending.pop((source, transfer), ([], now))
-        self._pool.absolve(slots)
-        return self._grant(now)
+        self._grants.stopped(transfer, source)
+        return self._grants.deal(now)
 
     def granted(self, source: Source, transfer: str, slot: int) -> bool:
         """Whether this slot was granted to this producer, for a chunk of this transfer."""
-        return self._pool.holds((transfer, source), slot)
+        return self._grants.holds(transfer, source, slot)
 
     def landed(
-        self, header: wire.ChunkHeader, slot: int, payload: memoryview, now: float
+        self,
+        header: wire.ChunkHeader,
+        slot: int,
+        payload: memoryview,
+        now: float,
+        *,
+        problem: str = "",
     ) -> list[Action]:
-        """A chunk has landed. Nothing of it is believed before it fits the plan.
+        """A chunk has landed, or, with a `problem`, will not. Nothing of it is believed before it
+        fits the plan.
 
         A chunk of a transfer that is over, or that came twice, is dropped: its slot belongs to
         someone else by now.
@@ -292,25 +241,14 @@ class Consumer:
         chunk = stream.missing.get(header.sequence)
         if chunk is None:
             return []
-        load = incoming.load
-        route = self._sessions[source].routes[chunk.route]
-        wanted = wire.ChunkHeader(
-            load.transfer,
-            self._sessions[source].epoch,
-            chunk.sequence,
-            load.identity,
-            chunk.route,
-            chunk.first_layer,
-            chunk.stop_layer,
-            chunk.first_token,
-            chunk.stop_token,
-            route.codec,
-            chunk.nbytes(route),
-            header.checksum,
-        )
+        if problem:
+            return self._finish(incoming, Cause.TRANSPORT, problem, now)
+        load, session = incoming.load, self._sessions[source]
+        wanted = session.header(load, chunk, header.checksum)
         if header != wanted or len(payload) != wanted.nbytes:
             detail = f"landed {header}, wanted {wanted}, {len(payload)} bytes"
             return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
+        route = session.routes[chunk.route]
         stream.landed(header.nbytes, now)
         span = chunk.pages(route.destination.page_size)
         pages = load.pages[route.destination.table][span.start : span.stop]
@@ -323,22 +261,21 @@ class Consumer:
         """A chunk has been scattered, or found wrong (`problem`)."""
         transfer, source = place.header.transfer, place.source
         incoming = self._transfers.get(transfer)
-        if incoming is None or not self._pool.holds((transfer, source), place.slot):
+        if incoming is None or not self._grants.holds(transfer, source, place.slot):
             return []
         if problem is not None:
             return self._finish(incoming, problem, detail, now)
         stream = incoming.streams[source]
         del stream.missing[place.chunk.sequence]
-        stream.slots.remove(place.slot)
-        self._pool.give_back(place.slot)
+        self._grants.give_back(stream, place.slot)
         incoming.nbytes += place.header.nbytes
         incoming.chunks += 1
         if stream.complete:
             stream.deadline = now + self._config.stall_timeout_s
         if stream.over:
             return self._stream_over(incoming, source, now)
-        self._hungry[transfer, source] = None
-        return self._grant(now)
+        self._grants.want(transfer, source, stream)
+        return self._grants.deal(now)
 
     def tick(self, now: float) -> list[Action]:
         """Fail what has been silent for too long, and free slots whose quarantine is over."""
@@ -352,12 +289,10 @@ class Consumer:
                 if stream.over or (stream.complete and not stream.slots):
                     stream.deadline = now + self._config.stall_timeout_s  # it waits for us
                 if stream.deadline <= now:
-                    actions += self._finish(incoming, *_timeout(stream), now)
+                    actions += self._finish(incoming, *stream.timeout, now)
                     break
-        self._pool.tick(now)
-        for key in [key for key, (_, until) in self._ending.items() if until <= now]:
-            del self._ending[key]
-        return actions + self._grant(now)
+        self._grants.tick(now)
+        return actions + self._grants.deal(now)
 
     def _streams(self, peers: Sequence[Peer]) -> dict[Source, Stream]:
         """The ranks of a producer that hold a part of what this rank holds."""
@@ -366,6 +301,10 @@ class Consumer:
             for peer in peers
             if meet(peer.shard, self._shard, self._heads)
         }
+
+    def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
+        shards = [peer.shard for peer in peers]
+        return f"none of the producer's ranks {shards} holds a part of {self._shard}"
 
     def _open(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
         load, stream = incoming.load, incoming.streams[source]
@@ -384,59 +323,19 @@ class Consumer:
         patience = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
         stream.deadline = now + patience
         # A prefill that has not ended would only sit on its slots.
-        slots = [] if load.wait else self._take_slots(incoming, source, len(chunks))
+        wanted = 0 if load.wait else len(chunks)
         message = wire.Open(
             transfer=load.transfer,
             identity=load.identity,
             first_token=load.first_token,
             stop_token=load.stop_token,
             wait=load.wait,
-            slots=slots,
+            slots=self._grants.take(load.transfer, source, stream, wanted),
             chunk_bytes=limit,
             readers=stream.readers,
             bytes_per_s=int(session.bytes_per_s or 0),
         )
         return [Tell(source, message)]
-
-    def _take_slots(self, incoming: Incoming, source: Source, wanted: int) -> list[int]:
-        owner = incoming.transfer, source
-        taken: list[int] = []
-        while len(taken) < wanted and (slot := self._pool.take(owner)) is not None:
-            taken.append(slot)
-        incoming.streams[source].slots += taken
-        return taken
-
-    def _most_slots(self, stream: Stream) -> int:
-        """How many slots a stream may have now."""
-        if stream.complete:
-            return len(stream.missing)
-        # What only waits must leave room for what can move.
-        crowded = self._pool.free * 2 <= self._config.slots + 1
-        return min(len(stream.missing), len(stream.slots) if crowded else _PATIENT_SLOTS)
-
-    def _grant(self, now: float) -> list[Action]:
-        """Grant free slots, one at a time in turn, to the streams that want some."""
-        granted: dict[tuple[str, Source], list[int]] = {}
-        progress = True
-        while progress and self._pool.free:
-            progress = False
-            for key in list(self._hungry):
-                transfer, source = key
-                incoming = self._transfers.get(transfer)
-                stream = incoming.streams[source] if incoming else None
-                if incoming is None or stream is None or len(stream.slots) >= len(stream.missing):
-                    del self._hungry[key]
-                elif self._pool.free and len(stream.slots) < self._most_slots(stream):
-                    if stream.complete and not stream.slots:
-                        stream.deadline = now + self._config.stall_timeout_s
-                    granted.setdefault(key, []).extend(self._take_slots(incoming, source, 1))
-                    # Behind those that have had none yet.
-                    self._hungry[key] = self._hungry.pop(key)
-                    progress = True
-        return [
-            Tell(source, wire.Credit(transfer, slots))
-            for (transfer, source), slots in granted.items()
-        ]
 
     def _stream_over(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
         """One rank has sent its part; with the last of them the load has ended."""
@@ -445,7 +344,7 @@ class Consumer:
             seconds = now - stream.first_landed
             self._sessions[source].measured(stream.nbytes_after_first, seconds)
         if not incoming.over:
-            return self._grant(now)
+            return self._grants.deal(now)
         known = tuple(self._sessions[source].routes for source in incoming.streams)
         if missing := uncovered(known, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
@@ -460,25 +359,22 @@ class Consumer:
         until = now + self._config.lease_s
         actions: list[Action] = []
         for source, stream in incoming.streams.items():
-            self._hungry.pop((transfer, source), None)
-            for slot in stream.slots:
-                self._pool.quarantine(slot, until)
             over: wire.Message = wire.Done(transfer)
             if cause is not None:
                 over = wire.Cancel(transfer, cause, stream.readers)
             if source in self._sessions:
                 actions.append(Tell(source, over))
-                if cause is not None:
-                    self._ending[source, transfer] = stream.slots, until
             else:
                 self._farewells.setdefault(source, []).append(over)
+            cancelled = cause is not None and source in self._sessions
+            self._grants.over(transfer, source, stream, until, cancelled=cancelled)
         if incoming.load is not None:
             seconds = now - incoming.began
             numbers = incoming.nbytes, incoming.chunks, seconds
             actions.append(Finished(incoming.request, cause, detail, *numbers))
         elif incoming.watched:
             actions.append(Held(incoming.request, cause, detail))
-        return actions + self._grant(now)
+        return actions + self._grants.deal(now)
 
     def _writer(self, header: wire.ChunkHeader, slot: int) -> Source | None:
         """The producer that calls itself so and has this slot, for this transfer. One producer
@@ -487,7 +383,7 @@ class Consumer:
         for source in incoming.streams if incoming else ():
             session = self._sessions.get(source)
             known = session is not None and session.epoch == header.epoch
-            if known and self._pool.holds((header.transfer, source), slot):
+            if known and self._grants.holds(header.transfer, source, slot):
                 return source
         return None
 
@@ -497,12 +393,3 @@ class Consumer:
         if incoming is None or stream is None or not stream.opened:
             return None
         return incoming, stream
-
-
-def _timeout(stream: Stream) -> tuple[Cause, str]:
-    """What a passed deadline means."""
-    if not stream.opened:
-        return Cause.UNREACHABLE, "no session within connect_timeout_s"
-    if not stream.complete:
-        return Cause.WAIT_TIMEOUT, "the prefill did not end in time"
-    return Cause.STALLED, "no chunk within stall_timeout_s"

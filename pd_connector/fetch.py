@@ -9,31 +9,19 @@ from dataclasses import dataclass, field
 from pd_connector import wire
 from pd_connector.codec import permitted
 from pd_connector.config import Config
-from pd_connector.consumer import (
-    Action,
-    Consumer,
-    Dial,
-    Finished,
-    Held,
-    Load,
-    Peer,
-    Place,
-    Source,
-    Tell,
-)
+from pd_connector.consumer import Consumer
 from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     PDConnectorError,
     TransportError,
-    UnsupportedGeometryError,
 )
 from pd_connector.geometry import Shard
+from pd_connector.handshake import Identity, RefusedError, hello, judge_welcome
+from pd_connector.incoming import Action, Dial, Finished, Held, Load, Peer, Place, Source, Tell
 from pd_connector.integrity import checksum
 from pd_connector.pages import PagedCache
-from pd_connector.route import routes
 from pd_connector.security import CurveKeys
-from pd_connector.serve import Identity
 from pd_connector.session import Connection, Context
 from pd_connector.slab import SlotPool
 from pd_connector.telemetry import Telemetry
@@ -146,7 +134,9 @@ class Fetcher:
             return
         if landed.problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, landed.problem)
-        actions = self._consumer.landed(header, landed.slot, landed.payload, now)
+        actions = self._consumer.landed(
+            header, landed.slot, landed.payload, now, problem=landed.problem
+        )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
@@ -197,19 +187,10 @@ class Fetcher:
         self, source: Source, session: _Session, welcome: wire.Welcome, now: float
     ) -> None:
         transport = self._transports.get(welcome.transport)
-        if not wire.OLDEST_SCHEMA <= welcome.schema <= wire.SCHEMA:
-            detail = (
-                f"wire schema: producer chose {welcome.schema}, consumer speaks "
-                f"{wire.OLDEST_SCHEMA}-{wire.SCHEMA}"
-            )
-            return self._end(source, Cause.VERSION, detail, now)
-        if source.engine_id not in ("", welcome.engine_id):
-            detail = f"engine {welcome.engine_id} answers, {source.engine_id} was wanted"
-            return self._end(source, Cause.UNREACHABLE, detail, now)
         try:
-            paths = routes(welcome.geometry, self._cache.geometry, welcome.codecs, self._codecs)
-        except UnsupportedGeometryError as error:
-            return self._end(source, Cause.GEOMETRY, str(error), now)
+            paths = judge_welcome(welcome, source.engine_id, self._cache.geometry, self._codecs)
+        except RefusedError as refused:
+            return self._end(source, refused.cause, str(refused), now)
         if session.greeted or transport is None:
             detail = f"welcome to transport {welcome.transport!r}, or a second one"
             return self._end(source, Cause.MALFORMED_MESSAGE, detail, now)
@@ -268,18 +249,14 @@ class Fetcher:
         except PDConnectorError as error:
             actions = self._consumer.session_down(source, Cause.UNREACHABLE, str(error), now)
             return self._act(actions, now)
-        hello = wire.Hello(
-            newest=wire.SCHEMA,
-            oldest=wire.OLDEST_SCHEMA,
-            engine_id=self._identity.engine_id,
-            expected_engine_id=source.engine_id,
-            model=self._identity.model,
-            geometry=self._cache.geometry,
-            codecs=self._codecs,
-            transports={name: t.address() for name, t in self._transports.items()},
-            readable=[name for name, t in self._transports.items() if t.readable],
+        greeting = hello(
+            self._identity,
+            source.engine_id,
+            self._cache.geometry,
+            self._codecs,
+            list(self._transports.values()),
         )
-        connection.send(wire.encode(hello))
+        connection.send(wire.encode(greeting))
         deadline = now + self._config.connect_timeout_s
         self._sessions[source] = _Session(connection, deadline)
         return None

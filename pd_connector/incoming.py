@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer knows of one transfer: from where it comes, and what is still missing."""
+"""What a consumer knows of one transfer, and what it may do about it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pd_connector import wire
+from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
 from pd_connector.plan import Chunk
 from pd_connector.route import Route
@@ -47,6 +49,24 @@ class Session:
     routes: Sequence[Route]
     bytes_per_s: float | None = None
 
+    def header(self, load: Load, chunk: Chunk, checksum: bytes) -> wire.ChunkHeader:
+        """What the header of this chunk must say."""
+        route = self.routes[chunk.route]
+        return wire.ChunkHeader(
+            load.transfer,
+            self.epoch,
+            chunk.sequence,
+            load.identity,
+            chunk.route,
+            chunk.first_layer,
+            chunk.stop_layer,
+            chunk.first_token,
+            chunk.stop_token,
+            route.codec,
+            chunk.nbytes(route),
+            checksum,
+        )
+
     def measured(self, nbytes: int, seconds: float) -> None:
         """A transfer that had to wait for nothing took so long."""
         if nbytes and seconds > 0:
@@ -74,6 +94,15 @@ class Stream:
     def over(self) -> bool:
         return self.accepted and not self.missing
 
+    @property
+    def timeout(self) -> tuple[Cause, str]:
+        """What a passed deadline means."""
+        if not self.opened:
+            return Cause.UNREACHABLE, "no session within connect_timeout_s"
+        if not self.complete:
+            return Cause.WAIT_TIMEOUT, "the prefill did not end in time"
+        return Cause.STALLED, "no chunk within stall_timeout_s"
+
     def landed(self, nbytes: int, now: float) -> None:
         """Take note of the link's speed: of what came after the first chunk."""
         if self.first_landed:
@@ -99,3 +128,50 @@ class Incoming:
     @property
     def over(self) -> bool:
         return all(stream.over for stream in self.streams.values())
+
+
+class Dial(NamedTuple):
+    """Open a session with this producer (nothing, where one stands or is being opened)."""
+
+    source: Source
+
+
+class Tell(NamedTuple):
+    """Send this message to this producer."""
+
+    source: Source
+    message: wire.Message
+
+
+class Place(NamedTuple):
+    """A landed chunk fits the plan: verify its checksum, scatter it, then call `placed`."""
+
+    source: Source
+    header: wire.ChunkHeader
+    route: Route
+    chunk: Chunk
+    pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
+    slot: int
+    payload: memoryview
+
+
+class Held(NamedTuple):
+    """A watched transfer can be loaded, or, with a cause, will not come."""
+
+    request: str
+    cause: Cause | None
+    detail: str
+
+
+class Finished(NamedTuple):
+    """A load has ended; without a cause every page is in place and verified."""
+
+    request: str
+    cause: Cause | None
+    detail: str
+    nbytes: int  # received and verified
+    chunks: int
+    seconds: float  # since the load began, or since the prefill ended where that was later
+
+
+Action = Dial | Tell | Place | Held | Finished

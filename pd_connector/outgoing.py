@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pd_connector import wire
 from pd_connector.errors import Cause
-from pd_connector.plan import Chunk, bytes_per_token, plan
+from pd_connector.plan import MIN_CHUNK_BYTES, Chunk, bytes_per_token, plan
 from pd_connector.route import Route
 
 Session = bytes
@@ -25,6 +25,19 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
+
+    def problem(self, message: wire.Open, slot_bytes: int) -> tuple[Cause, str] | None:
+        """Why this KV is not what a consumer asks for, or None."""
+        if message.identity != self.identity:
+            return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
+        if not message.first_token < message.stop_token <= self.prompt_tokens:
+            asked = f"tokens {message.first_token}-{message.stop_token}"
+            return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
+        least = min(slot_bytes, MIN_CHUNK_BYTES)
+        if not least <= message.chunk_bytes <= slot_bytes:
+            fits = f"{least} to {slot_bytes} (a slot)"
+            return Cause.GEOMETRY, f"chunks of {message.chunk_bytes} bytes: here {fits}"
+        return None
 
 
 class Step(NamedTuple):
@@ -113,6 +126,11 @@ class Outgoing:
     def final(self) -> bool:
         return self.offer is not None and self.offer.final
 
+    def link_s(self, tokens: int) -> float:
+        """How long the slowest reader's link takes from what is computed to `tokens`, in seconds."""
+        done = self.offer.tokens if self.offer else 0
+        return max((stream.link_s(tokens - done) for stream in self.streams.values()), default=0.0)
+
     def offered_by(self, request: str) -> bool:
         """Whether it is this request's KV; another one may have the same transfer by mistake."""
         return self.offer is not None and self.offer.request == request
@@ -126,3 +144,39 @@ class Outgoing:
     def cause(self) -> Cause | None:
         """The first reason for which a reader did not get everything."""
         return next((cause for cause in self.over.values() if cause is not None), None)
+
+
+class Reply(NamedTuple):
+    """Send this message to the consumer of this session."""
+
+    session: Session
+    message: wire.Message
+
+
+class Free(NamedTuple):
+    """The pages of this request are no longer needed; without a cause they were delivered."""
+
+    request: str
+    cause: Cause | None
+
+
+class Send(NamedTuple):
+    """Gather this chunk and move it into the consumer's landing slot."""
+
+    transfer: str
+    request: str
+    session: Session
+    route: Route
+    chunk: Chunk
+    pages: Sequence[int]  # page ids that hold the chunk's tokens, in prompt order
+    identity: bytes
+    slot: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the engine still has all of these pages."""
+        wanted = len(self.chunk.pages(self.route.source.page_size))
+        return len(self.pages) == wanted and min(self.pages) >= 0
+
+
+Action = Reply | Free

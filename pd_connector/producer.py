@@ -9,56 +9,17 @@ needs a part of it). What is both computed and opened is sent.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pd_connector import wire
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.outgoing import Offer, Outgoing, Session, Step, Stream
-from pd_connector.plan import MIN_CHUNK_BYTES, Chunk
+from pd_connector.outgoing import Action, Free, Offer, Outgoing, Reply, Send, Session, Step, Stream
 from pd_connector.route import Route
 
-__all__ = ["Action", "Free", "Offer", "Producer", "Reply", "Send", "Session"]
-
 LAYERS_PAY_S = 0.005
-"""Time on the link, in seconds, from which on KV is sent layer by layer within a step."""
+"""From how long a step's KV would take the link at its end, in seconds, it is sent layer by layer
+while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
 _REMEMBERED_ENDS = 1024
-
-
-class Reply(NamedTuple):
-    """Send this message to the consumer of this session."""
-
-    session: Session
-    message: wire.Message
-
-
-class Free(NamedTuple):
-    """The pages of this request are no longer needed; without a cause they were delivered."""
-
-    request: str
-    cause: Cause | None
-
-
-class Send(NamedTuple):
-    """Gather this chunk and move it into the consumer's landing slot."""
-
-    transfer: str
-    request: str
-    session: Session
-    route: Route
-    chunk: Chunk
-    pages: Sequence[int]  # page ids that hold the chunk's tokens, in prompt order
-    identity: bytes
-    slot: int
-
-    @property
-    def kept(self) -> bool:
-        """Whether the engine still has all of these pages."""
-        wanted = len(self.chunk.pages(self.route.source.page_size))
-        return len(self.pages) == wanted and min(self.pages) >= 0
-
-
-Action = Reply | Free
 
 
 class Producer:
@@ -130,7 +91,7 @@ class Producer:
         assert outgoing.offer is not None
         if stop_layer is None:
             outgoing.offer = outgoing.offer._replace(tokens=tokens)
-        elif self._layers_pay(outgoing, tokens):
+        elif self._config.overlap == "layer" or outgoing.link_s(tokens) > LAYERS_PAY_S:
             outgoing.step = Step(tokens, stop_layer)
         for session in outgoing.streams:
             self._mark_ready(transfer, session)
@@ -330,7 +291,7 @@ class Producer:
         if offer is None:
             return []
         if not stream.accepted:
-            problem = self._problem(offer, stream.message)
+            problem = offer.problem(stream.message, self._config.slot_bytes)
             if problem is None:
                 try:
                     stream.prepare()
@@ -355,27 +316,6 @@ class Producer:
         outgoing.watchers.clear()
         return [*told]
 
-    def _layers_pay(self, outgoing: Outgoing, tokens: int) -> bool:
-        """Whether to stream within a step: where all of its KV at its end would take the link
-        long enough to be felt. Splitwise (section 4.2) has a fixed prompt length here."""
-        assert outgoing.offer is not None
-        added = tokens - outgoing.offer.tokens
-        return self._config.overlap == "layer" or any(
-            stream.link_s(added) > LAYERS_PAY_S for stream in outgoing.streams.values()
-        )
-
-    def _problem(self, offer: Offer, message: wire.Open) -> tuple[Cause, str] | None:
-        if message.identity != offer.identity:
-            return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
-        if not message.first_token < message.stop_token <= offer.prompt_tokens:
-            asked = f"tokens {message.first_token}-{message.stop_token}"
-            return Cause.TOKENS, f"{asked} of a prompt of {offer.prompt_tokens}"
-        slot = self._config.slot_bytes
-        if not min(slot, MIN_CHUNK_BYTES) <= message.chunk_bytes <= slot:
-            fits = f"{min(slot, MIN_CHUNK_BYTES)} to {slot} (a slot)"
-            return Cause.GEOMETRY, f"chunks of {message.chunk_bytes} bytes: here {fits}"
-        return None
-
     def _reader_over(self, transfer: str, session: Session, cause: Cause | None) -> list[Action]:
         """One consumer rank needs nothing more; with the last one the transfer is over."""
         outgoing = self._transfers[transfer]
@@ -385,7 +325,8 @@ class Producer:
         outgoing.over[session] = cause
         if not outgoing.all_over:
             return []
-        if outgoing.final or transfer in self._unwanted or cause is not None:
+        # A prefill that is under way goes on to its end, where its pages are freed at once.
+        if outgoing.final or transfer in self._unwanted or not outgoing.expected:
             return self._end(transfer, outgoing.cause, "")
         return []
 

@@ -14,13 +14,14 @@ from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     TransportError,
-    UnsupportedGeometryError,
 )
 from pd_connector.gate import Gate
+from pd_connector.handshake import Identity, RefusedError, connect, judge_hello
 from pd_connector.integrity import checksum
+from pd_connector.outgoing import Action, Free, Offer, Reply, Send
 from pd_connector.pages import PagedCache
-from pd_connector.producer import Action, Free, Offer, Producer, Reply, Send
-from pd_connector.route import Route, routes
+from pd_connector.producer import Producer
+from pd_connector.route import Route
 from pd_connector.security import CurveKeys
 from pd_connector.session import Context, Listener
 from pd_connector.slab import Slab
@@ -30,14 +31,6 @@ from pd_connector.transport.base import Transport, Written
 logger = logging.getLogger("pd_connector.serve")
 
 _MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
-
-
-class Identity(NamedTuple):
-    """Who this rank is, as its peers see it. `epoch` differs for every start."""
-
-    engine_id: str
-    epoch: int
-    model: bytes
 
 
 @dataclass(slots=True)
@@ -215,39 +208,20 @@ class Server:
                 self._listener.send(sender, wire.encode(wire.Pulse(self._identity.epoch)))
 
     def _greet(self, sender: bytes, hello: wire.Hello, now: float) -> None:
-        schema = wire.common_schema(hello.newest, hello.oldest)
-        mine = f"{wire.OLDEST_SCHEMA}-{wire.SCHEMA}"
-        if schema is None:
-            detail = f"wire schema: producer speaks {mine}, consumer {hello.oldest}-{hello.newest}"
-            return self._reject(sender, Cause.VERSION, detail)
-        if hello.expected_engine_id not in ("", self._identity.engine_id):
-            detail = (
-                f"engine {self._identity.engine_id} answers here, {hello.expected_engine_id} was "
-                "wanted (restarted since?)"
-            )
-            return self._reject(sender, Cause.UNREACHABLE, detail)
-        if hello.model != self._identity.model:
-            detail = (
-                f"model fingerprint {self._identity.model.hex()} here, {hello.model.hex()} there: "
-                "both engines must serve the same weights and config"
-            )
-            return self._reject(sender, Cause.MODEL, detail)
+        geometry = self._cache.geometry
         try:
-            paths = routes(self._cache.geometry, hello.geometry, self._codecs, hello.codecs)
-        except UnsupportedGeometryError as error:
-            return self._reject(sender, Cause.GEOMETRY, str(error))
-        self._forget(sender)
-        connected = self._connect(hello)
-        if isinstance(connected, str):
-            return self._reject(sender, Cause.NO_TRANSPORT, connected)
-        transport, link = connected
+            schema, paths = judge_hello(hello, self._identity, geometry, self._codecs)
+            self._forget(sender)
+            transport, link = connect(hello, self._transports)
+        except RefusedError as refused:
+            return self._reject(sender, refused.cause, str(refused))
         read = self._reads(transport) and transport.name in hello.readable
         self._sessions[sender] = _Session(hello.engine_id, transport, link, paths, read, now)
         welcome = wire.Welcome(
             schema=schema,
             engine_id=self._identity.engine_id,
             epoch=self._identity.epoch,
-            geometry=self._cache.geometry,
+            geometry=geometry,
             codecs=list(self._codecs),
             transport=transport.name,
             transport_address=transport.address(),
@@ -261,21 +235,6 @@ class Server:
         """Whether consumers read from here over this transport."""
         auto = self._config.direction == "auto" and transport.name in _READ_FIRST
         return transport.readable and (auto or self._config.direction == "read")
-
-    def _connect(self, hello: wire.Hello) -> tuple[Transport, Hashable] | str:
-        """The first transport of ours that reaches the consumer, or why there is none."""
-        problems: list[str] = []
-        for transport in self._transports:
-            address = hello.transports.get(transport.name)
-            if address is None:
-                problems.append(f"{transport.name}: not offered")
-                continue
-            try:
-                return transport, transport.connect(address)
-            except TransportError as error:
-                problems.append(str(error))
-        offered = ", ".join(hello.transports) or "none"
-        return f"consumer offers {offered}; here {'; '.join(problems)}"
 
     def _reject(self, sender: bytes, cause: Cause, detail: str) -> None:
         detail = detail[:_MAX_DETAIL]

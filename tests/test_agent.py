@@ -26,9 +26,9 @@ from support.agents import (
 from pd_connector import wire
 from pd_connector.agent import Computed, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
-from pd_connector.consumer import Peer, Source
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.geometry import Shard
+from pd_connector.incoming import Peer, Source
 
 __all__ = ["ranks"]
 

@@ -29,9 +29,9 @@ from support.agents import (
 )
 
 from pd_connector import wire
-from pd_connector.consumer import Source
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
+from pd_connector.incoming import Source
 
 __all__ = ["ranks"]
 

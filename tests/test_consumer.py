@@ -22,9 +22,10 @@ from support.machines import (
 
 from pd_connector import wire
 from pd_connector.config import Config
-from pd_connector.consumer import Consumer, Dial, Finished, Held, Load, Peer, Place, Source, Tell
+from pd_connector.consumer import Consumer
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
+from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Source, Tell
 from pd_connector.slab import SlotPool
 
 SOURCE = Source("127.0.0.1", 1, "engine")

@@ -25,7 +25,7 @@ from support.machines import (
 from pd_connector import wire
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
-from pd_connector.outgoing import Stream
+from pd_connector.outgoing import Offer, Stream
 from pd_connector.slab import SlotPool
 
 SHAPES = {
@@ -171,7 +171,7 @@ def test_a_producer_checks_whose_tokens_are_asked_for_and_without_that_sends_wro
     world.prefill("transfer0", 4)
     world.load(link, "transfer0", 4, identity=b"other tokens")
     world.connect(link)
-    monkeypatch.setattr(world.producer, "_problem", lambda offer, message: None)
+    monkeypatch.setattr(Offer, "problem", lambda offer, message, slot_bytes: None)
     world.hear(link)
     assert world.send() is not None, "pages of other tokens leave the producer"
 

@@ -9,7 +9,8 @@ from support.machines import CONFIG, HALVES, ROUTES, STAGES, WHOLE, identity_of,
 
 from pd_connector import wire
 from pd_connector.errors import Cause
-from pd_connector.producer import LAYERS_PAY_S, Free, Offer, Producer, Reply
+from pd_connector.outgoing import Free, Offer, Reply
+from pd_connector.producer import LAYERS_PAY_S, Producer
 
 ONE, TWO = b"session one", b"session two"
 PAGES = [7, 3, 9, 1, 5, 2]

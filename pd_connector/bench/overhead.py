@@ -8,11 +8,13 @@ from typing import ParamSpec, TypeVar
 
 from pd_connector import wire
 from pd_connector.config import Config
-from pd_connector.consumer import Action as ConsumerAction
-from pd_connector.consumer import Consumer, Finished, Load, Peer, Place, Source, Tell
+from pd_connector.consumer import Consumer
 from pd_connector.geometry import Geometry, Group, Shard, pages_for
-from pd_connector.producer import Action as ProducerAction
-from pd_connector.producer import Offer, Producer, Reply, Send
+from pd_connector.incoming import Action as ConsumerAction
+from pd_connector.incoming import Finished, Load, Peer, Place, Source, Tell
+from pd_connector.outgoing import Action as ProducerAction
+from pd_connector.outgoing import Offer, Reply, Send
+from pd_connector.producer import Producer
 from pd_connector.route import routes
 from pd_connector.slab import SlotPool
 

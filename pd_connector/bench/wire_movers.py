@@ -11,9 +11,9 @@ from typing import Any
 from pd_connector.agent import Agent
 from pd_connector.bench.wire_cache import WireCache
 from pd_connector.config import Config
-from pd_connector.consumer import Finished, Load, Peer, Source
 from pd_connector.errors import PDConnectorError
-from pd_connector.producer import Offer
+from pd_connector.incoming import Finished, Load, Peer, Source
+from pd_connector.outgoing import Offer
 
 POLL_S = 0.0005
 TIMEOUT_S = 120.0

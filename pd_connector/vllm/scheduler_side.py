@@ -18,7 +18,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.geometry import pages_for
 from pd_connector.incoming import Load, Peer
-from pd_connector.producer import Offer
+from pd_connector.outgoing import Offer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm import params as transfer_params
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pd_connector.agent import Command, Revoke
 from pd_connector.identity import token_fingerprint
-from pd_connector.producer import Offer
+from pd_connector.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
 
 if TYPE_CHECKING:

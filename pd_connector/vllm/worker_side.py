@@ -9,8 +9,8 @@ import torch
 
 from pd_connector.agent import Agent, Computed
 from pd_connector.config import Config
-from pd_connector.consumer import Finished, Held
 from pd_connector.identity import model_fingerprint
+from pd_connector.incoming import Finished, Held
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import Prefill, RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats

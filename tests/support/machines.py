@@ -14,13 +14,15 @@ from typing import Any
 
 from pd_connector import wire
 from pd_connector.config import Config
-from pd_connector.consumer import Action as ConsumerAction
-from pd_connector.consumer import Consumer, Dial, Finished, Held, Load, Peer, Place, Source, Tell
+from pd_connector.consumer import Consumer
 from pd_connector.errors import Cause
 from pd_connector.geometry import Geometry, Group, Shard, pages_for
+from pd_connector.incoming import Action as ConsumerAction
+from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Source, Tell
 from pd_connector.integrity import checksum
-from pd_connector.producer import Action as ProducerAction
-from pd_connector.producer import Free, Offer, Producer, Send
+from pd_connector.outgoing import Action as ProducerAction
+from pd_connector.outgoing import Free, Offer, Send
+from pd_connector.producer import Producer
 from pd_connector.route import Route, routes
 from pd_connector.slab import SlotPool
 
@@ -691,7 +693,7 @@ class World:
             assert link.consumer.transfers == 0
             assert link.pool.held == 0, "every slot comes home"
             assert link.pool.free == self.config.slots
-            assert link.consumer._ending == {}
+            assert link.consumer._grants._ending == {}
             assert link.consumer._farewells == {}
-            assert link.consumer._hungry == {}
+            assert link.consumer._grants._hungry == {}
             assert sorted(link.free_pages) == list(range(CONSUMER_PAGES))

@@ -44,6 +44,8 @@ def test_the_two_copies_carry_the_contract() -> None:
                     "remote_engine_id": "engine-p0",
                     "remote_host": "127.0.0.1",
                     "remote_port": 7000,
+                    "remote_ranks": [],
+                    "tp_size": 1,
                     "remote_block_ids": None,
                 },
             }
