@@ -175,6 +175,16 @@ def test_a_payload_of_another_length_fails_the_load():
     assert finished.cause == Cause.CHUNK_MISMATCH
 
 
+def test_a_read_that_failed_fails_the_load_for_what_it_is():
+    bench = Bench()
+    bench.open()
+    bench.accept()
+    reason = "the producer has hung up"
+    actions = bench.consumer.landed(bench.header(0), 0, memoryview(b""), 1.0, problem=reason)
+    finished = next(action for action in actions if isinstance(action, Finished))
+    assert (finished.cause, finished.detail) == (Cause.TRANSPORT, reason)
+
+
 def test_a_chunk_that_came_already_or_belongs_to_nobody_is_dropped():
     bench = Bench()
     bench.open()
@@ -438,6 +448,13 @@ def test_a_producer_that_holds_nothing_of_ours_is_not_even_asked():
     (finished,) = bench.consumer.load(bench.load, 0.0)
     assert isinstance(finished, Finished)
     assert finished.cause == Cause.GEOMETRY
+
+
+def test_a_watched_hold_of_what_holds_nothing_of_ours_is_told_so_at_once():
+    bench = Bench(peers=(Peer(SOURCE, HALVES[0]),), shard=HALVES[1])
+    (held,) = bench.consumer.hold("request", "t", bench.peers, True, 0.0)
+    assert (held.request, held.cause) == ("request", Cause.GEOMETRY)
+    assert bench.consumer.transfers == 0
 
 
 def test_each_rank_is_asked_with_the_number_of_ranks_that_read_from_it():

@@ -302,6 +302,15 @@ def test_a_prefill_that_never_ends_is_not_waited_for_for_ever(producer: Producer
     assert producer.transfers == 0
 
 
+def test_a_prefill_whose_reader_is_lost_frees_its_pages_at_its_end(producer: Producer):
+    producer.expect("t", 0.0)
+    producer.offer(grown(4), 0.0)
+    producer.open(ONE, opening(wait=True), ROUTES, 0.0)
+    assert producer.session_lost(ONE) == []
+    assert producer.offer(OFFER, 1.0) == [Free("request", Cause.SESSION_LOST)]
+    assert producer.transfers == 0
+
+
 def test_revoked_pages_are_not_sent_and_new_ones_are(producer: Producer):
     producer.expect("t", 0.0)
     producer.open(ONE, opening(wait=True, slots=(0, 1, 2, 3)), ROUTES, 0.0)
