@@ -66,6 +66,7 @@ class Findings:
     others_cores: float
     unlike: int  # prompts that two pairs answered differently
     drift: dict[int, float]  # the baseline's last median / its first, where it ran twice
+    failures: Mapping[str, str]  # contenders that were not measured to the end, and why
 
 
 class Measurement:
@@ -169,8 +170,11 @@ class Measurement:
                 return
 
 
-def findings(measured: Sequence[Measured]) -> Findings:
+def findings(measured: Sequence[Measured], failures: Mapping[str, str] | None = None) -> Findings:
     """Compare ours with the baseline, over all measurements of the same prompt lengths.
+
+    Args:
+        failures: contenders that were not measured to the end, and why.
 
     Raises:
         ValueError: the baseline or ours is missing.
@@ -192,6 +196,7 @@ def findings(measured: Sequence[Measured]) -> Findings:
         max(one.others_cores for one in measured),
         _unlike([found.runs for found in series]),
         _drift(baselines[0], baselines[-1]) if len(baselines) > 1 else {},
+        failures or {},
     )
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from pd_connector.bench.contender import BASELINE, Contender
+from pd_connector.bench.flow import BenchError
 from pd_connector.bench.handoff import Findings, Measured, Measurement, findings
 from pd_connector.bench.model import MADE_UP_WEIGHTS, write_model
 from pd_connector.bench.pair import Pair, Stage
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.demo import MODEL_DIR
+from pd_connector.errors import PDConnectorError
 from pd_connector.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.launch.netns import Bed
 from pd_connector.launch.service import log_folder
@@ -67,12 +69,21 @@ class Plan:
             stack.enter_context(terminate_as_interrupt())
             stage = self._stage(stack, logs)
             groups = self.groups
-            measured = []
+            measured: list[Measured] = []
+            failures: dict[str, str] = {}
             for number, group in enumerate(groups, 1):
                 names = ", ".join(contender.name for contender in group)
                 console.print(f"[{number}/{len(groups)}] {names}", markup=False, highlight=False)
-                measured.append(self._measure(group, stage, console))
-        return findings(measured)
+                try:
+                    measured.append(self._measure(group, stage, console))
+                except PDConnectorError as error:
+                    if number == 1:  # there is no baseline then
+                        raise
+                    failures[names] = str(error)
+                    console.print(f"{names} failed: {error}", style="red", markup=False)
+        if all(series.contender == BASELINE for one in measured for series in one.series):
+            raise BenchError("; ".join(f"{name}: {reason}" for name, reason in failures.items()))
+        return findings(measured, failures)
 
     def _stage(self, stack: contextlib.ExitStack, logs: Path) -> Stage:
         # A page more than the longest request, for the tokens that are decoded.

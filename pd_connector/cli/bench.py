@@ -23,7 +23,7 @@ from pd_connector.bench.flow import BenchError
 from pd_connector.bench.handoff import Findings
 from pd_connector.bench.plan import Plan
 from pd_connector.cli.bench_core import overhead, reshard, wire
-from pd_connector.cli.bench_report import exit_codes, noise_note, report
+from pd_connector.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.launch.netns import available
 
 PROMPT_TOKENS = (512, 2048, 3500)
@@ -92,6 +92,8 @@ def handoff(
         _check_possible(plan)
         findings = plan.carry_out(stderr)
     report([(BASELINE.connector, findings.comparisons)], _notes(plan, findings), json)
+    if findings.failures:
+        raise typer.Exit(NOT_MEASURED)
 
 
 for _command in (wire, reshard, overhead):
@@ -134,6 +136,7 @@ def _notes(plan: Plan, findings: Findings) -> list[str]:
         frozen = " (spins: frozen while others were measured)" if one.frozen else ""
         notes.append(f"cores that {name}'s engines use at rest: {one.rest_cores:.2f}{frozen}")
     notes.append(noise_note(findings.others_cores))
+    notes += [f"NOT MEASURED: {name}: {reason}" for name, reason in findings.failures.items()]
     if findings.drift:
         drift = ", ".join(f"{ratio:.2f} at {n:,} tokens" for n, ratio in findings.drift.items())
         notes.append(f"{BASELINE.name}'s handoff when measured last / first: {drift}")

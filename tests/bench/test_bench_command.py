@@ -18,9 +18,9 @@ from pd_connector.bench.report import Comparison
 from pd_connector.cli import bench as command
 
 
-def outcome(*comparisons: Comparison) -> Findings:
+def outcome(*comparisons: Comparison, **failures: str) -> Findings:
     found = [Series(BASELINE, {}, 1.9, True), Series(LOCAL["shm"], {}, 0.01, False)]
-    return Findings(list(comparisons), found, 0, 0.02, 0, {512: 1.01})
+    return Findings(list(comparisons), found, 0, 0.02, 0, {512: 1.01}, failures)
 
 
 @pytest.fixture
@@ -56,6 +56,14 @@ def test_the_exit_code_tells_a_missed_bar_from_no_measurement(invoke):
     assert invoke(outcome(comparison(11.0, 10.0))).exit_code == 1
     assert invoke(BenchError("nothing came")).exit_code == 2
     assert invoke(KeyboardInterrupt()).exit_code == 130
+
+
+def test_a_contender_that_failed_is_named_beside_the_figures_of_the_others(invoke, tmp_path):
+    path = tmp_path / "figures.json"
+    result = invoke(outcome(comparison(9.0, 10.0), int8="no such codec"), "--json", str(path))
+    assert result.exit_code == 2
+    assert "NOT MEASURED: int8: no such codec" in result.output
+    assert json.loads(path.read_text())
 
 
 def test_a_missed_bar_is_no_reason_not_to_write_the_rows(invoke, tmp_path):

@@ -186,7 +186,7 @@ def test_over_the_link_one_pair_runs_at_a_time_and_the_baseline_twice():
     assert [[c.name for c in group] for group in on_one_machine] == [["NixlConnector", "shm"]]
 
 
-def carried_out(monkeypatch, plan: Plan) -> list[Stage]:
+def carried_out(monkeypatch, plan: Plan, failing: str = "") -> tuple[list[Stage], Findings]:
     """The stages on which the plan measures, with namespaces that nobody has made."""
     sides = tuple(Namespace(n, f"198.19.0.{n}", f"198.18.0.{n}") for n in ("1", "2"))
     bed = contextlib.nullcontext(SimpleNamespace(namespaces=sides))
@@ -194,6 +194,8 @@ def carried_out(monkeypatch, plan: Plan) -> list[Stage]:
 
     def measured(self, group, stage, console):
         stages.append(stage)
+        if group[0].name == failing:
+            raise BenchError("its engine died")
         if stage.namespaces:
             assert (Path(stage.model) / "config.json").exists()
         return series(group[0], 1.0)
@@ -201,12 +203,21 @@ def carried_out(monkeypatch, plan: Plan) -> list[Stage]:
     monkeypatch.setattr(plan_module, "log_folder", lambda: Path("unused"))
     monkeypatch.setattr(plan_module, "Bed", lambda rate_mbit: bed)
     monkeypatch.setattr(Plan, "_measure", measured)
-    plan.carry_out(Console(file=io.StringIO()))
-    return stages
+    return stages, plan.carry_out(Console(file=io.StringIO()))
+
+
+def test_a_contender_that_fails_costs_its_own_figures_only(monkeypatch):
+    plan = Plan([LINK["raw"], LINK["int8"]], 1000.0, None, [2048], 1, 0)
+    _, found = carried_out(monkeypatch, plan, "int8")
+    assert found.failures == {"int8": "its engine died"}
+    assert {one.contender.name for one in found.series} == {BASELINE.name, "raw"}
+    for failing in (BASELINE.name, "raw"):
+        with pytest.raises(BenchError, match="its engine died"):
+            carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0), failing)
 
 
 def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkeypatch):
-    stages = carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0))
+    stages, _ = carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0))
     assert len(stages) == 3
     assert len({id(stage) for stage in stages}) == 1
     (stage, *_) = stages
@@ -222,7 +233,7 @@ def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkey
 def test_a_model_that_is_named_is_loaded_with_its_weights(monkeypatch, tmp_path):
     (tmp_path / "config.json").touch()
     plan = Plan([LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
-    (stage, *_) = carried_out(monkeypatch, plan)
+    (stage, *_), _ = carried_out(monkeypatch, plan)
     assert (stage.model, list(stage.args)) == (str(tmp_path), [])
 
 
