@@ -23,6 +23,8 @@ from test_handoff import prompt_of
 from told import halves, told_at_once
 from tools import TOLERANCE, Delta, delta, leaving_client
 
+from pd_connector.launch import VllmEngine
+
 LONG = 3000
 
 PORTIONS = ("--max-num-batched-tokens", "256")
@@ -47,6 +49,11 @@ LAYER = Setup.of(
 )
 in_steps = pytest.mark.parametrize("setup", [STEP], indirect=True, ids=["step"])
 in_one_step = pytest.mark.parametrize("setup", [LAYER], indirect=True, ids=["layer"])
+
+
+def number_of(engine: VllmEngine, state: str) -> float:
+    """Requests that are running or waiting in the engine."""
+    return engine.metrics().total(f"vllm:num_requests_{state}")
 
 
 def early_chunks(pair: Pair, prompt: Prompt) -> tuple[float, Answer]:
@@ -87,14 +94,19 @@ def test_a_prefill_that_is_preempted_while_it_streams(pair: Pair, reference) -> 
     with (
         delta(pair.p, "vllm:num_preemptions_total") as preempted,
         delta(pair.d, "pd_connector:received_transfers_total") as received,
+        delta(pair.d, "pd_connector:received_chunks_total") as chunks,
         ThreadPoolExecutor(1) as threads,
     ):
         waiting = threads.submit(told_at_once, pair, second)
-        wait_until(lambda: preempted.so_far() > 0, "the second prompt is preempted")
+        wait_until(lambda: chunks.so_far() > 0, "KV of the second prompt has come")
+        # vLLM counts a preemption when the request goes on; until then it only waits again.
+        wait_until(lambda: number_of(pair.p, "running") == 0, "the second prompt is preempted")
+        assert number_of(pair.p, "waiting") == 1
         answer = completion(pair.d, first, cache_salt=salt, kv_transfer_params=params)
         assert_same_logprobs(answer, reference(first), TOLERANCE)
         assert_same_logprobs(waiting.result(), reference(second), TOLERANCE)
     assert received.amount == 2
+    assert preempted.amount > 0
 
 
 @in_steps
