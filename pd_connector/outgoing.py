@@ -55,6 +55,10 @@ class _Lane:
     chunks: deque[Chunk] = field(default_factory=deque)
 
 
+def _lane(chunk: Chunk) -> tuple[int, int, int]:
+    return chunk.route, chunk.first_layer, chunk.stop_layer
+
+
 @dataclass(slots=True)
 class Stream:
     """One consumer rank that has opened the transfer."""
@@ -67,7 +71,7 @@ class Stream:
     token_bytes: float = 0.0  # on the wire, in all layers
     accepted: bool = False
     writing: int = 0
-    lanes: dict[tuple[int, int], _Lane] = field(default_factory=dict)  # route, first layer
+    lanes: dict[tuple[int, int, int], _Lane] = field(default_factory=dict)  # route, layers
 
     def prepare(self) -> None:
         """Plan the chunks. Raises ValueError where none fits."""
@@ -75,12 +79,16 @@ class Stream:
         span = m.first_token, m.stop_token
         chunks = plan(self.routes, *span, m.chunk_bytes, streamed=m.wait)
         for chunk in chunks:
-            key = chunk.route, chunk.first_layer
+            key = _lane(chunk)
             if key not in self.lanes:
                 self.lanes[key] = _Lane(chunk.layers(self.routes[chunk.route])[-1])
             self.lanes[key].chunks.append(chunk)
         self.planned = self.unsent = len(chunks)
         self.token_bytes = bytes_per_token(self.routes)
+
+    def put_back(self, chunk: Chunk) -> None:
+        """The chunk that `next_lane` gave is the next one of its lane again."""
+        self.lanes[_lane(chunk)].chunks.appendleft(chunk)
 
     def link_s(self, tokens: int) -> float:
         """How long the link takes for so many tokens, in seconds; endless if it was not measured."""

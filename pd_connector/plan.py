@@ -8,6 +8,7 @@ that its codec codes by itself (`blocks` says where each lies); or, `verbatim`, 
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,13 @@ STREAMED_ROWS = 8
 """Chunks that the layers of a running prefill are shared among, where there are so many."""
 MIN_CHUNK_BYTES = 256 * 1024
 CHUNK_S = 0.03
-"""Time that a chunk may take on the link, in seconds: the first and the last one are not hidden."""
+"""Time that a chunk may take on the link, in seconds."""
+EDGE_PIECES = 4
+"""Into how many the first chunk of a transfer and its last are cut: nothing hides what is done to
+the first before the link has work, and to the last when the link has done its."""
+
+_Bare = tuple[int, int, int, int, int, bool]
+"""Of a chunk: first token, route, first and stop layer, stop token, verbatim."""
 
 
 class Chunk(NamedTuple):
@@ -115,7 +122,7 @@ def plan(
         ValueError: one page (of a verbatim route) or one token of one layer exceeds
             `chunk_bytes`; or the range begins within a page that can only pass as a whole.
     """
-    bare: list[tuple[int, int, int, int, int, bool]] = []
+    bare: list[_Bare] = []
     for number, route in enumerate(routes):
         first = route.first_token(first_token, stop_token)
         if first == stop_token:
@@ -138,6 +145,9 @@ def plan(
             start = stop
     if len(routes) > 1:
         bare.sort()
+    if bare:
+        bare[-1:] = _pieces(routes, bare[-1])
+        bare[:1] = _pieces(routes, bare[0])
     return tuple(
         Chunk(sequence, number, layer, last, start, stop, verbatim)
         for sequence, (start, number, layer, last, stop, verbatim) in enumerate(bare)
@@ -190,6 +200,24 @@ def _chunk_bytes(route: Route, verbatim: bool, tokens: int) -> int:
     if verbatim:
         return pages_for(tokens, route.source.page_size) * page_part_bytes(route)
     return _layer_bytes(route, tokens)
+
+
+def _pieces(routes: Sequence[Route], whole: _Bare) -> list[_Bare]:
+    """The first or the last chunk of a transfer, in pieces, by layer or, of one layer, by token."""
+    start, number, layer, last, stop, verbatim = whole
+    route = routes[number]
+    nbytes = (last - layer) * _chunk_bytes(route, verbatim, stop - start)
+    pieces = min(EDGE_PIECES, nbytes // MIN_CHUNK_BYTES)
+    if pieces < 2:
+        return [whole]
+    if last - layer > 1:
+        each = pages_for(last - layer, pieces)
+        cuts = range(layer, last, each)
+        return [(start, number, cut, min(cut + each, last), stop, verbatim) for cut in cuts]
+    step = max(MIN_CHUNK_TOKENS, route.token_step)
+    each = pages_for(pages_for(stop - start, pieces), step) * step
+    edges = [start, *range(start // each * each + each, stop, each), stop]
+    return [(first, number, layer, last, end, verbatim) for first, end in itertools.pairwise(edges)]
 
 
 @functools.lru_cache(maxsize=4096)

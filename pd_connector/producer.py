@@ -199,7 +199,7 @@ class Producer:
         stream.writing -= 1
         stream.unsent += 1
         stream.credits.appendleft(send.slot)
-        stream.lanes[send.chunk.route, send.chunk.first_layer].chunks.appendleft(send.chunk)
+        stream.put_back(send.chunk)
 
     def written(self, session: Session, transfer: str, ok: bool, detail: str) -> list[Action]:
         """A write has ended; `session` is the one it went to."""

@@ -14,6 +14,7 @@ from support.caches import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.geometry import Geometry, Group, pages_for
 from pd_connector.plan import (
+    EDGE_PIECES,
     MIN_CHUNK_TOKENS,
     Chunk,
     blocks,
@@ -249,7 +250,9 @@ def test_chunks_are_sent_by_token_and_then_by_layer(
     chunks = plan(paths, *request, least_chunk(paths) * tightness)
     assert chunks == plan(paths, *request, least_chunk(paths) * tightness)
     order = [(chunk.first_token, chunk.route, chunk.first_layer) for chunk in chunks]
-    assert order == sorted(order)
+    # The first chunk is cut into pieces, which go first even where they are of several tokens.
+    rest = order[EDGE_PIECES:]
+    assert rest == sorted(rest)
 
 
 def one_route(
@@ -259,6 +262,9 @@ def one_route(
     assert len(paths) == 1
     return paths
 
+
+PIECES = 2 * (EDGE_PIECES - 1)
+"""More chunks than there were, where the first and the last are cut up."""
 
 LLAMA_8B: Model = (Layer(8, 128, 128),) * 32
 WAYS = {
@@ -278,8 +284,8 @@ def test_chunks_of_a_usual_model_are_long_and_few(way: str, tokens: int) -> None
     limit = chunk_limit(paths, tokens, 16 * MIB, None)
     chunks = plan(paths, 0, tokens, limit)
     total = sum(chunk.nbytes(paths[0]) for chunk in chunks)
-    assert len(chunks) <= max(16, 1.1 * total / limit + 1)
-    assert len(chunks) <= 70
+    assert len(chunks) <= max(16, 1.1 * total / limit + 1) + PIECES
+    assert len(chunks) <= 70 + PIECES
     assert all(c.tokens >= MIN_CHUNK_TOKENS for c in chunks if c.stop_token < tokens)
 
 
@@ -291,7 +297,7 @@ def test_a_short_prompt_is_a_few_chunks_whatever_the_page_size(page_size: int, t
         limit = chunk_limit(paths, tokens, 16 * MIB, None)
         chunks = plan(paths, 0, tokens, limit)
         sent = sum(chunk.nbytes(paths[0]) for chunk in chunks)
-        assert len(chunks) <= max(8, 2 * sent / limit + 1)
+        assert len(chunks) <= max(8, 2 * sent / limit + 1) + PIECES
 
 
 def test_a_slow_link_has_smaller_chunks_and_a_fast_one_whole_slots() -> None:
