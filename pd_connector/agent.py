@@ -36,6 +36,8 @@ logger = logging.getLogger("pd_connector.agent")
 
 _RESTLESS_POLL_MS = 1
 _CLOSE_TIMEOUT_S = 5.0
+_UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_transfers")
+"""Gauges that say so."""
 
 Outcome = Free | Finished | Held
 
@@ -133,6 +135,7 @@ class Agent:
         self._gate = Gate()
         self._commands: queue.SimpleQueue[tuple[Command, Any]] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._news = threading.Event()  # there are outcomes
         self._loading: set[str] = set()
         self._leasing: set[str] = set()
         self._watching: set[str] = set()
@@ -191,6 +194,7 @@ class Agent:
         If the thread has died, everything it still owed ends here with cause `internal`.
         """
         ended: list[Outcome] = []
+        self._news.clear()
         while not self._outcomes.empty():
             ended.append(self._outcomes.get())
         if self._failed:
@@ -206,6 +210,12 @@ class Agent:
                 owed.discard(outcome.request)
                 known.append(outcome)
         return known
+
+    def rest(self, timeout_s: float) -> None:
+        """Wait until there is an outcome, if transfers are under way; not longer than this."""
+        gauges = self.telemetry.gauges()
+        if any(gauges.get(name) for name in _UNDER_WAY):
+            self._news.wait(timeout_s)
 
     def close(self) -> None:
         """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""
@@ -229,11 +239,13 @@ class Agent:
         self._transports = [wrap(transport) for transport in made]
         common = self._context, config, keys, self.identity, self._cache, self._transports
         if produces:
-            self._server = Server(
-                *common, self._sending, self.telemetry, self._gate, self._outcomes.put
-            )
+            self._server = Server(*common, self._sending, self.telemetry, self._gate, self._tell)
         if consumes:
-            self._fetcher = Fetcher(*common, self.telemetry, self._shards, self._outcomes.put)
+            self._fetcher = Fetcher(*common, self.telemetry, self._shards, self._tell)
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._outcomes.put(outcome)
+        self._news.set()
 
     def _run(self) -> None:
         prefer_short_slices()
@@ -246,6 +258,7 @@ class Agent:
             logger.exception("agent failed: transfers of this engine end, requests are recomputed")
             self.telemetry.count("agent_failures")
             self._failed = True
+            self._news.set()
         finally:
             self._shut()
 

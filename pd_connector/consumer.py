@@ -128,15 +128,23 @@ class Consumer:
         return []
 
     def session_up(
-        self, source: Source, epoch: int, routes: Sequence[Route], slot_bytes: int, now: float
+        self,
+        source: Source,
+        epoch: int,
+        routes: Sequence[Route],
+        slot_bytes: int,
+        now: float,
+        *,
+        read: bool = False,
     ) -> list[Action]:
         """A session stands: open what waited for it.
 
         Args:
             routes: what passes between its producer's rank and this one.
             slot_bytes: size of the producer's slots.
+            read: chunks are read from the producer, not written by it.
         """
-        session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes)
+        session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes, read)
         self._sessions[source] = session
         farewells = self._farewells.pop(source, [])
         actions: list[Action] = [Tell(source, message) for message in farewells]
@@ -311,7 +319,13 @@ class Consumer:
         assert load is not None
         session = self._sessions[source]
         tokens = load.stop_token - load.first_token
-        limit = chunk_limit(session.routes, tokens, session.slot_bytes, session.bytes_per_s)
+        limit = chunk_limit(
+            session.routes,
+            tokens,
+            session.slot_bytes,
+            session.bytes_per_s,
+            read=session.read,
+        )
         try:
             span = load.first_token, load.stop_token
             chunks = plan(session.routes, *span, limit, streamed=load.wait)

@@ -47,6 +47,7 @@ class Session:
     epoch: int
     slot_bytes: int
     routes: Sequence[Route]
+    read: bool = False  # chunks are read from it, not written by it
     bytes_per_s: float | None = None
 
     def header(self, load: Load, chunk: Chunk, checksum: bytes) -> wire.ChunkHeader:

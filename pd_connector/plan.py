@@ -24,6 +24,9 @@ CHUNK_TOKENS = 512
 STREAMED_ROWS = 8
 """Chunks that the layers of a running prefill are shared among, where there are so many."""
 MIN_CHUNK_BYTES = 256 * 1024
+READ_CHUNK_BYTES = 4 * 1024 * 1024
+"""Of a chunk that the consumer reads where it lies: the few that are under way at a time stay in the
+cache that the processors share."""
 CHUNK_S = 0.03
 """Time that a chunk may take on the link, in seconds."""
 EDGE_PIECES = 4
@@ -155,7 +158,12 @@ def plan(
 
 
 def chunk_limit(
-    routes: Sequence[Route], tokens: int, slot_bytes: int, bytes_per_s: float | None
+    routes: Sequence[Route],
+    tokens: int,
+    slot_bytes: int,
+    bytes_per_s: float | None,
+    *,
+    read: bool = False,
 ) -> int:
     """How many bytes a chunk of a transfer of `tokens` tokens should have at most.
 
@@ -165,11 +173,14 @@ def chunk_limit(
 
     Args:
         bytes_per_s: what the link was measured to move; None where it was not.
+        read: the consumer reads chunks, they are not written to it.
     """
     few = min(tokens, MIN_CHUNK_TOKENS)
     least = max((_chunk_bytes(r, r.verbatim, few) for r in routes), default=1)
     total = sum(len(r.layers) * _layer_bytes(r, tokens) for r in routes)
     wished = min(total // 4, slot_bytes if bytes_per_s is None else int(bytes_per_s * CHUNK_S))
+    if read:
+        wished = min(wished, READ_CHUNK_BYTES)
     return min(slot_bytes, max(least, wished, MIN_CHUNK_BYTES))
 
 

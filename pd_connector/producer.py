@@ -8,7 +8,7 @@ needs a part of it). What is both computed and opened is sent.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pd_connector import wire
 from pd_connector.config import Config
@@ -156,13 +156,19 @@ class Producer:
             stream.credits.extend(slots[: max(0, room)])
             self._mark_ready(transfer, session)
 
-    def next_send(self) -> Send | None:
+    def next_send(self, busy: Collection[Session] = ()) -> Send | None:
         """What to send now, in turn over all streams that have credit; None if nothing.
 
         The caller gathers before it calls anything else here: pages may be freed after that.
+
+        Args:
+            busy: sessions that take nothing now.
         """
-        while self._ready:
-            transfer, session = next(iter(self._ready))
+        while True:
+            free = (key for key in self._ready if key[1] not in busy)
+            transfer, session = next(free, ("", b""))
+            if not transfer:
+                return None
             del self._ready[transfer, session]
             outgoing = self._transfers.get(transfer)
             stream = self._stream(session, transfer)
@@ -188,7 +194,6 @@ class Producer:
                 outgoing.offer.identity,
                 stream.credits.popleft(),
             )
-        return None
 
     def unsend(self, send: Send) -> None:
         """What `next_send` gave cannot be gathered now, because its pages have been revoked. It

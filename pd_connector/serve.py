@@ -55,6 +55,8 @@ class _Moving(NamedTuple):
 
 _READ_FIRST = frozenset({"shm"})
 """Transports over which reading costs one copy less than writing."""
+_READ_AHEAD = 4
+"""Chunks that are offered to a consumer at a time."""
 _OFFERED = "offered"  # in place of a transport's name, for chunks that the consumer reads
 
 
@@ -87,6 +89,7 @@ class Server:
         self._listener = Listener(context, config.host, keys)
         self._sessions: dict[bytes, _Session] = {}
         self._moving: dict[tuple[str, int], _Moving] = {}
+        self._ahead: set[bytes] = set()  # sessions that have enough to read
         self._send_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
 
@@ -166,7 +169,7 @@ class Server:
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
-        while self._send_slots and (send := self._producer.next_send()) is not None:
+        while self._send_slots and (send := self._producer.next_send(self._ahead)) is not None:
             self._send(send, now)
 
     def tick(self, now: float) -> None:
@@ -293,6 +296,7 @@ class Server:
             assert send_slot is not None
             offered = wire.Offered(send.transfer, send_slot, send.slot, len(payload), header)
             self._moving[_OFFERED, send_slot] = moving
+            self._look_ahead(send.session)
             self._telemetry.count("sent_chunks")
             self._listener.send(send.session, wire.encode(offered))
             return
@@ -336,11 +340,23 @@ class Server:
             return
         if moving.send_slot is not None:
             self._send_slots.append(moving.send_slot)
+        self._look_ahead(moving.session)
         if ok:
             self._telemetry.count("sent_bytes", moving.nbytes)
         else:
             logger.warning("chunk of transfer %s failed: %s", moving.transfer, detail)
         self._act(self._producer.written(moving.session, moving.transfer, ok, detail))
+
+    def _look_ahead(self, sender: bytes) -> None:
+        """Offer no more than is soon read: what was just gathered is in the processors' cache."""
+        offered = sum(
+            kind == _OFFERED and moving.session == sender
+            for (kind, _), moving in self._moving.items()
+        )
+        if offered < _READ_AHEAD:
+            self._ahead.discard(sender)
+        else:
+            self._ahead.add(sender)
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

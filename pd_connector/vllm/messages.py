@@ -29,6 +29,7 @@ class StepCommands(KVConnectorMetadata):
 
     commands: list[Command] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    idle: bool = False  # the step computes nothing
 
 
 @dataclass

@@ -161,7 +161,7 @@ class SchedulerSide:
             commands, prefills = self._streaming.step(output)
             self._commands += commands
         commands, self._commands = self._commands, []
-        return StepCommands(commands, prefills)
+        return StepCommands(commands, prefills, idle=output.total_num_scheduled_tokens == 0)
 
     def load_ended(self, request_id: str) -> None:
         """The workers reported the end of a load, good or bad."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
+REST_S = 0.001
+"""vLLM steps without pause while KV is under way, also when there is nothing to compute. A step
+that computes nothing gives the processor, and Python's lock, to the agent for so long at most."""
+
 
 class WorkerSide:
     """Called by vLLM's model runner only. The agent exists from `register` until `close`."""
@@ -35,6 +39,7 @@ class WorkerSide:
         self._address: RankAddress | None = None
         self._rank = str(vllm_config.parallel_config.rank)
         self._prefills: list[Prefill] = []
+        self._idle = False
         self._layers: dict[str, int] = {}  # what save_kv_layer names, and its number
         self._ready: set[str] = set()
         self._hopeless: set[str] = set()
@@ -87,6 +92,7 @@ class WorkerSide:
         for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
         self._prefills = step.prefills
+        self._idle = step.idle
 
     def layer_computed(self, name: str) -> None:
         """The step has computed this layer's KV, of all its requests."""
@@ -102,6 +108,8 @@ class WorkerSide:
 
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
+        if self._idle and self._agent:
+            self._agent.rest(REST_S)
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()
