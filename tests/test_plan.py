@@ -308,6 +308,14 @@ def test_a_slow_link_has_smaller_chunks_and_a_fast_one_whole_slots() -> None:
     assert limits[-1] == 16 * MIB
 
 
+def test_chunks_that_are_read_are_small_enough_for_a_processors_cache() -> None:
+    paths = one_route(LLAMA_8B, Setup(), Setup())
+    assert chunk_limit(paths, 8192, 16 * MIB, None, read=True) == 4 * MIB
+    assert chunk_limit(paths, 8192, 16 * MIB, 1e6, read=True) < 4 * MIB, "the link is slower"
+    huge = one_route((Layer(8, 8192, 8192),), Setup(), Setup())
+    assert chunk_limit(huge, 8192, 64 * MIB, None, read=True) == MIN_CHUNK_TOKENS * 8 * 2 * 2 * 8192
+
+
 def test_bytes_per_token_are_those_of_all_layers_and_tell_the_codec() -> None:
     raw = bytes_per_token(one_route(LLAMA_8B, Setup(), Setup()))
     assert raw == 32 * 8 * 256 * 2

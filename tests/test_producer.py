@@ -92,6 +92,18 @@ def test_credits_beyond_the_plan_and_of_strangers_are_not_kept(producer: Produce
     assert len(producer._transfers["t"].streams[ONE].credits) == 0
 
 
+def test_a_busy_session_holds_up_no_other_and_goes_on_where_it_was(producer: Producer):
+    producer.offer(OFFER, 0.0)
+    for session, slots in ((ONE, (0, 1, 2, 3)), (TWO, (4, 5, 6, 7))):
+        producer.open(session, opening(slots=slots, readers=2), ROUTES, 0.0)
+    busy = {ONE}
+    served = [send.session for send in iter(lambda: producer.next_send(busy), None)]
+    assert served == [TWO] * 4
+    busy.clear()
+    served = [send.session for send in iter(lambda: producer.next_send(busy), None)]
+    assert served == [ONE] * 4
+
+
 def test_transfers_are_sent_in_turn(producer: Producer):
     producer.offer(OFFER, 0.0)
     producer.offer(OFFER._replace(transfer="u", request="other", identity=identity_of("u")), 0.0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-REST_S = 0.001
+REST_S = 0.005
 """vLLM steps without pause while KV is under way, also when there is nothing to compute. A step
 that computes nothing gives the processor, and Python's lock, to the agent for so long at most."""
 
