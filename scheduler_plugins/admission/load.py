@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells whoever admits requests to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Self
+
+import msgspec
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.queue.waiting import WaitingQueue
+
+
+class Decoding(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that is being decoded."""
+
+    age_s: float
+    context: int
+
+
+class ClassLoad(msgspec.Struct, frozen=True):
+    """What waits in one class. The lists are by cost, see `queue.work.bucket_of`."""
+
+    waiting: int
+    """Requests."""
+    tokens: int
+    """Tokens in them."""
+    work_s: tuple[float, ...]
+    """Seconds of prefill that wait."""
+    arriving: tuple[float, ...]
+    """Seconds of prefill that come per second."""
+    balance_s: float
+    """Reserve that the class has not used: so much work it may have at once."""
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """The state of one engine that predictions need. It may cross a process boundary."""
+
+    model: CostModel
+    prefill_left_s: float
+    """Time until what is being prefilled is done."""
+    classes: dict[str, ClassLoad]
+    decoding: tuple[Decoding, ...] = ()
+    decode_tokens: float = 0.0
+    """Tokens that a sequence generates on average; 0 if none has ended yet."""
+
+    @property
+    def decode_s(self) -> float:
+        """How long a sequence decodes in the present batch; 0 if unknown.
+
+        Not the mean of those that ended: while a batch grows, those were the fast ones.
+        """
+        context = sum(one.context for one in self.decoding)
+        return self.decode_tokens * self.model.decode_step_s(len(self.decoding), context)
+
+    @classmethod
+    def of(
+        cls,
+        queue: WaitingQueue,
+        model: CostModel,
+        now_s: float,
+        *,
+        prefill_left_s: float = 0.0,
+        decoding: Iterable[Decoding] = (),
+        decode_tokens: float = 0.0,
+    ) -> Self:
+        """Report a queue, and what its engine is doing. `now_s` is by the clock of the arrivals."""
+        classes = {}
+        for name in queue.classes:
+            lane = queue.lane(name)
+            work = lane.work
+            classes[name] = ClassLoad(
+                len(lane), lane.tokens, work.waiting_s, work.arriving(now_s), queue.balance_s(name)
+            )
+        return cls(model, prefill_left_s, classes, tuple(decoding), decode_tokens)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One workload through one simulated engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN
+from scheduler_plugins.policy.queue.registry import create
+from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.policy.queue.srjf import DEFAULT_LAMBDA
+from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.sim.cache import LruBlocks
+from scheduler_plugins.sim.engine import Engine, Served
+
+BLOCK_TOKENS = 16
+ENGINE = CostModel(a=6e-5, b=6e-10, c=5e-3, d0=0.01, d1=5e-4, d2=1e-8, chunk_tokens=512)
+"""An invented engine of about 15,000 tokens per second: ratios count, not seconds."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A cost model that is known from the start."""
+
+    model: CostModel = ENGINE
+
+
+class Setup(NamedTuple):
+    """How a queue is run."""
+
+    policy: str = "srjf_calibrated"
+    lambda_: float = DEFAULT_LAMBDA
+    cache_tokens: int = BLOCK_TOKENS
+    classes: Sequence[QosClass] = ONLY
+    max_overtaken: int = MAX_OVERTAKEN
+    block_tokens: int = BLOCK_TOKENS
+
+    def engine(self) -> Engine:
+        """An idle engine with an empty cache, which takes from an empty queue."""
+        cache = LruBlocks(max(1, self.cache_tokens // self.block_tokens))
+        queue = WaitingQueue(
+            create(self.policy, self.lambda_),
+            cache.hashes,
+            block_tokens=self.block_tokens,
+            costs=Known(),
+            classes=self.classes,
+            max_overtaken=self.max_overtaken,
+        )
+        return Engine(queue, cache, ENGINE, block_tokens=self.block_tokens)
+
+
+class Outcome(NamedTuple):
+    """What came out; times in seconds."""
+
+    mean_s: float
+    p99_s: float
+    hit: float  # part of all prompt tokens that came from the cache
+
+    @classmethod
+    def of(cls, served: Sequence[Served]) -> Outcome:
+        times = [one.ttft_s for one in served]
+        cached = sum(one.cached_tokens for one in served)
+        tokens = sum(one.request.tokens for one in served)
+        return cls(sum(times) / len(times), p99(times), cached / tokens)
+
+
+def p99(values: Sequence[float]) -> float:
+    """The value that 99 % do not exceed."""
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def capacity(requests: Sequence[Waiting], setup: Setup) -> float:
+    """Requests per second when all of them are there from the beginning."""
+    served = setup.engine().run(requests)
+    return len(served) / max(one.first_token_s or 0.0 for one in served)

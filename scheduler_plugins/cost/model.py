@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: how long prefill and decode take on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+ASSUMED_TOKENS_PER_S = 10_000.0
+"""Prefill rate that is assumed before anything was measured. It scales every cost alike, so it
+matters only for what lambda and an SLO mean until the first steps are known."""
+
+
+class StepLoad(NamedTuple):
+    """What one engine step computed, as far as its duration depends on it."""
+
+    tokens: int  # prompt tokens computed: sum of n - p over its prefill chunks
+    pairs: int  # sum of n^2 - p^2 over them; attention's work
+    batch: int  # sequences that decoded one token
+    context: int  # tokens in the caches of those sequences
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[int, int]], contexts: Iterable[int] = ()) -> Self:
+        """Sum up a step.
+
+        Args:
+            chunks: for each prefill in it, the tokens computed before the step and after it.
+            contexts: for each decoding sequence, the tokens it has.
+        """
+        tokens = pairs = batch = context = 0
+        for before, after in chunks:
+            tokens += after - before
+            pairs += after * after - before * before
+        for length in contexts:
+            batch += 1
+            context += length
+        return cls(tokens, pairs, batch, context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Durations in seconds, all coefficients >= 0.
+
+    Prefill of `n` tokens of which `p` are cached takes `a(n-p) + b(n^2-p^2) + c`, with `c` once for
+    every step that the prefill is cut into; a decode step takes `d0 + d1*batch + d2*context`. A step
+    that does both takes the sum with `c` in the place of `d0`. The form is DistServe's and
+    Mooncake's (polynomial in the length), with the cached prefix taken out of both terms.
+    """
+
+    a: float
+    """Seconds per prompt token."""
+    b: float = 0.0
+    """Seconds per pair of tokens."""
+    c: float = 0.0
+    """Seconds per step with prefill in it."""
+    d0: float = 0.0
+    """Seconds per step of decoding alone."""
+    d1: float = 0.0
+    """Seconds per decoding sequence and step."""
+    d2: float = 0.0
+    """Seconds per token of context and step."""
+    chunk_tokens: int = 0
+    """Most prompt tokens in a step; 0: a prefill is never cut."""
+    known: bool = True
+    """False: costs are token counts at an assumed or average rate."""
+    error: float | None = None
+    """Mean of |predicted - measured| / measured over prefill steps that were not fitted; None
+    while there are none."""
+
+    @classmethod
+    def token_count(cls, tokens_per_s: float = ASSUMED_TOKENS_PER_S) -> CostModel:
+        """The fallback: cost is proportional to the tokens that are not cached.
+
+        It stays in seconds, so that lambda, deficits and SLOs keep their meaning.
+        """
+        return cls(a=1.0 / tokens_per_s, d0=1.0 / tokens_per_s, known=False)
+
+    def prefill_s(self, tokens: int, cached: int = 0) -> float:
+        """Time to prefill `tokens` tokens whose first `cached` need no computing."""
+        fresh = tokens - cached
+        steps = -(-fresh // self.chunk_tokens) if self.chunk_tokens else 1
+        return fresh * (self.a + self.b * (tokens + cached)) + self.c * steps
+
+    def decode_step_s(self, batch: int, context: int) -> float:
+        """Time of one step that decodes `batch` sequences of `context` tokens together."""
+        return self.d0 + self.d1 * batch + self.d2 * context
+
+    def step_s(self, load: StepLoad) -> float:
+        """Time of one engine step."""
+        base = self.c if load.tokens else self.d0
+        return (
+            base
+            + self.a * load.tokens
+            + self.b * load.pairs
+            + self.d1 * load.batch
+            + self.d2 * load.context
+        )

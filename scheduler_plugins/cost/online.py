@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model while serving: learnt from the engine's own steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_plugins.cost.equations import features, from_coefficients
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.nnls import nnls
+
+_KEPT = 0.99
+"""What is kept of a kind's past with each new step of it: half is forgotten after 69."""
+_FIT_EVERY = 32
+_FIT_EVERY_KNOWN = 128
+_ENOUGH = 24
+"""Prefill steps before a fit is believed."""
+_SIZES = 3
+"""Powers of two that their token counts must span: steps of one size cannot tell a from c."""
+_BELIEVED_ERROR = 0.3
+_ERRORS = 64
+_MOVED = 0.05
+
+
+class OnlineFit:
+    """Learns from every step and publishes a new model when costs have moved.
+
+    `model` is replaced, never changed, and only when the cost of a prompt or a step has moved by
+    5 % or belief in it has changed: who orders by it must order anew then.
+    """
+
+    def __init__(self, *, start: CostModel | None = None, chunk_tokens: int = 0) -> None:
+        """`start`: a profile's model, used until enough steps are seen (see `profile.load`)."""
+        self.model = start or CostModel.token_count()
+        self._start = start
+        self._chunk_tokens = chunk_tokens
+        # Steps with and without prefill are forgotten apart: an hour of decoding must not wipe out
+        # what prefill costs.
+        self._gram = {True: np.zeros((6, 6)), False: np.zeros((6, 6))}
+        self._moment = {True: np.zeros(6), False: np.zeros(6)}
+        self._candidate = self.model
+        self._errors: deque[float] = deque(maxlen=_ERRORS)
+        self._sizes: set[int] = set()
+        self._steps = self._prefills = 0
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def error(self) -> float | None:
+        """Mean relative error over the last prefill steps, each predicted before it was learnt."""
+        return sum(self._errors) / len(self._errors) if self._errors else None
+
+    def observe(self, load: StepLoad, duration_s: float) -> None:
+        """Learn from one step. An empty step, or one without a duration, teaches nothing."""
+        if not duration_s > 0 or not (load.tokens or load.batch):
+            return
+        prefill = load.tokens > 0
+        if prefill:
+            if self._candidate.known:
+                missed = abs(self._candidate.step_s(load) - duration_s) / duration_s
+                self._errors.append(missed)
+            self._prefills += 1
+            self._sizes.add(load.tokens.bit_length())
+            self._tokens += load.tokens
+            self._seconds += duration_s
+        # Every equation is divided by its duration: relative errors count, and a step that took
+        # ten times as long as it should weighs no more than 1.
+        row = features(load) / duration_s
+        self._gram[prefill] *= _KEPT
+        self._gram[prefill] += np.outer(row, row)
+        self._moment[prefill] *= _KEPT
+        self._moment[prefill] += row
+        self._steps += 1
+        if self._steps % (_FIT_EVERY_KNOWN if self.model.known else _FIT_EVERY) == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        if self._prefills >= _ENOUGH and len(self._sizes) >= _SIZES:
+            gram = self._gram[True] + self._gram[False]
+            values = nnls(gram, self._moment[True] + self._moment[False])
+            self._candidate = from_coefficients(values, self._chunk_tokens, self.error)
+        error = self.error
+        if self._candidate is self._start:
+            believed = True
+        else:
+            believed = self._candidate.known and error is not None and error <= _BELIEVED_ERROR
+        self._publish(self._candidate if believed else self._fallback())
+
+    def _fallback(self) -> CostModel:
+        """Prefill by token counts; decode by what was learnt, as far as there is anything."""
+        model = self._start or CostModel.token_count()
+        if self._seconds:
+            model = CostModel.token_count(self._tokens / self._seconds)
+        if self._steps - self._prefills >= _ENOUGH:
+            values = nnls(self._gram[False], self._moment[False])
+            decode = from_coefficients(values, 0, None)
+            model = replace(model, d0=decode.d0, d1=decode.d1, d2=decode.d2)
+        return model
+
+    def _publish(self, model: CostModel) -> None:
+        moved = max(
+            _moved(before_s, after_s)
+            for before_s, after_s in zip(_probe(self.model), _probe(model), strict=True)
+        )
+        if model.known is not self.model.known or moved > _MOVED:
+            self.model = model
+
+
+def _probe(model: CostModel) -> list[float]:
+    """What prompts and steps of several sizes cost."""
+    prefill = [model.prefill_s(tokens) for tokens in (256, 2048, 16384)]
+    return prefill + [model.decode_step_s(*load) for load in ((1, 1000), (32, 64_000))]
+
+
+def _moved(before_s: float, after_s: float) -> float:
+    return abs(after_s - before_s) / max(before_s, 1e-12)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model of a profile: fitted once from measured steps, kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from scheduler_plugins.cost.equations import COEFFICIENTS, features, from_coefficients
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.nnls import nnls
+
+HELD_OUT_EVERY = 5
+"""One measurement in so many is not fitted; the error is taken from those."""
+FEWEST = 20
+
+
+class ProfileError(ValueError):
+    """Measurements or a profile file that give no cost model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One step that was timed."""
+
+    load: StepLoad
+    duration_s: float
+
+
+def loads(longest_tokens: int, block_tokens: int, most_batch: int) -> list[StepLoad]:
+    """What a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
+
+    Args:
+        longest_tokens: longest prompt; lengths fall from it by a factor of 1.5.
+        block_tokens: tokens in a block: cached prefixes are whole blocks.
+        most_batch: largest number of sequences that decode together.
+    """
+    asked: dict[StepLoad, None] = {}
+    lengths = sorted({max(2, round(longest_tokens / 1.5**k)) for k in range(11)})
+    for tokens in lengths:
+        for share in (0.0, 0.5, 0.9):
+            cached = min(int(tokens * share), tokens - 1) // block_tokens * block_tokens
+            asked[StepLoad.of([(cached, tokens)])] = None
+    for batch in sorted({max(1, round(most_batch / 2**k)) for k in range(6)}):
+        for context in sorted({max(1, round(longest_tokens / 2.5**k)) for k in range(7)}):
+            asked[StepLoad(0, 0, batch, batch * context)] = None
+    return list(asked)
+
+
+def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
+    """Fit four fifths of the measurements; `error` is the mean relative error on the other fifth.
+
+    Relative errors are fitted, so that short steps count as much as long ones.
+
+    Raises:
+        ProfileError: fewer than 20 measurements, one without a positive duration, or none with
+            prefill.
+    """
+    if len(measured) < FEWEST:
+        raise ProfileError(f"{len(measured)} measurements: at least {FEWEST} are needed")
+    for one in measured:
+        if not one.duration_s > 0:
+            raise ProfileError(f"{one}: the duration must be a number of seconds > 0")
+    # Ordered by duration, so that every range of it is both fitted and held out.
+    ordered = sorted(measured, key=lambda one: (one.load.tokens > 0, one.duration_s))
+    held_out = ordered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+    fitted = [one for n, one in enumerate(ordered) if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+    if not any(one.load.tokens for one in fitted):
+        raise ProfileError("no measurement has prefill in it: time some prompts")
+    rows = np.stack([features(one.load) / one.duration_s for one in fitted])
+    values = nnls(rows.T @ rows, rows.sum(axis=0))
+    assert len(values) == COEFFICIENTS
+    model = from_coefficients(values, chunk_tokens, None)
+    missed = [abs(model.step_s(one.load) / one.duration_s - 1) for one in held_out]
+    return from_coefficients(values, chunk_tokens, sum(missed) / len(missed))
+
+
+def save(path: Path, model: CostModel) -> None:
+    """Write a model as JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(model)) + b"\n")
+
+
+def load(path: Path) -> CostModel:
+    """Read a model that `save` wrote.
+
+    Raises:
+        ProfileError: it cannot be read, or a coefficient is negative.
+    """
+    try:
+        model = msgspec.json.decode(path.read_bytes(), type=CostModel)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ProfileError(f"{path}: no cost model ({error}); measure a new profile") from None
+    for name in ("a", "b", "c", "d0", "d1", "d2", "chunk_tokens"):
+        value = getattr(model, name)
+        if not 0 <= value < float("inf"):
+            raise ProfileError(f"{path}: {name} is {value}, must be >= 0; measure a new profile")
+    return model

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A heap whose entries may die where they lie."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from scheduler_plugins.queue.place import Place
+
+Entry = tuple[float, int, int, Place]
+"""Key; place by arrival; a number that no other entry has; the place."""
+
+_SLACK = 64
+_MOVED_PER_PUSH = 4
+
+
+class LazyHeap:
+    """Dead entries are dropped when they surface, the others a few at a time.
+
+    When more than half of the entries must be dead, the heap becomes the old one, and every push
+    takes four entries off its end (what remains is still a heap) and moves those that live to the
+    new one. So no operation takes more than O(log n), dead entries that surface apart, and each of
+    those was pushed once.
+    """
+
+    def __init__(self, live: Callable[[Entry], bool]) -> None:
+        self._live = live
+        self._fresh: list[Entry] = []
+        self._old: list[Entry] = []
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The entries that live, in no order."""
+        for heap in (self._fresh, self._old):
+            yield from filter(self._live, heap)
+
+    def push(self, entry: Entry, size: int) -> None:
+        """Add an entry; `size` is at least the number of entries that live."""
+        heapq.heappush(self._fresh, entry)
+        if self._old:
+            for _ in range(min(_MOVED_PER_PUSH, len(self._old))):
+                moved = self._old.pop()
+                if self._live(moved):
+                    heapq.heappush(self._fresh, moved)
+        elif len(self._fresh) > 2 * size + _SLACK:
+            self._fresh, self._old = [], self._fresh
+
+    def first(self) -> Entry | None:
+        """The smallest entry that lives."""
+        live = self._live
+        for heap in (self._fresh, self._old):
+            while heap and not live(heap[0]):
+                heapq.heappop(heap)
+        if self._fresh and self._old:
+            return min(self._fresh[0], self._old[0])
+        heap = self._fresh or self._old
+        return heap[0] if heap else None

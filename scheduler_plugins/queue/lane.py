@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The waiting requests of one class, by key and by arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from scheduler_plugins.queue.heap import Entry, LazyHeap
+from scheduler_plugins.queue.place import Place
+from scheduler_plugins.queue.work import WorkByCost, bucket_of
+
+_numbers = count(1)
+
+
+class Lane:
+    """Every operation is O(log n): a place that moves or goes leaves its entries behind, see
+    `LazyHeap`.
+    """
+
+    def __init__(self) -> None:
+        self.work = WorkByCost()
+        self.tokens = 0
+        """Prompt tokens of all places."""
+        self._by_key: dict[int, LazyHeap] = {}
+        self._by_arrival = LazyHeap(_stays)
+        self._size = 0
+        self._next_seq = 0
+        self._group: int | None = None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Place]:
+        """The places by key, then by arrival."""
+        entries = (entry for heap in self._by_key.values() for entry in heap)
+        yield from (entry[3] for entry in sorted(entries))
+
+    def append(self, place: Place) -> None:
+        """Let a place in as the last to arrive. Its key and cost are set."""
+        place.seq = self._next_seq
+        self._next_seq += 1
+        self._enter(place)
+
+    def put_first(self, place: Place) -> None:
+        """Let a place in as the first to have arrived."""
+        oldest = self.oldest()
+        place.seq = (oldest.seq if oldest else self._next_seq) - 1
+        self._enter(place)
+
+    def put_back(self, place: Place) -> None:
+        """Let a place in again where it was: its key and `seq` are what they were."""
+        self._enter(place)
+
+    def move(self, place: Place, key: float, cost_s: float) -> None:
+        """Give a place a new key and cost."""
+        if cost_s != place.cost_s:
+            self.work.add(place.bucket, -place.cost_s)
+            place.cost_s, place.bucket = cost_s, bucket_of(cost_s)
+            self.work.add(place.bucket, cost_s)
+        if key != place.key:
+            place.key = key
+            self._push(place)
+
+    def take(self, place: Place) -> None:
+        """Let a place go."""
+        self._size -= 1
+        place.push = place.stay = 0
+        self.tokens -= place.request.tokens
+        self.work.add(place.bucket, -place.cost_s)
+
+    def oldest(self) -> Place | None:
+        """The place that arrived first."""
+        entry = self._by_arrival.first()
+        return entry[3] if entry else None
+
+    def overtaken(self) -> int:
+        """How many that arrived after the oldest place have left before it.
+
+        Numbers were given without a gap, so it is those above the oldest's that wait no more. No
+        other place has been overtaken by more: whoever overtook it arrived after the oldest too.
+        """
+        oldest = self.oldest()
+        return self._next_seq - oldest.seq - self._size if oldest else 0
+
+    def first(self) -> Place | None:
+        """The place with the smallest key in the group that is being served.
+
+        A group is served until it is empty, or `turn` ends its turn. The next is that of the oldest
+        place when a turn begins, else the nearest by number.
+        """
+        if self._group is None:
+            oldest = self.oldest()
+            self._group = oldest.group if oldest else None
+        while self._group is not None:
+            heap = self._by_key.get(self._group)
+            entry = heap.first() if heap else None
+            if entry:
+                return entry[3]
+            self._by_key.pop(self._group, None)
+            here = self._group
+            self._group = min(self._by_key, key=lambda other: abs(other - here), default=None)
+        return None
+
+    def turn(self) -> None:
+        """End the turn of the group that is being served."""
+        self._group = None
+
+    def _enter(self, place: Place) -> None:
+        self._size += 1
+        self.tokens += place.request.tokens
+        place.bucket = bucket_of(place.cost_s)
+        self.work.add(place.bucket, place.cost_s)
+        self._push(place)
+        place.stay = next(_numbers)
+        self._by_arrival.push((0.0, place.seq, place.stay, place), self._size)
+
+    def _push(self, place: Place) -> None:
+        place.push = next(_numbers)
+        heap = self._by_key.get(place.group)
+        if heap is None:
+            heap = self._by_key[place.group] = LazyHeap(_stands)
+        heap.push((place.key, place.seq, place.push, place), self._size)
+
+
+def _stands(entry: Entry) -> bool:
+    return entry[3].push == entry[2]
+
+
+def _stays(entry: Entry) -> bool:
+    return entry[3].stay == entry[2]

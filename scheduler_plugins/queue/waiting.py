@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue: classes take turns, a policy orders each, the cache reorders."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from math import inf
+from typing import Protocol
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN, QueuePolicy
+from scheduler_plugins.policy.queue.request import BlockHash, Waiting
+from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
+from scheduler_plugins.qos.shares import DeficitShares
+from scheduler_plugins.queue.lane import Lane
+from scheduler_plugins.queue.place import Place
+from scheduler_plugins.queue.prefixes import Prefixes
+
+LOOKS_PER_PEEK = 64
+"""Places that are evaluated anew before one is chosen. The order is exact unless the cache made
+more requests than that cheaper, or more than that at the head dearer, since the last choice."""
+
+
+class Costs(Protocol):
+    """Where the cost model comes from: `OnlineFit`, or anything that holds one."""
+
+    @property
+    def model(self) -> CostModel: ...
+
+
+class WaitingQueue:
+    """Waiting requests in the order in which an engine should take them.
+
+    A scan is one pass of an engine over its queue: `begin_scan`, then `peek` and `pop` until the
+    engine is full. Within a scan `pop` returns what `peek` returned, whatever the cache does in
+    between. The next scan looks at everything anew.
+
+    **Bound on waiting.** No request is overtaken by more than `max_overtaken` requests of its class
+    that were added after it, under any load and with any policy: before one that was added later is
+    taken, the oldest of the class goes first if it has been overtaken that often already, and
+    nobody has been overtaken more often than the oldest (see `Lane.overtaken`). So a request starts
+    at the latest after what was there when it came and `max_overtaken` later ones; where short
+    ones overtake, each of these costs less than itself. Other classes lengthen that by at most 1 /
+    `reserved_fraction`. Requests that are removed count as having overtaken.
+    """
+
+    def __init__(
+        self,
+        policy: QueuePolicy,
+        cached: Container[BlockHash],
+        *,
+        block_tokens: int,
+        costs: Costs,
+        classes: Sequence[QosClass] = ONLY,
+        max_overtaken: int = MAX_OVERTAKEN,
+    ) -> None:
+        """An empty queue.
+
+        Args:
+            cached: the hashes of all blocks that can be read from the cache; `in` must be quick.
+            block_tokens: tokens in a block.
+        """
+        self.policy = policy
+        self._block_tokens = block_tokens
+        self._costs = costs
+        self._model = costs.model
+        self._max_overtaken = max_overtaken
+        self._prefixes = Prefixes(cached)
+        self._places: dict[str, Place] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._out: dict[str, tuple[Place, float, float]] = {}
+        self._head: Place | None = None
+        self._alone: str | None = None
+        self._started: set[str] = set()
+        self._shares = DeficitShares(())
+        self.set_classes(classes)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._places
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All requests, class by class, in the order of the last evaluation."""
+        for lane in self._lanes.values():
+            yield from (place.request for place in lane)
+
+    def set_classes(self, classes: Sequence[QosClass]) -> None:
+        """Use other classes; requests move to theirs, and keep their order of arrival."""
+        self._classes = {one.name: one for one in classes}
+        self._default = default_class(classes).name
+        self._shares.update(classes)
+        arrived = sorted(self._places.values(), key=lambda place: place.request.arrival_s)
+        self._lanes = {one.name: Lane() for one in classes}
+        for place in arrived:
+            self._lane_of(place).append(place)
+        self._out = {}
+        self._head = None
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+        return list(self._classes)
+
+    def lane(self, name: str) -> Lane:
+        """What waits in a class; to be read, not changed."""
+        return self._lanes[name]
+
+    def balance_s(self, name: str) -> float:
+        """Seconds of work that a class has earned and not used."""
+        return self._shares.balance_s(name)
+
+    def cost_s(self, request: Waiting) -> float:
+        """Predicted prefill time of a request, given what is cached now."""
+        usable = Place(request, self._block_tokens).usable
+        cached = self._prefixes.count(request.block_hashes, usable)
+        return self._model.prefill_s(request.tokens, cached * self._block_tokens)
+
+    def added(self, blocks: Iterable[BlockHash]) -> None:
+        """The cache has blocks that it did not have. Call when it holds that they are in `cached`,
+        and for all that an engine step stored at once.
+        """
+        self._prefixes.added(blocks)
+
+    def removed(self) -> None:
+        """The cache has lost blocks. Call when it holds that they are not in `cached` any more."""
+        self._prefixes.removed()
+
+    def add(self, request: Waiting) -> None:
+        """A new request. Raises ValueError if one with its id waits already."""
+        place = self._new(request)
+        lane = self._lane_of(place)
+        lane.append(place)
+        lane.work.arrive(place.bucket, place.cost_s, request.arrival_s)
+
+    def prepend(self, request: Waiting) -> None:
+        """Put back a request that was popped.
+
+        One that was popped in this scan was not started: it gets its place back, and its class the
+        cost. One that was popped earlier was preempted: it is the first and the oldest of its
+        class, before what it has computed is evicted, and the class does not pay for it again.
+        Blocks that it leaves in the cache have to be told before.
+        """
+        self.skipped(request.id)
+        out = self._out.pop(request.id, None)
+        if out is None:
+            place = self._new(request, resumed=True)
+            self._lane_of(place).put_first(place)
+            return
+        place, cost_s, paid_s = out
+        self._shares.refund(place.lane, cost_s, paid_s, self._waiting())
+        self._places[request.id] = place
+        if self.policy.calibrated:
+            self._evaluate(place)
+        self._lanes[place.lane].put_back(place)
+
+    def skipped(self, request_id: str) -> None:
+        """What was popped in this scan was not started: it fills no batch by itself."""
+        self._started.discard(request_id)
+        if self._alone == request_id:
+            self._alone = None
+
+    def begin_scan(self, *, full: bool = False) -> None:
+        """The engine looks at its queue anew.
+
+        Args:
+            full: a request that wants a batch by itself is being prefilled.
+        """
+        self._head = None
+        self._out = {}
+        self._started = set()
+        self._alone = "" if full else None
+        for lane in self._lanes.values():
+            lane.turn()
+        if self._model is not self._costs.model:
+            self._model = self._costs.model
+            self._prefixes.stale_all(self._places.values())
+
+    def peek(self) -> Waiting | None:
+        """The next request; None if none waits, or the batch has to go without another."""
+        if self._head is None:
+            self._head = self._choose()
+        return self._head.request if self._head else None
+
+    def pop(self) -> Waiting:
+        """Take the request that `peek` returns. Raises IndexError where that is None."""
+        if self.peek() is None or self._head is None:
+            raise IndexError("pop from a queue that has no request to start")
+        place, self._head = self._head, None
+        request = place.request
+        exact = self.policy.calibrated and not self._prefixes.outdated(place)
+        self._drop(place)
+        cost_s = place.cost_s if exact else self.cost_s(request)
+        cost_s = 0.0 if place.resumed else cost_s
+        paid_s = self._shares.charge(place.lane, cost_s, self._waiting())
+        self._out[request.id] = (place, cost_s, paid_s)
+        self._started.add(request.id)
+        if self.policy.alone(request):
+            self._alone = request.id
+        return request
+
+    def should_yield(self, running: Waiting) -> bool:
+        """Whether a prefill that is not done should be preempted for a class that is owed.
+
+        True if a class of higher priority has requests and has had less than its reserve. What was
+        prefilled is found in the cache when the request comes back, so that little is lost.
+        """
+        waiting = self._waiting()
+        if not waiting:
+            return False
+        first = self._shares.choose(waiting)
+        mine = self._classes[self._name(running.qos)]
+        return self._shares.balance_s(first) > 0 and self._classes[first].priority > mine.priority
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request; False if it does not wait."""
+        self._out.pop(request_id, None)
+        place = self._places.get(request_id)
+        if place is None:
+            return False
+        if place is self._head:
+            self._head = None
+        self._drop(place)
+        return True
+
+    def _choose(self) -> Place | None:
+        if not self._places or self._alone is not None:
+            return None
+        looks = LOOKS_PER_PEEK
+        for place in self._prefixes.drain(looks):
+            self._rescore(place)
+            looks -= 1
+        lane = self._lanes[self._shares.choose(self._waiting())]
+        place = self._first(lane, max(looks, 8))
+        return None if self._started and self.policy.alone(place.request) else place
+
+    def _first(self, lane: Lane, looks: int) -> Place:
+        oldest = lane.oldest()
+        if oldest is not None and lane.overtaken() >= self._max_overtaken:
+            return oldest
+        place = lane.first()
+        # Keys computed before an eviction are lower bounds: whoever comes first with a key that is
+        # true is the true first.
+        while place and looks and self.policy.calibrated and self._prefixes.outdated(place):
+            self._rescore(place)
+            looks -= 1
+            place = lane.first()
+        assert place is not None, "a lane was chosen that has no request"
+        return place
+
+    def _waiting(self) -> list[str]:
+        return [name for name, lane in self._lanes.items() if len(lane)]
+
+    def _name(self, qos: str) -> str:
+        return qos if qos in self._classes else self._default
+
+    def _lane_of(self, place: Place) -> Lane:
+        place.lane = self._name(place.request.qos)
+        return self._lanes[place.lane]
+
+    def _new(self, request: Waiting, *, resumed: bool = False) -> Place:
+        if request.id in self._places:
+            raise ValueError(f"request {request.id}: waits already; ids must be unique")
+        place = Place(request, self._block_tokens)
+        place.group = self.policy.group(request)
+        place.resumed = resumed
+        self._evaluate(place)
+        self._places[request.id] = place
+        return place
+
+    def _drop(self, place: Place) -> None:
+        del self._places[place.request.id]
+        self._prefixes.forget(place)
+        self._lanes[place.lane].take(place)
+
+    def _evaluate(self, place: Place) -> None:
+        place.key, place.cost_s = self._score(place)
+
+    def _rescore(self, place: Place) -> None:
+        self._lanes[place.lane].move(place, *self._score(place))
+
+    def _score(self, place: Place) -> tuple[float, float]:
+        """Key and cost as of now."""
+        request, calibrated = place.request, self.policy.calibrated
+        if calibrated:
+            self._prefixes.look_up(place)
+        elif not place.push:
+            place.cached = self._prefixes.count(request.block_hashes, place.usable)
+        cached = place.cached * self._block_tokens
+        cost_s = self._model.prefill_s(request.tokens, cached)
+        key = -inf if place.resumed else self.policy.key(request, cached, cost_s)
+        return key, cost_s

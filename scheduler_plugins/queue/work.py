@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much work waits, and how fast it comes, by the size of the requests."""
+
+from __future__ import annotations
+
+from math import exp, log2
+
+BUCKETS = 40
+_SMALLEST_S = 1e-4
+_PER_OCTAVE = 2
+WINDOW_S = 30.0
+"""Time over which the rate of arriving work is averaged."""
+
+
+def bucket_of(cost_s: float) -> int:
+    """Bucket of a cost: two to every factor of 2, from 0.1 ms to about 70 s."""
+    if cost_s <= _SMALLEST_S:
+        return 0
+    return min(BUCKETS - 1, 1 + int(_PER_OCTAVE * log2(cost_s / _SMALLEST_S)))
+
+
+class WorkByCost:
+    """Seconds of work by the cost of the request that brings it.
+
+    This is what admission needs: a policy that serves short requests first makes a request wait for
+    the shorter ones only, those that wait and those that come meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = [0.0] * BUCKETS
+        self._arrived = [0.0] * BUCKETS
+        self._arrived_at_s: float | None = None
+
+    @property
+    def waiting_s(self) -> tuple[float, ...]:
+        """Work that waits, in each bucket."""
+        return tuple(max(0.0, work) for work in self._waiting)
+
+    def add(self, bucket: int, cost_s: float) -> None:
+        """Count work in a bucket; what leaves it is negative."""
+        self._waiting[bucket] += cost_s
+
+    def arrive(self, bucket: int, cost_s: float, now_s: float) -> None:
+        """Count a new request into the rates."""
+        self._age(now_s)
+        self._arrived[bucket] += cost_s
+
+    def arriving(self, now_s: float) -> tuple[float, ...]:
+        """Seconds of work that come per second, in each bucket, averaged exponentially."""
+        self._age(now_s)
+        return tuple(work / WINDOW_S for work in self._arrived)
+
+    def _age(self, now_s: float) -> None:
+        if self._arrived_at_s is not None and now_s > self._arrived_at_s:
+            kept = exp((self._arrived_at_s - now_s) / WINDOW_S)
+            self._arrived = [work * kept for work in self._arrived]
+        if self._arrived_at_s is None or now_s > self._arrived_at_s:
+            self._arrived_at_s = now_s

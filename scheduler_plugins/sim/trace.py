@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from scheduler_plugins.policy.queue.request import Waiting
+
+BLOCK_TOKENS = 512
+
+
+class TraceError(ValueError):
+    """A file that is not a trace; the message names the line."""
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read(path: Path, limit: int | None = None) -> list[Waiting]:
+    """Read a trace in Mooncake's form, in the order of arrival.
+
+    One JSON object a line: `timestamp` in ms, `input_length` and `output_length` in tokens, and
+    `hash_ids`, one for each 512 tokens of the prompt, a partial last block included. Equal ids mean
+    equal prefixes.
+
+    Raises:
+        TraceError: the file cannot be read, or a line does not have that form.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    requests: list[Waiting] = []
+    try:
+        with path.open("rb") as lines:
+            for n, text in enumerate(lines):
+                if limit is not None and n >= limit:
+                    break
+                requests.append(_request(n, decoder.decode(text)))
+    except msgspec.MsgspecError as error:
+        raise TraceError(f"{path}, line {len(requests) + 1}: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
+    if not requests:
+        raise TraceError(f"{path}: is empty; a trace has one JSON object a line")
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waiting]:
+    """The same requests, faster or slower, so that `per_s` a second come on average.
+
+    Recorded times may be coarse (Mooncake's have steps of 3 s), so each is moved at random up to the
+    next one that differs.
+    """
+    random = Random(seed)
+    times = sorted({request.arrival_s for request in requests})
+    following = dict(zip(times, [*times[1:], times[-1]], strict=True))
+    jittered = [
+        replace(one, arrival_s=random.uniform(one.arrival_s, following[one.arrival_s]))
+        for one in requests
+    ]
+    jittered.sort(key=lambda one: one.arrival_s)
+    begun_s = jittered[0].arrival_s
+    scale = len(requests) / per_s / max(jittered[-1].arrival_s - begun_s, 1e-9)
+    return [replace(one, arrival_s=(one.arrival_s - begun_s) * scale) for one in jittered]
+
+
+def _request(n: int, line: _Line) -> Waiting:
+    return Waiting(
+        id=str(n),
+        tokens=max(1, line.input_length),
+        block_hashes=line.hash_ids[: line.input_length // BLOCK_TOKENS],
+        arrival_s=line.timestamp / 1e3,
+        max_tokens=max(1, line.output_length),
+        priority=line.input_length,
+    )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workloads made from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from scheduler_plugins.policy.queue.request import Waiting
+
+
+def shared_profiles(
+    seed: int,
+    *,
+    users: int = 20,
+    posts: int = 50,
+    profile_tokens: tuple[int, int] = (1100, 1700),
+    post_tokens: int = 15,
+    block_tokens: int = 16,
+) -> list[Waiting]:
+    """PrefillOnly's recommendation workload: every post is judged with every user's profile before
+    it, in one token. The paper's profiles have 11,000 to 17,000 tokens and its posts 150; a tenth
+    of that by default.
+
+    Returns:
+        `users` x `posts` requests in random order, all arriving at 0; see `poisson`.
+    """
+    random = Random(seed)
+    requests = []
+    for user in range(users):
+        profile = random.randint(*profile_tokens)
+        for post in range(posts):
+            tokens = profile + post_tokens
+            shared = profile // block_tokens
+            hashes: list[tuple[int, ...]] = [(user, n) for n in range(shared)]
+            hashes += [(user, n, post) for n in range(shared, tokens // block_tokens)]
+            requests.append(
+                Waiting(
+                    id=f"{user}-{post}",
+                    tokens=tokens,
+                    block_hashes=hashes,
+                    arrival_s=0.0,
+                    max_tokens=1,
+                    priority=tokens,
+                )
+            )
+    random.shuffle(requests)
+    return requests
+
+
+def lengths(
+    seed: int,
+    count: int,
+    *,
+    median_tokens: int = 800,
+    sigma: float = 0.8,
+    max_tokens: int = 1,
+    block_tokens: int = 16,
+) -> list[Waiting]:
+    """Prompts that share nothing, of log-normal length, all arriving at 0."""
+    random = Random(seed)
+    requests, longest = [], 16 * median_tokens
+    for n in range(count):
+        tokens = round(random.lognormvariate(0.0, sigma) * median_tokens)
+        tokens = max(2, min(longest, tokens))
+        first = (seed * count + n) * longest
+        requests.append(
+            Waiting(
+                id=f"{seed}-{n}",
+                tokens=tokens,
+                block_hashes=range(first, first + tokens // block_tokens),
+                arrival_s=0.0,
+                max_tokens=max_tokens,
+            )
+        )
+    return requests
+
+
+def poisson(requests: Sequence[Waiting], per_s: float, seed: int, qos: str = "") -> list[Waiting]:
+    """The same requests, arriving at random, `per_s` a second on average."""
+    random = Random(seed)
+    now_s, timed = 0.0, []
+    for request in requests:
+        now_s += random.expovariate(per_s)
+        timed.append(replace(request, arrival_s=now_s, qos=qos or request.qos))
+    return timed
+
+
+def merged(*streams: Sequence[Waiting]) -> list[Waiting]:
+    """Several streams as one; ids get the number of their stream, so that they stay unique."""
+    named = [
+        replace(request, id=f"{n}/{request.id}")
+        for n, stream in enumerate(streams)
+        for request in stream
+    ]
+    return sorted(named, key=lambda request: request.arrival_s)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heap yields the smallest live entry, and does not grow with the dead."""
+
+from __future__ import annotations
+
+from random import Random
+
+from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.queue.heap import Entry, LazyHeap
+from scheduler_plugins.queue.place import Place
+
+
+def place() -> Place:
+    return Place(Waiting(id="", tokens=1, block_hashes=(), arrival_s=0.0), 16)
+
+
+def stands(entry: Entry) -> bool:
+    return entry[3].push == entry[2]
+
+
+def test_it_agrees_with_sorting() -> None:
+    random = Random(1)
+    places = [place() for _ in range(30)]
+    heap, keys = LazyHeap(stands), dict[int, int]()
+    for number in range(1, 2000):
+        which, key = random.randrange(30), random.randrange(1000)
+        keys[which] = key
+        places[which].push = number
+        heap.push((key, which, number, places[which]), len(keys))
+        first = heap.first()
+        assert first is not None
+        assert first[:2] == min((key, which) for which, key in keys.items())
+        assert sorted(entry[1] for entry in heap) == sorted(keys)
+
+
+def test_dead_entries_are_dropped_even_where_they_never_surface() -> None:
+    heap, moving, still = LazyHeap(stands), place(), place()
+    still.push = 1
+    heap.push((0.0, 0, 1, still), 1)
+    for number in range(2, 5000):
+        moving.push = number
+        heap.push((float(number), 1, number, moving), 2)
+        assert len(heap._fresh) + len(heap._old) < 200
+    assert len(list(heap)) == 2

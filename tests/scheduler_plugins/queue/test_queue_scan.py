@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine may rely on while it goes through its queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.policy.queue.registry import create
+from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.qos.classes import QosClass
+from scheduler_plugins.queue.waiting import WaitingQueue
+
+MODEL = CostModel(a=1e-3)
+
+
+@dataclass
+class Costs:
+    model: CostModel = MODEL
+
+
+def queue_of(policy: str = "srjf_calibrated", cached: set[object] | None = None) -> WaitingQueue:
+    return WaitingQueue(
+        create(policy), set() if cached is None else cached, block_tokens=4, costs=Costs()
+    )
+
+
+def request(name: str, tokens: int, hashes: tuple[object, ...] = (), **more: object) -> Waiting:
+    return Waiting(id=name, tokens=tokens, block_hashes=hashes, arrival_s=0.0, **more)  # type: ignore[arg-type]
+
+
+def drain(queue: WaitingQueue) -> list[str]:
+    queue.begin_scan()
+    return [queue.pop().id for _ in range(len(queue))]
+
+
+def test_pop_returns_what_peek_returned_though_the_cache_changed_in_between() -> None:
+    cached: set[object] = set()
+    queue = queue_of(cached=cached)
+    queue.add(request("a", 10))
+    queue.add(request("b", 12, ("x", "y")))
+    queue.begin_scan()
+    assert queue.peek() is not None
+    cached.update(("x", "y"))
+    queue.added(["x", "y"])
+    queue.add(request("c", 1))
+    assert queue.pop().id == "a"
+    queue.begin_scan()
+    assert queue.pop().id == "c"
+    assert queue.pop().id == "b"
+
+
+def test_what_was_skipped_keeps_its_place() -> None:
+    queue = queue_of()
+    for name, tokens in (("a", 3), ("b", 2), ("c", 1), ("d", 2)):
+        queue.add(request(name, tokens))
+    queue.begin_scan()
+    skipped = [queue.pop(), queue.pop()]
+    assert queue.pop().id == "d"
+    for one in skipped:
+        queue.prepend(one)
+    assert drain(queue) == ["c", "b", "a"]
+
+
+def test_what_was_preempted_goes_before_its_equals() -> None:
+    queue = queue_of("fcfs")
+    first = request("first", 4)
+    queue.add(first)
+    queue.begin_scan()
+    assert queue.pop() is first
+    queue.add(request("second", 4))
+    queue.begin_scan()
+    queue.prepend(first)
+    assert drain(queue) == ["first", "second"]
+
+
+def test_a_head_that_is_aborted_is_not_popped() -> None:
+    queue = queue_of()
+    queue.add(request("a", 1))
+    queue.add(request("b", 2))
+    queue.begin_scan()
+    assert queue.peek() is not None
+    assert queue.remove("a")
+    assert queue.pop().id == "b"
+    assert queue.peek() is None
+    with pytest.raises(IndexError, match="no request"):
+        queue.pop()
+
+
+def test_ids_are_unique() -> None:
+    queue = queue_of()
+    queue.add(request("a", 1))
+    with pytest.raises(ValueError, match="request a: waits already"):
+        queue.add(request("a", 2))
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    queue = queue_of(cached={"x", "y"})
+    assert queue.cost_s(request("whole", 8, ("x", "y"))) == pytest.approx(4e-3)
+    assert queue.cost_s(request("longer", 9, ("x", "y"))) == pytest.approx(1e-3)
+
+
+def test_a_one_token_request_gets_a_batch_of_its_own() -> None:
+    queue = queue_of("prefill_only")
+    queue.add(request("short", 2, max_tokens=1))
+    queue.add(request("chat", 5, max_tokens=50))
+    queue.add(request("long", 9, max_tokens=1))
+    queue.begin_scan()
+    assert queue.pop().id == "short"
+    assert queue.peek() is None, "the batch is full with one"
+    queue.begin_scan(full=True)
+    assert queue.peek() is None, "its prefill goes on"
+    queue.begin_scan()
+    assert queue.pop().id == "chat"
+    assert queue.peek() is None, "`long` wants no company"
+    queue.begin_scan()
+    assert queue.pop().id == "long"
+
+
+def test_a_one_token_request_that_is_skipped_does_not_block_the_batch() -> None:
+    queue = queue_of("prefill_only")
+    blocked = request("blocked", 2, max_tokens=1)
+    queue.add(blocked)
+    queue.add(request("next", 5, max_tokens=1))
+    queue.begin_scan()
+    assert queue.pop() is blocked
+    queue.skipped("blocked")
+    assert queue.pop().id == "next"
+    queue.prepend(blocked)
+    assert drain(queue) == ["blocked"]
+
+
+def test_other_classes_can_be_set_while_requests_wait() -> None:
+    classes = (
+        QosClass(name="gold", reserved_fraction=0.5, priority=2),
+        QosClass(name="free", reserved_fraction=0.5, priority=1),
+    )
+    queue = queue_of("fcfs")
+    for n in range(4):
+        queue.add(request(str(n), 1, qos="gold" if n % 2 else "unheard of"))
+    queue.set_classes(classes)
+    assert [one.id for one in queue] == ["1", "3", "0", "2"]
+    queue.set_classes(classes[1:])
+    assert drain(queue) == ["0", "1", "2", "3"]
+
+
+def test_a_prefill_yields_to_a_class_that_is_owed_and_is_not_paid_twice() -> None:
+    classes = (
+        QosClass(name="gold", reserved_fraction=0.5, priority=2),
+        QosClass(name="free", reserved_fraction=0.5, priority=1),
+    )
+    queue = queue_of()
+    queue.set_classes(classes)
+    running = request("running", 1000, qos="free")
+    for one in (running, request("more", 1000, qos="free")):
+        queue.add(one)
+    queue.begin_scan()
+    assert queue.pop() is running
+    assert not queue.should_yield(running), "nobody of higher priority waits"
+    queue.add(request("owed", 10, qos="gold"))
+    assert queue.should_yield(running)
+    queue.begin_scan()
+    queue.prepend(running)
+    before_s = queue.balance_s("free")
+    assert queue.pop().id == "owed"
+    queue.begin_scan()
+    assert queue.pop() is running
+    earned_s = 0.5 * 10e-3
+    assert queue.balance_s("free") == pytest.approx(before_s + earned_s)

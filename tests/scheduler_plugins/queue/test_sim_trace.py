@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded workloads are read as they are, and played at any speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from scheduler_plugins.bench.__main__ import app
+from scheduler_plugins.sim.trace import TraceError, at_rate, read
+
+LINE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%s]}\n'
+
+
+def write(path: Path, count: int = 4) -> Path:
+    """Pairs of requests that come at the same time; each has a block of its own after one of all."""
+    lines = (LINE % (n // 2 * 3000, 1000 + n, f"0, {n + 1}") for n in range(count))
+    path.write_text("".join(lines))
+    return path
+
+
+def test_a_line_is_a_request(tmp_path: Path) -> None:
+    first, *_, last = read(write(tmp_path / "t.jsonl"))
+    assert (last.tokens, last.max_tokens, last.arrival_s) == (1003, 5, 3.0)
+    assert list(last.block_hashes) == [0], "the second block is not full"
+    assert first.arrival_s == 0.0
+    assert len(read(tmp_path / "t.jsonl", limit=2)) == 2
+
+
+def test_coarse_times_are_spread_and_scaled(tmp_path: Path) -> None:
+    requests = read(write(tmp_path / "t.jsonl", 400))
+    played = at_rate(requests, per_s=10.0, seed=1)
+    assert played[-1].arrival_s == pytest.approx(40.0)
+    assert len({one.arrival_s for one in played}) > 390
+    assert {one.id for one in played} == {one.id for one in requests}
+    assert at_rate(requests, 10.0, 1)[7].arrival_s == played[7].arrival_s
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        (LINE % (0, 1, "") + "{}\n", "line 2: .*timestamp"),
+        ("no trace\n", "line 1: "),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=said):
+        read(path)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(tmp_path / "missing")
+
+
+def test_the_command_replays_a_trace(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["replay", str(write(tmp_path / "t.jsonl", 60))])
+    assert ran.exit_code == 0, ran.output
+    assert "fcfs" in ran.output
+    ran = CliRunner().invoke(app, ["replay", str(tmp_path / "missing")])
+    assert ran.exit_code == 2
