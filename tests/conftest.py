@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Property tests have no time limit: a busy machine is no failure.
+"""Property tests have no time limit: a busy machine is no failure. They try the same examples each
+time, so that a run can be repeated; with PD_RANDOM_TESTS=1 in the environment, others each time.
 
 Signals mean what they usually mean, in children too: a test run that was started in the background,
 or with nohup, has inherited some as ignored.
 """
 
+import os
 import signal
 
 from hypothesis import settings
 
-settings.register_profile("pd_connector", deadline=None, print_blob=True)
+settings.register_profile(
+    "pd_connector",
+    deadline=None,
+    print_blob=True,
+    derandomize=not os.environ.get("PD_RANDOM_TESTS"),
+)
 settings.load_profile("pd_connector")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

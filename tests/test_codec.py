@@ -110,6 +110,8 @@ def test_every_codec_carries_every_block_between_all_pairs_of_caches(
         allowed = (0.07 if coarse else 0.004) * wanted.abs().max()
         if name == "int8":
             allowed += 0.005 * value.abs().max()
+        if destination.is_fp8:  # its smallest step, where all values are small beside its scale
+            allowed += 2.0**-10 * destination.scale
         assert (back - wanted).abs().max() <= allowed, name
 
 
