@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -108,7 +109,8 @@ def token_by_token(costs: CostModel, sequences: list[tuple[float, int, int]]) ->
 def test_decode_in_leaps_ends_where_decode_by_tokens_does(
     sequences: list[tuple[int, int, int]],
 ) -> None:
-    costs = CostModel(a=1.0, d0=0.31, d1=0.07, d2=0.001)
+    # Irrational, so that no step ends in the moment of an arrival: rounding would decide then.
+    costs = CostModel(a=1.0, d0=0.1 * math.sqrt(10), d1=0.05 * math.sqrt(2), d2=math.sqrt(3) / 1e3)
     timed = [(float(at), tokens, more) for at, tokens, more in sorted(sequences)]
     stage, ends = DecodeStage(costs), dict[str, float]()
     for n, (at_s, tokens, more) in enumerate(timed):

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed of gather, scatter and reshard, beside a plain copy and beside torch."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from pd_kernels.bench.baselines import torch_gather, torch_reshard
+from pd_kernels.bench.caches import LLAMA_8B, MODELS, Cache, Model, make_cache
+from pd_kernels.bench.report import Param, Row, duration, throughput
+from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
+from pd_kernels.transfer import (
+    Blocks,
+    Payload,
+    Resharding,
+    Stored,
+    gather_pages,
+    new_sums,
+    reshard,
+    scatter_pages,
+)
+
+BAR = 0.80
+RESHARD_BAR = 0.75
+TORCH_BAR = 0.50
+BF16 = torch.bfloat16
+DEVICE = "cuda"
+LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
+
+
+def measure_transfer(token_counts: Sequence[int]) -> list[Row]:
+    """All rows; a line of progress for each model and token count."""
+    copy = copy_bandwidth()
+    print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
+    rows: list[Row] = []
+    for model, tokens in itertools.product(MODELS, token_counts):
+        print(f"{model.name}, {tokens:,} tokens", flush=True)
+        for page_size, order in LAYOUTS:
+            rows += _paged(model, tokens, page_size, order, copy)
+            torch.cuda.empty_cache()
+    sizes = (1, 2, 4, 8)
+    rows += [_reshard(LLAMA_8B, 7_500, (p, d), copy) for p in sizes for d in sizes]
+    return rows
+
+
+def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -> Iterator[Row]:
+    pages = -(-tokens // page_size)
+    raw_bytes = model.bytes_of(tokens, 2)
+    sets = copies(2 * raw_bytes)
+    caches = [make_cache(model, pages + 8, page_size, order, BF16, DEVICE) for _ in range(sets)]
+    tables = [torch.randperm(pages + 8, device=DEVICE)[:pages].int() for _ in range(sets)]
+    for codec in ("raw", "fp8_e4m3", "int8"):
+        stored = Stored(BF16)
+        blocks = [Blocks.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
+        nbytes = blocks[0].nbytes(tokens)
+        slots = [torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(sets)]
+        sums = [new_sums(nbytes, torch.device(DEVICE)) for _ in range(sets)]
+        params: Mapping[str, Param] = {
+            "model": model.name,
+            "tokens": tokens,
+            "page": page_size,
+            "order": order,
+            "codec": codec,
+        }
+        moved = raw_bytes + nbytes
+        args = list(zip(blocks, tables, slots, strict=True))
+        ours_s = seconds([_call(gather_pages, *each, 0, tokens) for each in args])
+        yield _speed("gather", params, moved, ours_s, copy, BAR)
+        checked_s = seconds(
+            [_call(gather_pages, *each, 0, tokens, s) for each, s in zip(args, sums, strict=True)]
+        )
+        yield duration("gather with sums / without", params, checked_s, ours_s, None)
+        scatter_s = seconds([_call(scatter_pages, *each, 0, tokens) for each in args])
+        yield _speed("scatter", params, moved, scatter_s, copy, BAR)
+        del slots, sums, args
+        theirs_s = _torch_seconds(model, caches[:2], tables[:2], tokens, codec)
+        yield duration("gather / torch", params, ours_s, theirs_s, TORCH_BAR)
+
+
+def _torch_seconds(
+    model: Model, caches: list[Cache], tables: list[torch.Tensor], tokens: int, codec: str
+) -> float:
+    dtype = {"raw": BF16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}[codec]
+    dims = [model.key_dim] * model.layers + [model.value_dim] * len(caches[0].values)
+    outputs = [torch.empty(model.heads, tokens, dim, dtype=dtype, device=DEVICE) for dim in dims]
+    return seconds(
+        [
+            _call(torch_gather, cache, table, tokens, codec, outputs)
+            for cache, table in zip(caches, tables, strict=True)
+        ]
+    )
+
+
+def _reshard(model: Model, tokens: int, ranks: tuple[int, int], copy: float) -> Row:
+    payload = Payload(
+        "raw", model.heads, model.layers, tokens, model.key_dim, model.value_dim, BF16.itemsize
+    )
+    sources, destinations = (
+        [
+            torch.randint(0, 256, (payload.nbytes(count),), dtype=torch.uint8, device=DEVICE)
+            for _ in range(count)
+        ]
+        for count in ranks
+    )
+    ours_s = seconds([_call(reshard, Resharding.of(sources, destinations, payload))])
+    shape = model.layers * len(payload.dims), model.heads, payload.code_bytes(0)
+    theirs_s = seconds([_call(torch_reshard, sources, destinations, shape)])
+    params: Mapping[str, Param] = {
+        "model": model.name,
+        "tokens": tokens,
+        "ranks": f"{ranks[0]} to {ranks[1]}",
+        "torch_us": round(theirs_s * 1e6),
+    }
+    moved = 2 * model.bytes_of(tokens, 2)
+    return _speed("reshard", params, moved, ours_s, copy, RESHARD_BAR)
+
+
+def _speed(
+    name: str, params: Mapping[str, Param], moved: int, ours_s: float, copy: float, bar: float
+) -> Row:
+    return throughput(name, params, moved / ours_s / 1e9, copy / 1e9, bar)
+
+
+def _call(function: Callable[..., None], *args: object) -> Callable[[], None]:
+    return lambda: function(*args)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The kernel that decodes a payload into pages, and converts between unlike caches.
+
+A lane is 16 elements. Decoding needs no neighbours, so that it is one kernel for all codecs.
+"""
+
+import triton
+import triton.language as tl
+
+from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_kernels.transfer.numerics import stored
+from pd_kernels.transfer.paging import block_row, token_offsets
+from pd_kernels.transfer.payload import SUPER_PAGE
+from pd_kernels.transfer.sums import add_section, add_words
+
+LANES = 512
+WARPS = 8
+REGISTERS = 64
+CHECK_REGISTERS = 80  # sums take some
+
+_SUPER_PAGE = tl.constexpr(SUPER_PAGE)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def scatter_decoded(
+    table,
+    factors,
+    pages,
+    slot,
+    sums,
+    first,  # token, counted from the start of the first page
+    tokens,
+    super_pages,
+    layer_sections,  # 16 bytes each, in one layer of the payload
+    key_sections,  # of K, scales included
+    key_scales,  # sections of K's scales
+    value_scales,
+    tiles,  # of codes; further ones sum the scales
+    PARTS: tl.constexpr,
+    VIEW: tl.constexpr,
+    PAGES: tl.constexpr,
+    KEY_LANES: tl.constexpr,  # in a token of one head
+    VALUE_LANES: tl.constexpr,
+    CODE: tl.constexpr,  # dtype on the wire
+    SCALES: tl.constexpr,  # `none`, `head`, or `group` for those of int8
+    STEP: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head = column % PARTS, column // PARTS
+    BYTES: tl.constexpr = CODE.primitive_bitwidth // 8
+    scales = tl.where(part == 0, key_scales, value_scales)
+    section = layer.to(tl.int64) * layer_sections + part * key_sections
+    if CHECK:  # noqa: SIM102 - known when compiled, unlike the next
+        if tile >= tiles:
+            if head == 0:
+                done = (tile - tiles) * LANES
+                add_section(sums, slot, section + done, scales - done, LANES, tile)
+            return
+    if KEY_LANES == VALUE_LANES:
+        width = KEY_LANES
+    else:
+        width = tl.where(part == 0, KEY_LANES, VALUE_LANES)
+    limit = tokens * width
+    lane = tile * LANES + tl.arange(0, LANES)
+    token, inside = lane // width, lane < limit
+    index = (lane % width)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    begin = section + scales + (head * limit + tile * LANES).to(tl.int64) * BYTES
+    coded = (slot + begin * 16).to(tl.pointer_type(CODE))
+    within = tl.arange(0, LANES)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    mask = inside[:, None]
+    codes = tl.load(coded + within, mask=mask, other=0.0)
+    if CHECK:
+        N: tl.constexpr = 2 * BYTES
+        each = tl.arange(0, LANES)[:, None] * N + tl.arange(0, N)[None, :]
+        words = tl.load((slot + begin * 16).to(tl.pointer_type(tl.int64)) + each, mask, other=0)
+        add_words(sums, begin * 2, tl.reshape(words, (LANES * N // 256, 256)), 256, tile + column)
+
+    value = codes.to(tl.float32)
+    if SCALES == "head":
+        value = value * tl.load((slot + section * 16).to(tl.pointer_type(tl.float32)) + head)
+    elif SCALES == "group":
+        scaled = (slot + section * 16).to(tl.pointer_type(tl.bfloat16))
+        if part == 0:
+            group = (head * super_pages + token // _SUPER_PAGE) * (KEY_LANES * 16)
+            factor = tl.load(scaled + (group[:, None] + index), mask=mask, other=0.0)
+        else:
+            factor = tl.load(scaled + (head * tokens + token), mask=inside, other=0.0)[:, None]
+            factor = tl.broadcast_to(factor, (LANES, 16))
+        value = value * factor.to(tl.float32)
+    converted = stored(value, tl.load(factors + layer * PARTS + part), STEP, DESTINATION)
+
+    address, page_stride, head_stride, token_stride, dim_stride = block_row(
+        table, layer * PARTS + part, WIDE, DESTINATION.primitive_bitwidth // 8
+    )
+    there = token_offsets(pages, first + token, inside, page_stride, token_stride, VIEW, PAGES)
+    there += head * head_stride
+    cached = address.to(tl.pointer_type(DESTINATION))
+    if WIDE:
+        cached = tl.multiple_of(cached, 16)
+    else:
+        index = index * dim_stride
+    tl.store(cached + (there[:, None] + index), converted, mask=mask)

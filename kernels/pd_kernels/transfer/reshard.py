@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Reshard: payloads of one tensor-parallel size into payloads of another, in one launch.
+
+For payloads that pass through a store and meet consumers of another size. A head's codes and scales
+are moved as they are, whatever the codec: nothing is lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_kernels.transfer.payload import SECTION_BYTES, BlockBytes, block_bytes, scale_bytes_per_head
+
+LANES = 1024  # of 16 bytes: what a program moves of a head's codes
+SCALES = 1024  # of 2 bytes: what it moves of the head's scales
+WARPS = 4
+
+
+class Payload(NamedTuple):
+    """What is alike in the payloads of all ranks of one chunk.
+
+    Attributes:
+        codec: `raw`, `fp8_e4m3` or `int8`.
+        heads: KV heads of a layer in the whole model.
+        value_dim: 0 where there is no V.
+        element: bytes of an element of the source's cache.
+    """
+
+    codec: str
+    heads: int
+    layers: int
+    tokens: int
+    key_dim: int
+    value_dim: int
+    element: int
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return (self.key_dim, self.value_dim) if self.value_dim else (self.key_dim,)
+
+    def held(self, ranks: int) -> int:
+        """Heads of one of so many ranks; each head is held by several where there are more."""
+        if self.heads % ranks and ranks % self.heads:
+            raise ValueError(f"{self.heads} heads on {ranks} ranks: one must divide the other")
+        return max(1, self.heads // ranks)
+
+    def first_head(self, rank: int, ranks: int) -> int:
+        return rank * self.heads // ranks
+
+    def parts(self, heads: int) -> tuple[BlockBytes, ...]:
+        """Sizes of the blocks of one layer, of a rank with so many heads."""
+        return tuple(
+            block_bytes(self.codec, part == 0, heads, self.tokens, dim, self.element)
+            for part, dim in enumerate(self.dims)
+        )
+
+    def nbytes(self, ranks: int) -> int:
+        """Bytes of the payload of one of so many ranks."""
+        return self.layers * sum(part.total for part in self.parts(self.held(ranks)))
+
+    def scale_bytes(self, part: int) -> int:
+        """Of one head."""
+        return scale_bytes_per_head(self.codec, part == 0, self.tokens, self.dims[part])
+
+    def code_bytes(self, part: int) -> int:
+        """Of one head."""
+        return self.parts(1)[part].codes
+
+
+@dataclass(frozen=True, eq=False)
+class Resharding:
+    """Which payloads become which: made once for some slabs.
+
+    Attributes:
+        table: int64 `[head of a destination, 6]` on the device: address, heads and the place of
+            the head in the source's payload, then in the destination's.
+    """
+
+    sources: tuple[torch.Tensor, ...]
+    destinations: tuple[torch.Tensor, ...]
+    payload: Payload
+    table: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        sources: Sequence[torch.Tensor],
+        destinations: Sequence[torch.Tensor],
+        payload: Payload,
+    ) -> "Resharding":
+        """
+        Args:
+            sources: payload of each rank of the producer, uint8, dense, aligned to 16 bytes.
+            destinations: room for that of each rank of the consumer; may be longer.
+
+        Raises:
+            ValueError: a slab is too short, or heads cannot be shared among so many ranks.
+        """
+        for slabs in (sources, destinations):
+            wanted = payload.nbytes(len(slabs))
+            for slab in slabs:
+                if slab.dtype != torch.uint8 or not slab.is_contiguous() or slab.numel() < wanted:
+                    raise ValueError(
+                        f"slab of {slab.numel()} {slab.dtype}: wanted {wanted} dense bytes of uint8"
+                    )
+        rows = []
+        have, want = payload.held(len(sources)), payload.held(len(destinations))
+        for rank, slab in enumerate(destinations):
+            first = payload.first_head(rank, len(destinations))
+            for head in range(first, first + want):
+                holder = head * len(sources) // payload.heads
+                theirs = head - payload.first_head(holder, len(sources))
+                found = sources[holder].data_ptr(), have, theirs
+                rows.append((*found, slab.data_ptr(), want, head - first))
+        table = torch.tensor(rows, dtype=torch.int64, device=sources[0].device)
+        return cls(tuple(sources), tuple(destinations), payload, table)
+
+
+def reshard(resharding: Resharding) -> None:
+    """Write the destinations' payloads.
+
+    On a GPU this queues one kernel on the current stream and returns; on CPU, and for rows that are
+    not multiples of 16 bytes, it takes plain torch. Nothing behind a payload is touched.
+    """
+    if torch.compiler.is_compiling():
+        sources, destinations = list(resharding.sources), list(resharding.destinations)
+        _operator(sources, destinations, resharding.table, *resharding.payload)
+    else:
+        _run(resharding)
+
+
+def _run(resharding: Resharding) -> None:
+    payload, slabs = resharding.payload, (*resharding.sources, *resharding.destinations)
+    element = payload.element if payload.codec == "raw" else 1
+    whole = all(dim * element % SECTION_BYTES == 0 for dim in payload.dims)
+    aligned = all(slab.is_cuda and slab.data_ptr() % SECTION_BYTES == 0 for slab in slabs)
+    if whole and aligned:
+        with torch.cuda.device(slabs[0].device):
+            launch_reshard(resharding)
+    else:
+        reference_reshard(resharding)
+
+
+@torch.library.custom_op("pd_kernels::reshard", mutates_args=("destinations",))
+def _operator(
+    sources: list[torch.Tensor],
+    destinations: list[torch.Tensor],
+    table: torch.Tensor,
+    codec: str,
+    heads: int,
+    layers: int,
+    tokens: int,
+    key_dim: int,
+    value_dim: int,
+    element: int,
+) -> None:
+    payload = Payload(codec, heads, layers, tokens, key_dim, value_dim, element)
+    _run(Resharding(tuple(sources), tuple(destinations), payload, table))
+
+
+@_operator.register_fake
+def _(*_: object) -> None:
+    return None
+
+
+@triton.jit
+def _begin(
+    layer, part, heads, key_scales, key_codes, value_scales, value_codes, PARTS: tl.constexpr
+):
+    """Where a block begins in a payload of so many heads, and its bytes of scales: int64."""
+    key = (heads * key_scales + 15) // 16 * 16
+    value = (heads * value_scales + 15) // 16 * 16
+    layer_bytes = key + heads * key_codes
+    if PARTS == 2:
+        layer_bytes += value + heads * value_codes
+    begin = layer * layer_bytes + tl.where(part == 0, 0, key + heads * key_codes)
+    return begin, tl.where(part == 0, key, value)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "key_codes", "value_codes"])
+def _reshard_heads(
+    table,
+    key_scales,  # bytes of one head
+    value_scales,
+    key_codes,  # sections of 16 bytes of one head
+    value_codes,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part = column % PARTS
+    row = table + column // PARTS * 6
+    source, source_heads, source_head = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    target, target_heads, target_head = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    scale_bytes = tl.where(part == 0, key_scales, value_scales)
+    sections = tl.where(part == 0, key_codes, value_codes)
+    here, here_scales = _begin(
+        layer, part, source_heads, key_scales, key_codes.to(tl.int64) * 16, value_scales,
+        value_codes.to(tl.int64) * 16, PARTS,
+    )  # fmt: skip
+    there, there_scales = _begin(
+        layer, part, target_heads, key_scales, key_codes.to(tl.int64) * 16, value_scales,
+        value_codes.to(tl.int64) * 16, PARTS,
+    )  # fmt: skip
+
+    lane = tile * LANES + tl.arange(0, LANES)
+    place = lane[:, None] * 2 + tl.arange(0, 2)[None, :]
+    inside = (lane < sections)[:, None]
+    read = source + here + here_scales + source_head * (sections.to(tl.int64) * 16)
+    written = target + there + there_scales + target_head * (sections.to(tl.int64) * 16)
+    codes = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), 16)
+    moved = tl.multiple_of(written.to(tl.pointer_type(tl.int64)), 16)
+    tl.store(moved + place, tl.load(codes + place, mask=inside, other=0), mask=inside)
+
+    count = scale_bytes // 2
+    scale = tile * SCALES + tl.arange(0, SCALES)
+    if tile * SCALES < count:
+        theirs = (source + here + source_head * scale_bytes).to(tl.pointer_type(tl.int16))
+        ours = (target + there + target_head * scale_bytes).to(tl.pointer_type(tl.int16))
+        found = tl.load(theirs + scale, mask=scale < count, other=0)
+        tl.store(ours + scale, found, mask=scale < count)
+    if (tile == 0) & (target_head == target_heads - 1):
+        end = target_heads * scale_bytes + tl.arange(0, 16)
+        padding = (target + there).to(tl.pointer_type(tl.int8)) + end
+        tl.store(padding, tl.zeros((16,), tl.int8), mask=end < there_scales)
+
+
+def launch_reshard(resharding: Resharding) -> None:
+    """`reshard` by the kernel."""
+    payload = resharding.payload
+    last = len(payload.dims) - 1
+    codes = [payload.code_bytes(part) // SECTION_BYTES for part in (0, last)]
+    scales = [payload.scale_bytes(part) for part in (0, last)]
+    tiles = max(triton.cdiv(max(codes), LANES), triton.cdiv(max(scales) // 2, SCALES))
+    columns = resharding.table.shape[0] * len(payload.dims)
+    _reshard_heads[(columns, tiles, payload.layers)](
+        *(resharding.table, *scales, *codes),
+        PARTS=len(payload.dims),
+        LANES=LANES,
+        SCALES=SCALES,
+        num_warps=WARPS,
+    )
+
+
+def reference_reshard(resharding: Resharding) -> None:
+    """What `reshard` does, head by head, in torch."""
+    payload = resharding.payload
+    sources, destinations = resharding.sources, resharding.destinations
+    want = payload.held(len(destinations))
+    for rank, slab in enumerate(destinations):
+        first = payload.first_head(rank, len(destinations))
+        for head in range(first, first + want):
+            holder = head * len(sources) // payload.heads
+            theirs = head - payload.first_head(holder, len(sources))
+            ours = _head_runs(payload, payload.held(len(sources)), theirs, sources[holder])
+            for run, found in zip(_head_runs(payload, want, head - first, slab), ours, strict=True):
+                run.copy_(found)
+        for padding in _paddings(payload, want, slab):
+            padding.zero_()
+
+
+def _blocks(payload: Payload, heads: int, slab: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Part and bytes of each block."""
+    parts = payload.parts(heads)
+    sizes = [part.total for part in parts] * payload.layers
+    pieces = slab[: sum(sizes)].split(sizes)
+    return [(number % len(parts), piece) for number, piece in enumerate(pieces)]
+
+
+def _head_runs(payload: Payload, heads: int, head: int, slab: torch.Tensor) -> list[torch.Tensor]:
+    """The scales and the codes of a head, block by block."""
+    runs = []
+    for part, block in _blocks(payload, heads, slab):
+        scale, code = payload.scale_bytes(part), payload.code_bytes(part)
+        codes = block[payload.parts(heads)[part].scales :]
+        runs += [block[head * scale : (head + 1) * scale], codes[head * code : (head + 1) * code]]
+    return runs
+
+
+def _paddings(payload: Payload, heads: int, slab: torch.Tensor) -> list[torch.Tensor]:
+    """The zeros behind the scales of each block."""
+    return [
+        block[heads * payload.scale_bytes(part) : payload.parts(heads)[part].scales]
+        for part, block in _blocks(payload, heads, slab)
+    ]

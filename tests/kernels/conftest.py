@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels run in Triton's interpreter here, which needs no GPU; where it is wrong it is mended.
+
+Without Triton nothing of this folder is collected.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["*.py"]
+else:
+    # Whether a kernel is interpreted is decided where it is defined, Triton's own functions
+    # included: one that other tests have imported is imported once more. What this process starts
+    # must not inherit the setting.
+    for _name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        if not _name.startswith("triton._C"):
+            del sys.modules[_name]
+    _before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        importlib.import_module("pd_kernels.transfer")
+        # What Triton itself imports at the first launch.
+        importlib.import_module("triton.experimental.gluon")
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        if _before is not None:
+            os.environ["TRITON_INTERPRET"] = _before
+
+    sys.path.append(str(Path(__file__).parent))  # of the modules that these tests share
+    from kernel_traps import mended
+
+    @pytest.fixture(autouse=True)
+    def _mended_interpreter() -> Iterator[None]:
+        with mended():
+            yield

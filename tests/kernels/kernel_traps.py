@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton's interpreter gets wrong, mended: conversions between floats, and, before Triton 3.9,
+fused multiply-adds, which it rounded twice."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+FLOATS = {
+    tl.float32: (torch.float32, np.uint32),
+    tl.float16: (torch.float16, np.uint16),
+    tl.bfloat16: (torch.bfloat16, np.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+}
+BITS = {np.uint32: torch.int32, np.uint16: torch.int16, np.uint8: torch.uint8}
+
+_theirs = interpreter._convert_float
+
+
+def convert_float(data: Any, source: Any, destination: Any, rounding: Any) -> Any:
+    """As a GPU does it: to nearest even; into FP8, what is too large becomes 448."""
+    if source not in FLOATS or destination not in FLOATS:
+        return _theirs(data, source, destination, rounding)
+    (dtype, words), (wanted, wanted_words) = FLOATS[source], FLOATS[destination]
+    bits = np.frombuffer(data.tobytes(), words).copy()
+    value = torch.from_numpy(bits.view(f"i{bits.itemsize}") if bits.itemsize > 1 else bits)
+    value = value.view(dtype).float()
+    if wanted is torch.float8_e4m3fn:
+        value = value.clamp(-448.0, 448.0)
+    found = value.to(wanted).view(BITS[wanted_words]).numpy().view(wanted_words)
+    return found.reshape(data.shape)
+
+
+def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
+    """In float64, which holds the product of two float32 exactly."""
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+
+FMA_IS_WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
+@contextlib.contextmanager
+def mended() -> Iterator[None]:
+    """Within, the interpreter computes as a GPU does."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(interpreter, "_convert_float", convert_float))
+        if FMA_IS_WRONG:
+            builder = interpreter.InterpreterBuilder
+            patches.enter_context(mock.patch.object(builder, "create_fma", fma))
+        yield

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler makes of each kernel for sm_90a: registers, spills, and how wide memory is read.
+
+No GPU is needed. What is asserted here is what a kernel needs to run at the speed of the memory, not
+that it does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REGISTERS = 65_536  # of a multiprocessor
+LOAD_S = 1.5e-6  # how long a load takes while the memory is busy
+COPY_BYTES_PER_S = 4.3e12  # of an H200, reads and writes together
+MULTIPROCESSORS = 132
+
+COMMAND = Path(__file__).with_name("kernel_aot.py")
+WIDE = ".E.128"
+
+# Bytes that one program reads of the cache or the payload, where that is what it waits for.
+TILE_BYTES = {
+    "gather raw": 16_384,
+    "gather raw, sums": 16_384,
+    "gather raw, MLA": 16_384,
+    "gather verbatim": 16_384,
+    "gather fp8": 16_384,
+    "gather fp8, sums": 16_384,
+    "gather fp8, MLA": 16_384,
+    "gather fp8, scale given": 16_384,
+    "gather int8": 12_288,  # K and V
+    "gather int8, sums": 12_288,
+    "gather int8, MLA": 16_384,
+    "scatter raw": 16_384,
+    "scatter raw, sums": 16_384,
+    "scatter fp8": 8_192,
+    "scatter fp8, sums": 8_192,
+    "scatter int8": 8_192,
+    "scatter int8, sums": 8_192,
+    "scatter int8, MLA": 8_192,
+    "scatter raw FP8 to bfloat16": 8_192,
+    "reshard": 16_384,
+    "payload sums": 16_384,
+}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    paths = [str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(
+        [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)["kernels"]
+    return found
+
+
+def wide(kernel: dict[str, Any], kind: str) -> int:
+    """Bytes that the program's threads together read or write 16 at a time, in the code as it lies."""
+    found = sum(n for name, n in kernel["accesses"].items() if name.startswith(kind + WIDE))
+    return 16 * found * int(kernel["threads"])
+
+
+def programs(kernel: dict[str, Any]) -> int:
+    """That fit on a multiprocessor by their registers, which are given out by eights."""
+    return REGISTERS // (-(-kernel["registers"] // 8) * 8 * kernel["threads"])
+
+
+@pytest.mark.parametrize("name", TILE_BYTES)
+def test_nothing_is_spilled(kernels: dict[str, dict[str, Any]], name: str) -> None:
+    kernel = kernels[name]
+    assert kernel["stack"] == 0
+    assert not [access for access in kernel["accesses"] if access.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.parametrize("name", TILE_BYTES)
+def test_rows_are_read_and_written_16_bytes_at_a_time(
+    kernels: dict[str, dict[str, Any]], name: str
+) -> None:
+    kernel = kernels[name]
+    assert wide(kernel, "LDG") >= TILE_BYTES[name]
+    if name != "payload sums":
+        written = TILE_BYTES[name] // 2 if name.startswith(("gather fp8", "gather int8")) else 1
+        assert wide(kernel, "STG") >= max(written, 16 * kernel["threads"])
+
+
+def test_an_odd_row_is_read_in_small_pieces(kernels: dict[str, dict[str, Any]]) -> None:
+    """So that the test above would see it."""
+    assert wide(kernels["gather raw, odd rows"], "LDG") == 0
+
+
+def read_share(name: str) -> float:
+    """Of the bytes that a kernel moves, how many it reads."""
+    if name == "payload sums":
+        return 1.0
+    if "fp8" in name or "int8" in name or "FP8" in name:
+        return 2 / 3 if name.startswith("gather") else 1 / 3
+    return 1 / 2
+
+
+@pytest.mark.parametrize("name", TILE_BYTES)
+def test_enough_loads_are_under_way_to_keep_the_memory_busy(
+    kernels: dict[str, dict[str, Any]], name: str
+) -> None:
+    """Of all programs that fit on a multiprocessor, a third is waiting for what it codes or writes."""
+    kernel = kernels[name]
+    wanted = COPY_BYTES_PER_S * read_share(name) * LOAD_S / MULTIPROCESSORS
+    assert programs(kernel) * TILE_BYTES[name] * 2 / 3 >= wanted
+    assert programs(kernel) * kernel["shared"] <= 200 * 1024
+
+
+@pytest.mark.parametrize("name", TILE_BYTES)
+def test_subnormal_numbers_are_not_flushed(kernels: dict[str, dict[str, Any]], name: str) -> None:
+    assert kernels[name]["flushes"] == 0

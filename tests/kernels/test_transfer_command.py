@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one command for a GPU: what it does without one, and its check with one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_kernels.bench import check, transfer
+from pd_kernels.bench.caches import Model
+from pd_kernels.bench.report import Row, duration, print_rows, throughput, write_json
+from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer.gather import launch_gather
+
+COMMAND = [sys.executable, "-m", "pd_kernels.bench", "transfer"]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    kernels = str(Path(__file__).parents[2] / "kernels")
+    environment["PYTHONPATH"] = os.pathsep.join([kernels, environment.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "no GPU: nothing was checked or measured"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_agree_with_their_references_on_random_shapes() -> None:
+    done = run("--check", "--cases", "60")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_rows_say_whether_a_bar_was_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Row] = [
+        throughput("gather", {"page": 16}, 90.0, 100.0, 0.8),
+        throughput("gather", {"page": 64}, 70.0, 100.0, 0.8),
+        duration("gather / torch", {"page": 16}, 1e-6, 3e-6, 0.5),
+        duration("gather / torch", {"page": 64}, 2e-6, 3e-6, 0.5),
+        duration("sums", {}, 2e-6, 1e-6, None),
+    ]
+    assert [row.ok for row in rows] == [True, False, True, False, True]
+    print_rows(rows)
+    printed = capsys.readouterr().out.splitlines()
+    assert [("MISSED" in line) for line in printed] == [False, False, True, False, True, False]
+    write_json(tmp_path / "rows.json", rows)
+    assert '"ratio": 0.7' in (tmp_path / "rows.json").read_text()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's parts on this machine: few tokens, interpreted kernels, times that say nothing."""
+
+    def once(calls: Sequence[Callable[[], None]]) -> float:
+        for call in calls:
+            call()
+        return 1e-3
+
+    monkeypatch.setattr(check, "DEVICE", "cpu")
+    monkeypatch.setattr(check, "TOKENS", (1, 17, 70))
+    monkeypatch.setattr(check, "PATIENCES", (0,))
+    monkeypatch.setattr(transfer, "DEVICE", "cpu")
+    monkeypatch.setattr(
+        transfer, "MODELS", (Model("tiny", 2, 8, 32, 32), Model("latent", 1, 1, 48, 0))
+    )
+    monkeypatch.setattr(transfer, "LLAMA_8B", Model("tiny", 1, 8, 16, 16))
+    monkeypatch.setattr(transfer, "LAYOUTS", ((16, "LBHNC"), (64, "LBNHC")))
+    monkeypatch.setattr(transfer, "copies", lambda _: 2)
+    monkeypatch.setattr(transfer, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(transfer, "seconds", once)
+
+
+@pytest.mark.usefixtures("small")
+def test_its_check_passes_in_the_interpreter() -> None:
+    assert check.check_transfer(6, seed=3) == []
+
+
+@pytest.mark.usefixtures("small")
+def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(chunk: Chunk, patience: int = 0) -> None:
+        launch_gather(chunk, patience)
+        chunk.slot[-65] ^= 1  # the payload's last byte; others lie behind it
+
+    monkeypatch.setattr(check, "launch_gather", late)
+    problems = check.check_transfer(2, seed=3)
+    assert len([problem for problem in problems if problem.startswith("pages")]) == 2
+
+
+@pytest.mark.usefixtures("small")
+def test_it_measures_every_codec_both_ways_and_every_reshard() -> None:
+    rows = transfer.measure_transfer((70,))
+    names = {row.name for row in rows}
+    assert names == {
+        "gather",
+        "gather with sums / without",
+        "gather / torch",
+        "scatter",
+        "reshard",
+    }
+    gathers = [row.params for row in rows if row.name == "gather"]
+    assert len({tuple(params.values()) for params in gathers}) == len(gathers) == 2 * 2 * 3
+    assert len([row for row in rows if row.name == "reshard"]) == 16
