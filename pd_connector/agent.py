@@ -24,7 +24,7 @@ from pd_connector.handshake import Identity
 from pd_connector.incoming import Finished, Held, Load, Peer
 from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import PagedCache
-from pd_connector.scheduling import prefer_short_slices
+from pd_connector.scheduling import prefer_own_threads, prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
 from pd_connector.serve import Server
 from pd_connector.slab import Slab
@@ -248,6 +248,7 @@ class Agent:
         self._news.set()
 
     def _run(self) -> None:
+        prefer_own_threads()
         prefer_short_slices()
         try:
             while not self._stopping:
