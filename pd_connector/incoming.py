@@ -53,16 +53,11 @@ class Session:
     def header(self, load: Load, chunk: Chunk, checksum: bytes) -> wire.ChunkHeader:
         """What the header of this chunk must say."""
         route = self.routes[chunk.route]
-        return wire.ChunkHeader(
+        return wire.chunk_header(
             load.transfer,
             self.epoch,
-            chunk.sequence,
             load.identity,
-            chunk.route,
-            chunk.first_layer,
-            chunk.stop_layer,
-            chunk.first_token,
-            chunk.stop_token,
+            chunk,
             route.codec,
             chunk.nbytes(route),
             checksum,

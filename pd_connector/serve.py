@@ -317,17 +317,11 @@ class Server:
         return self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
 
     def _header(self, send: Send, payload: memoryview) -> wire.ChunkHeader:
-        chunk = send.chunk
-        return wire.ChunkHeader(
+        return wire.chunk_header(
             send.transfer,
             self._identity.epoch,
-            chunk.sequence,
             send.identity,
-            chunk.route,
-            chunk.first_layer,
-            chunk.stop_layer,
-            chunk.first_token,
-            chunk.stop_token,
+            send.chunk,
             send.route.codec,
             len(payload),
             checksum(payload),

@@ -17,6 +17,7 @@ import msgspec
 from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.geometry import Geometry
+from pd_connector.plan import Chunk
 
 SCHEMA = 2
 OLDEST_SCHEMA = 2
@@ -208,6 +209,32 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     codec: Name
     nbytes: Count
     checksum: Fingerprint
+
+
+def chunk_header(
+    transfer: str,
+    epoch: int,
+    identity: bytes,
+    chunk: Chunk,
+    codec: str,
+    nbytes: int,
+    checksum: bytes,
+) -> ChunkHeader:
+    """The header of the plan's `chunk`: what a producer says, and what a consumer wants to hear."""
+    return ChunkHeader(
+        transfer,
+        epoch,
+        chunk.sequence,
+        identity,
+        chunk.route,
+        chunk.first_layer,
+        chunk.stop_layer,
+        chunk.first_token,
+        chunk.stop_token,
+        codec,
+        nbytes,
+        checksum,
+    )
 
 
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -49,6 +50,14 @@ LAYER = Setup.of(
 )
 in_steps = pytest.mark.parametrize("setup", [STEP], indirect=True, ids=["step"])
 in_one_step = pytest.mark.parametrize("setup", [LAYER], indirect=True, ids=["layer"])
+
+
+def assert_right_side_by_side(pair: Pair, reference, prompts: Sequence[Prompt]) -> None:
+    """All at once, the prompts are answered as one engine answers each."""
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(lambda prompt: told_at_once(pair, prompt), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
 
 
 def number_of(engine: VllmEngine, state: str) -> float:
@@ -112,10 +121,7 @@ def test_a_prefill_that_is_preempted_while_it_streams(pair: Pair, reference) -> 
 @in_steps
 def test_several_long_prompts_in_too_small_a_cache(pair: Pair, reference) -> None:
     prompts = [prompt_of(1500 + 300 * i, start=200 * i) for i in range(6)]
-    with ThreadPoolExecutor(6) as threads:
-        answers = list(threads.map(lambda prompt: told_at_once(pair, prompt), prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    assert_right_side_by_side(pair, reference, prompts)
 
 
 @in_steps
@@ -190,10 +196,7 @@ def test_layers_arrive_before_the_step_that_computes_them_has_ended(pair: Pair, 
 @in_one_step
 def test_layers_of_several_prompts_at_once(pair: Pair, reference) -> None:
     prompts = [prompt_of(100 + 333 * i, start=100 * i) for i in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda prompt: told_at_once(pair, prompt), prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    assert_right_side_by_side(pair, reference, prompts)
 
 
 @in_one_step
