@@ -26,6 +26,7 @@ from pd_connector.incoming import (
     Stream,
     Tell,
 )
+from pd_connector.memory import Pieces
 from pd_connector.plan import chunk_limit, plan
 from pd_connector.route import Route, meet, uncovered
 from pd_connector.slab import SlotPool
@@ -136,6 +137,7 @@ class Consumer:
         now: float,
         *,
         read: bool = False,
+        direct: bool = False,
     ) -> list[Action]:
         """A session stands: open what waited for it.
 
@@ -143,8 +145,9 @@ class Consumer:
             routes: what passes between its producer's rank and this one.
             slot_bytes: size of the producer's slots.
             read: chunks are read from the producer, not written by it.
+            direct: and its leased pages where they lie.
         """
-        session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes, read)
+        session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes, read, direct)
         self._sessions[source] = session
         farewells = self._farewells.pop(source, [])
         actions: list[Action] = [Tell(source, message) for message in farewells]
@@ -230,13 +233,13 @@ class Consumer:
         self,
         header: wire.ChunkHeader,
         slot: int,
-        payload: memoryview,
+        payload: memoryview | Pieces,
         now: float,
         *,
         problem: str = "",
     ) -> list[Action]:
-        """A chunk has landed, or, with a `problem`, will not. Nothing of it is believed before it
-        fits the plan.
+        """A chunk has landed, or can be read where it lies, or, with a `problem`, will not come.
+        Nothing of it is believed before it fits the plan.
 
         A chunk of a transfer that is over, or that came twice, is dropped: its slot belongs to
         someone else by now.
@@ -253,8 +256,8 @@ class Consumer:
             return self._finish(incoming, Cause.TRANSPORT, problem, now)
         load, session = incoming.load, self._sessions[source]
         wanted = session.header(load, chunk, header.checksum)
-        if header != wanted or len(payload) != wanted.nbytes:
-            detail = f"landed {header}, wanted {wanted}, {len(payload)} bytes"
+        if header != wanted or payload.nbytes != wanted.nbytes:
+            detail = f"landed {header}, wanted {wanted}, {payload.nbytes} bytes"
             return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
         route = session.routes[chunk.route]
         stream.landed(header.nbytes, now)
@@ -348,6 +351,7 @@ class Consumer:
             chunk_bytes=limit,
             readers=stream.readers,
             bytes_per_s=int(session.bytes_per_s or 0),
+            direct=session.direct,
         )
         return [Tell(source, message)]
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pd_connector import wire
 from pd_connector.codec import permitted
 from pd_connector.config import Config
@@ -20,6 +22,7 @@ from pd_connector.geometry import Shard
 from pd_connector.handshake import Identity, RefusedError, hello, judge_welcome
 from pd_connector.incoming import Action, Dial, Finished, Held, Load, Peer, Place, Source, Tell
 from pd_connector.integrity import checksum
+from pd_connector.memory import Pieces
 from pd_connector.pages import PagedCache
 from pd_connector.security import CurveKeys
 from pd_connector.session import Connection, Context
@@ -40,7 +43,7 @@ class _Session:
     transport: Transport | None = None
     expected: Hashable = None
     read: bool = False  # its chunks are offered, to be read
-    # Send slots of the producer that are being read, by the landing slot they go with.
+    # Offers of the producer that are being read, by the landing slot they go with.
     reading: dict[int, int] = field(default_factory=dict)
 
 
@@ -124,23 +127,26 @@ class Fetcher:
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it is believed once it fits the plan and its checksum."""
+        self._arrived(landed.header, landed.slot, landed.payload, landed.problem, now)
+
+    def _arrived(
+        self, data: bytes, slot: int, payload: memoryview | Pieces, problem: str, now: float
+    ) -> None:
         try:
-            header = wire.decode_chunk_header(landed.header)
+            header = wire.decode_chunk_header(data)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
             self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
-            self._taken(landed.slot)
+            self._taken(slot)
             return
-        if landed.problem:
-            logger.warning("chunk of transfer %s not read: %s", header.transfer, landed.problem)
-        actions = self._consumer.landed(
-            header, landed.slot, landed.payload, now, problem=landed.problem
-        )
+        if problem:
+            logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
+        actions = self._consumer.landed(header, slot, payload, now, problem=problem)
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
-        self._taken(landed.slot)
+        self._taken(slot)
 
     def tick(self, now: float) -> None:
         """Speak for what is wanted; end what has been silent."""
@@ -172,7 +178,7 @@ class Fetcher:
                 self._end(source, _cause(message.cause), detail, now)
             case wire.Ready():
                 self._act(self._consumer.ready(source, message.transfer), now)
-            case wire.Offered():
+            case wire.Offered() | wire.OfferedPages():
                 self._read(source, session, message, now)
             case wire.Accept():
                 self._act(self._consumer.accept(source, message, now), now)
@@ -201,26 +207,44 @@ class Fetcher:
         session.transport = transport
         session.greeted = True
         session.read = welcome.read
+        direct = (
+            welcome.read
+            and welcome.direct
+            and self._cache.on_host
+            and transport.direct(session.expected)
+        )
         logger.info(
             "session with %s:%d: transport %s, %s, codecs %s",
             *source[:2],
             transport.name,
-            "read" if welcome.read else "written",
+            "read from pages" if direct else "read" if welcome.read else "written",
             ",".join(sorted({path.codec for path in paths})) or "none",
         )
         slot_bytes = welcome.slot_bytes
         up = self._consumer.session_up(
-            source, welcome.epoch, paths, slot_bytes, now, read=welcome.read
+            source, welcome.epoch, paths, slot_bytes, now, read=welcome.read, direct=direct
         )
         return self._act(up, now)
 
-    def _read(self, source: Source, session: _Session, offered: wire.Offered, now: float) -> None:
-        """Fetch a chunk that the producer offers, into a slot that was granted for it."""
+    def _read(
+        self,
+        source: Source,
+        session: _Session,
+        offered: wire.Offered | wire.OfferedPages,
+        now: float,
+    ) -> None:
+        """Fetch a chunk that the producer offers, into a slot that was granted for it, or, where
+        it lies in pages, straight into ours."""
         wanted = self._consumer.granted(source, offered.transfer, offered.slot)
         if session.transport is None or not wanted or offered.slot in session.reading:
-            session.connection.send(wire.encode(wire.Taken(offered.send_slot)))
+            session.connection.send(wire.encode(wire.Taken(offered.offer)))
             return
-        session.reading[offered.slot] = offered.send_slot
+        session.reading[offered.slot] = offered.offer
+        if isinstance(offered, wire.OfferedPages):
+            addresses = np.frombuffer(offered.addresses[: len(offered.addresses) // 8 * 8], "<u8")
+            pieces = Pieces(addresses, offered.piece_bytes)
+            self._arrived(offered.header, offered.slot, pieces, "", now)
+            return
         try:
             session.transport.read(
                 session.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
@@ -229,7 +253,7 @@ class Fetcher:
             self._end(source, Cause.TRANSPORT, str(error), now)
 
     def _taken(self, slot: int) -> None:
-        """Tell the producer that its send slot is free, if this landing slot was read into."""
+        """Tell the producer that an offer has been read, if one went with this landing slot."""
         for session in self._sessions.values():
             if slot in session.reading:
                 taken = wire.Taken(session.reading.pop(slot))
@@ -301,13 +325,36 @@ class Fetcher:
         writes before or during the copy is seen in the checksum. Wrong bytes do no harm in the
         load's own pages, for these count only when all of it was right.
         """
-        self._cache.scatter(place.route, place.chunk, place.pages, place.payload)
-        if checksum(place.payload) != place.header.checksum:
+        if isinstance(place.payload, Pieces):
+            try:
+                found = self._pull(place, place.payload)
+            except TransportError as error:
+                return Cause.TRANSPORT, str(error)
+        else:
+            self._cache.scatter(place.route, place.chunk, place.pages, place.payload)
+            found = checksum(place.payload)
+        if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         return None, ""
+
+    def _pull(self, place: Place, theirs: Pieces) -> bytes:
+        """Copy a chunk from the producer's pages into ours; returns the checksum of ours.
+
+        Raises TransportError if it cannot be copied.
+        """
+        session, route = self._sessions[place.source], place.route
+        ours = self._cache.pieces(
+            route.destination, route.destination_head, route, place.chunk, place.pages
+        )
+        if ours is None or session.transport is None:
+            raise TransportError(
+                "pages were offered to be read, and those here are not in host memory"
+            )
+        self._telemetry.count("pulled_pieces", len(ours.addresses))
+        return session.transport.pull(session.expected, theirs, ours)
 
     def _report(self, finished: Finished) -> None:
         if finished.cause is None:

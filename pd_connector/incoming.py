@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pd_connector import wire
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
+from pd_connector.memory import Pieces
 from pd_connector.plan import Chunk
 from pd_connector.route import Route
 
@@ -48,6 +49,7 @@ class Session:
     slot_bytes: int
     routes: Sequence[Route]
     read: bool = False  # chunks are read from it, not written by it
+    direct: bool = False  # and leased pages of it, where they lie
     bytes_per_s: float | None = None
 
     def header(self, load: Load, chunk: Chunk, checksum: bytes) -> wire.ChunkHeader:
@@ -140,7 +142,7 @@ class Tell(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A landed chunk fits the plan: verify its checksum, scatter it, then call `placed`."""
+    """A chunk fits the plan: bring it into these pages, verify its checksum, then call `placed`."""
 
     source: Source
     header: wire.ChunkHeader
@@ -148,7 +150,7 @@ class Place(NamedTuple):
     chunk: Chunk
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
-    payload: memoryview
+    payload: memoryview | Pieces  # here, or in the producer's memory
 
 
 class Held(NamedTuple):

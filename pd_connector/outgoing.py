@@ -169,7 +169,7 @@ class Free(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Gather this chunk and move it into the consumer's landing slot."""
+    """Bring this chunk to the consumer, on account of a landing slot that it has granted."""
 
     transfer: str
     request: str
@@ -179,6 +179,7 @@ class Send(NamedTuple):
     pages: Sequence[int]  # page ids that hold the chunk's tokens, in prompt order
     identity: bytes
     slot: int
+    direct: bool  # it may be read where it lies: by this consumer, and the pages are leased
 
     @property
     def kept(self) -> bool:

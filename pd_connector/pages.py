@@ -17,6 +17,7 @@ from pd_connector.codec import CODECS, DTYPES, Elements, Part
 from pd_connector.copying import Copier, DeviceCopier, HostCopier, Index, Span, Words, as_tensor
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import Geometry, Group
+from pd_connector.memory import Pieces
 from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
 from pd_connector.route import Route
 
@@ -63,6 +64,11 @@ class PagedCache:
         on_host = self._device.type == "cpu"
         self._copier: Copier = copier or (HostCopier() if on_host else DeviceCopier())
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether pages lie in this machine's memory, not a device's."""
+        return self._stream is None
 
     @property
     def largest_page_bytes(self) -> int:
@@ -120,6 +126,36 @@ class PagedCache:
             )
         with self._streamed(None):
             self._scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
+
+    def pieces(
+        self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
+    ) -> Pieces | None:
+        """Where a verbatim chunk's payload lies in this cache, in order; None if it is not in
+        host memory.
+
+        Args:
+            group: the route's source or destination, whichever this cache is.
+            first_head: place of the route's first head in this cache.
+            pages: ids of `chunk.pages(group.page_size)`.
+
+        Raises:
+            IndexError: a page is not of this cache.
+        """
+        if self._stream is not None or not chunk.verbatim:
+            return None
+        heads = slice(first_head, first_head + len(route.heads))
+        found: list[Index] = []
+        piece_bytes = 0
+        for layer in chunk.layers(route):
+            rows, index = self._row_range(layer, group, heads, pages)
+            _, parts, piece_bytes = rows.shape
+            addresses = rows.data_ptr() + index * rows.stride(0)
+            if rows.stride(1) == piece_bytes:  # the heads lie side by side
+                piece_bytes *= parts
+            elif parts > 1:
+                addresses = (addresses[:, None] + np.arange(parts) * rows.stride(1)).reshape(-1)
+            found.append(addresses)
+        return Pieces(np.concatenate(found).astype(np.uint64), piece_bytes)
 
     def in_place(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
         """The chunk's payload where it lies in the cache, if it is one run of full pages of one

@@ -193,6 +193,7 @@ class Producer:
                 outgoing.offer.pages[route.source.table][span.start : span.stop],
                 outgoing.offer.identity,
                 stream.credits.popleft(),
+                stream.message.direct and outgoing.final and chunk.verbatim,
             )
 
     def unsend(self, send: Send) -> None:

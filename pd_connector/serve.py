@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producing half of an agent: sessions with consumers, and the chunks that go out."""
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ from pd_connector.errors import (
 from pd_connector.gate import Gate
 from pd_connector.handshake import Identity, RefusedError, connect, judge_hello
 from pd_connector.integrity import checksum
+from pd_connector.memory import Pieces
 from pd_connector.outgoing import Action, Free, Offer, Reply, Send
 from pd_connector.pages import PagedCache
 from pd_connector.producer import Producer
@@ -89,6 +91,7 @@ class Server:
         self._listener = Listener(context, config.host, keys)
         self._sessions: dict[bytes, _Session] = {}
         self._moving: dict[tuple[str, int], _Moving] = {}
+        self._offers = itertools.count()
         self._ahead: set[bytes] = set()  # sessions that have enough to read
         self._send_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
@@ -197,9 +200,9 @@ class Server:
             case wire.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
             case wire.Taken():
-                moving = self._moving.get((_OFFERED, message.send_slot))
+                moving = self._moving.get((_OFFERED, message.offer))
                 if moving is not None and moving.session == sender:
-                    self._moved((_OFFERED, message.send_slot), True, "")
+                    self._moved((_OFFERED, message.offer), True, "")
             case wire.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case wire.Cancel():
@@ -230,6 +233,7 @@ class Server:
             transport_address=transport.address(),
             slot_bytes=self._config.slot_bytes,
             read=read,
+            direct=read and self._config.direction == "auto",
         )
         self._listener.send(sender, wire.encode(welcome))
         return None
@@ -273,6 +277,9 @@ class Server:
             if not passes:
                 self._producer.unsend(send)
                 return
+            if send.direct and (pieces := self._pieces(send)):
+                self._offer_pages(send, session, pieces, now)
+                return
             lies = None
             if session.transport.copies and not session.read:
                 lies = self._cache.in_place(send.route, send.chunk, send.pages)
@@ -289,16 +296,13 @@ class Server:
         self, send: Send, session: _Session, payload: memoryview, send_slot: int | None, now: float
     ) -> None:
         """Set a payload on its way, which lies in a send slot of ours, or in full pages."""
-        header = wire.encode(self._header(send, payload))
-        deadline = now + self._config.stall_timeout_s
-        moving = _Moving(send.session, send.transfer, send_slot, len(payload), deadline)
+        header = self._header(send, len(payload), checksum(payload))
+        moving = self._moving_now(send, send_slot, len(payload), now)
         if session.read:
             assert send_slot is not None
-            offered = wire.Offered(send.transfer, send_slot, send.slot, len(payload), header)
-            self._moving[_OFFERED, send_slot] = moving
-            self._look_ahead(send.session)
-            self._telemetry.count("sent_chunks")
-            self._listener.send(send.session, wire.encode(offered))
+            offer = next(self._offers)
+            place = send.transfer, offer, send_slot, send.slot
+            self._offer(offer, moving, wire.Offered(*place, len(payload), header))
             return
         try:
             token = session.transport.write(session.link, header, payload, send.slot)
@@ -316,15 +320,41 @@ class Server:
         fence = self._fences.get(send.request)
         return self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
 
-    def _header(self, send: Send, payload: memoryview) -> wire.ChunkHeader:
-        return wire.chunk_header(
-            send.transfer,
-            self._identity.epoch,
-            send.identity,
-            send.chunk,
-            send.route.codec,
-            len(payload),
-            checksum(payload),
+    def _pieces(self, send: Send) -> Pieces | None:
+        """Where the chunk lies, if the consumer may read it there."""
+        route = send.route
+        found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
+        return found if found and len(found.addresses) <= wire.MAX_PIECES else None
+
+    def _offer_pages(self, send: Send, session: _Session, pieces: Pieces, now: float) -> None:
+        header = self._header(send, pieces.nbytes, pieces.checksum())
+        moving = self._moving_now(send, None, pieces.nbytes, now)
+        offer = next(self._offers)
+        addresses = pieces.addresses.astype("<u8").tobytes()
+        place = send.transfer, offer, send.slot
+        self._offer(offer, moving, wire.OfferedPages(*place, pieces.piece_bytes, addresses, header))
+
+    def _offer(self, offer: int, moving: _Moving, offered: wire.Message) -> None:
+        self._moving[_OFFERED, offer] = moving
+        self._look_ahead(moving.session)
+        self._telemetry.count("sent_chunks")
+        self._listener.send(moving.session, wire.encode(offered))
+
+    def _moving_now(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> _Moving:
+        deadline = now + self._config.stall_timeout_s
+        return _Moving(send.session, send.transfer, send_slot, nbytes, deadline)
+
+    def _header(self, send: Send, nbytes: int, checksum: bytes) -> bytes:
+        return wire.encode(
+            wire.chunk_header(
+                send.transfer,
+                self._identity.epoch,
+                send.identity,
+                send.chunk,
+                send.route.codec,
+                nbytes,
+                checksum,
+            )
         )
 
     def _moved(self, key: tuple[str, int], ok: bool, detail: str) -> None:

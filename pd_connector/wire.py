@@ -22,6 +22,8 @@ from pd_connector.plan import Chunk
 SCHEMA = 2
 OLDEST_SCHEMA = 2
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_PIECES = 1 << 14
+"""Of a chunk that is read from pages."""
 
 T = TypeVar("T")
 
@@ -33,6 +35,7 @@ Slot = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Slots = Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
 Codecs = Annotated[list[Name], msgspec.Meta(max_length=16)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Header = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]  # an encoded `ChunkHeader`
 Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 
@@ -59,7 +62,8 @@ class Hello(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     """Producer: the session stands. `transport_address` is where its transport is reached;
-    with `read`, it offers chunks for the consumer to read instead of writing them."""
+    with `read`, it offers chunks for the consumer to read instead of writing them, and with `direct`
+    leased pages as they lie."""
 
     schema: Count
     engine_id: Name
@@ -70,6 +74,7 @@ class Welcome(Message, frozen=True):
     transport_address: bytes
     slot_bytes: Count  # of its send slots
     read: bool = False
+    direct: bool = False
 
 
 class Reject(Message, frozen=True):
@@ -100,7 +105,7 @@ class Open(Message, frozen=True):
     the prefill may not have started yet. `slots` are granted at once; a chunk has
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 where it was not.
+    move, 0 where it was not. With `direct` the consumer can read the producer's pages.
     """
 
     transfer: Name
@@ -112,6 +117,7 @@ class Open(Message, frozen=True):
     chunk_bytes: Count
     readers: Readers = 1
     bytes_per_s: Count = 0
+    direct: bool = False
 
 
 class Accept(Message, frozen=True):
@@ -142,19 +148,36 @@ class Credit(Message, frozen=True):
 
 class Offered(Message, frozen=True):
     """Producer, in a session with `read`: a chunk lies in my send slot, to be read into the
-    landing slot that was granted."""
+    landing slot that was granted. `offer` is the number of the offer in this session."""
 
     transfer: Name
+    offer: Count
     send_slot: Slot
     slot: Slot
     nbytes: Count
-    header: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
+    header: Header
+
+
+class OfferedPages(Message, frozen=True):
+    """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read from
+    there, on account of the landing slot that was granted.
+
+    `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
+    little-endian words of 64 bits.
+    """
+
+    transfer: Name
+    offer: Count
+    slot: Slot
+    piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    addresses: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PIECES)]
+    header: Header
 
 
 class Taken(Message, frozen=True):
-    """Consumer: what was offered in this send slot has been read, or will not be."""
+    """Consumer: what was offered under this number has been read, or will not be."""
 
-    send_slot: Slot
+    offer: Count
 
 
 class Done(Message, frozen=True):
@@ -238,7 +261,9 @@ def chunk_header(
 
 
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
-ProducerMessage = Welcome | Reject | Ready | Accept | Offered | Refuse | Cancelled | Pulse
+ProducerMessage = (
+    Welcome | Reject | Ready | Accept | Offered | OfferedPages | Refuse | Cancelled | Pulse
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_consumer: msgspec.msgpack.Decoder[ConsumerMessage] = msgspec.msgpack.Decoder(ConsumerMessage)

@@ -112,7 +112,8 @@ def valid_messages() -> list[bytes]:
         wire.Taken(1),
         wire.Welcome(wire.SCHEMA, "e", 1, GEOMETRY, ["raw"], "tcp", b"", 1 << 20, True),
         wire.Ready("bait"),
-        wire.Offered("bait", 0, 0, 100, b"header"),
+        wire.Offered("bait", 0, 0, 0, 100, b"header"),
+        wire.OfferedPages("bait", 0, 0, 8, bytes(16), b"header"),
         wire.Accept("bait", 1, True),
     ]
     return [wire.encode(message) for message in messages]
@@ -326,7 +327,19 @@ LIES: dict[str, tuple[list[wire.Message | list[bytes]], set[Cause]]] = {
     "offers of what it never wrote": (
         [
             msgspec.structs.replace(WELCOME, read=True),
-            *(wire.Offered("t", slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
+            *(wire.Offered("t", 0, slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
+        ],
+        {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
+    ),
+    "offers of pages that are not where it says": (
+        [
+            msgspec.structs.replace(WELCOME, read=True, direct=True),
+            *(
+                wire.OfferedPages("t", 0, slot, size, addresses, b"")
+                for slot in (0, 3, 2**32 - 1)
+                for size in (1, 2**40)
+                for addresses in (b"", bytes(7), bytes(16), b"\xff" * 8)
+            ),
         ],
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     ),
@@ -355,7 +368,9 @@ def test_a_producer_that_lies_fails_the_load_with_a_cause(ranks: Ranks, context:
         sender, hello = liar.hear()
         assert isinstance(hello, wire.Hello)
         for message in LIES[name][0]:
-            if isinstance(message, (wire.Refuse, wire.Accept, wire.Ready, wire.Offered)):
+            if isinstance(
+                message, (wire.Refuse, wire.Accept, wire.Ready, wire.Offered, wire.OfferedPages)
+            ):
                 message = msgspec.structs.replace(message, transfer=name)
             liar.say(sender, message)
     for name in liars:

@@ -136,7 +136,7 @@ def test_hostile_messages_are_malformed(data: bytes) -> None:
                 {"bytes_per_s": -1},
             )
         ),
-        wire.Taken(1 << 32),
+        wire.Taken(-1),
         wire.Cancel("t", "aborted", 0),
         msgspec.structs.replace(HELLO, codecs=["raw"] * 17),
         msgspec.structs.replace(HELLO, readable=["shm"] * 17),

@@ -16,7 +16,8 @@ from pd_connector.bench.wire_pair import WirePair, WireRun
 from pd_connector.bench.wire_size import TOKEN_BYTES
 
 MAX_DESCRIPTORS = 1 / 50
-"""Ours may need at most this share of the descriptors of the baseline."""
+"""Ours may need at most this share of the descriptors of the baseline, where it collates: pages that
+are read where they lie are as many pieces as they are pages."""
 _GB = 1e9
 
 Say = Callable[[str], None]
@@ -31,12 +32,14 @@ class Way:
         kind: `ours`, `pages` (a descriptor per page) or `plain` (bytes over TCP).
         settings: of our agents.
         bar: the least of the baseline's rate that is asked for; None for nothing.
+        collates: whether chunks are gathered; over shared memory like pages are read where they lie.
     """
 
     name: str
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     bar: float | None = None
+    collates: bool = True
 
     @property
     def lossy(self) -> bool | None:
@@ -57,8 +60,8 @@ CODECS = tuple(_CODEC_BARS)
 
 def local_way(transport: str, codec: str) -> Way:
     """Ours on one machine."""
-    bar = 1.0 if (transport, codec) == ("shm", "raw") else None
-    return _ours(transport, codec, bar)
+    direct = (transport, codec) == ("shm", "raw")
+    return _ours(transport, codec, 1.0 if direct else None, collates=not direct)
 
 
 def link_way(transport: str, codec: str) -> Way:
@@ -122,7 +125,7 @@ def _compare(
     rate = compare("rate", "GB/s", lambda run: gb / run.seconds, bar, True)
     if base is LINE:
         return [replace(rate, name=f"{place} capacity")]
-    most = MAX_DESCRIPTORS if at_home else None
+    most = MAX_DESCRIPTORS if at_home and way.collates else None
     return [
         rate,
         compare("descriptors", "/GB", lambda run: run.descriptors / gb, most, False),
@@ -130,6 +133,6 @@ def _compare(
     ]
 
 
-def _ours(transport: str, codec: str, bar: float | None) -> Way:
+def _ours(transport: str, codec: str, bar: float | None, *, collates: bool = True) -> Way:
     settings = {"transports": [transport], "codec": codec}
-    return Way(f"{transport} {codec}", "ours", settings, bar)
+    return Way(f"{transport} {codec}", "ours", settings, bar, collates)

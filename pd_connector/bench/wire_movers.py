@@ -45,7 +45,7 @@ class Mover(abc.ABC):
     @abc.abstractmethod
     def fetch(self, number: int) -> int:
         """As the consumer: fetch it, and wait until it is there; returns how many descriptors
-        (for ours and for plain TCP: messages) that took. Raises MoveError."""
+        (for plain TCP and for ours: messages, or, where it reads pages, pieces) that took. Raises MoveError."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -96,7 +96,9 @@ class Ours(Mover):
         assert isinstance(finished, Finished)
         if finished.cause is not None:
             raise MoveError(f"{finished.cause}: {finished.detail}")
-        return finished.chunks
+        snapshot = self._agent.telemetry.take()
+        pulled = snapshot.counts.get(("pulled_pieces", ()), 0) if snapshot else 0
+        return int(pulled) or finished.chunks
 
     def close(self) -> None:
         self._agent.close()

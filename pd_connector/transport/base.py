@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
+from pd_connector.memory import Pieces
 
 Route = Hashable
 """A producer's handle of one consumer, from `connect` until `disconnect`."""
@@ -89,6 +90,15 @@ class Transport(abc.ABC):
         `slot`. Raises TransportError if it cannot start.
         """
         raise TransportError(f"{self.name} transport: a producer cannot be read from")
+
+    def direct(self, source: Hashable) -> bool:
+        """Whether `pull` can read the memory of this producer."""
+        return False
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        """Copy the producer's memory into this process', at once; returns the checksum of what
+        is here then. Raises TransportError if not all of it could be copied."""
+        raise TransportError(f"{self.name} transport: a producer's memory cannot be read")
 
     def silenced(self, source: Hashable) -> bool:
         """Whether this producer certainly writes no more, although nobody said so."""

@@ -5,11 +5,13 @@ It wraps a real transport. What is not in the plan happens as the real one does 
 byte moves wrongly by chance, and the same plan gives the same run.
 """
 
+import ctypes
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pd_connector.errors import TransportError
+from pd_connector.memory import Pieces
 from pd_connector.transport.base import Landed, Route, Transport, Written
 
 T = TypeVar("T")
@@ -64,6 +66,7 @@ class FaultPlan:
         writes: calls of `write`. Those that fail count, too.
         completions: the completion of the n-th call of `write`.
         reads: calls of `read`. Those that fail count, too.
+        pulls: calls of `pull`. Those that fail count, too.
         landings: chunks that landed, written or read, in the order in which the wrapped transport
             delivers them.
     """
@@ -72,6 +75,7 @@ class FaultPlan:
     writes: Mapping[int, Fail] = field(default_factory=dict)
     completions: Mapping[int, Delivery | Fail] = field(default_factory=dict)
     reads: Mapping[int, Fail] = field(default_factory=dict)
+    pulls: Mapping[int, Fail | Corrupt] = field(default_factory=dict)
     landings: Mapping[int, Delivery | Corrupt | Truncate | Fail] = field(default_factory=dict)
 
 
@@ -89,6 +93,7 @@ class FaultTransport(Transport):
         self._connects = 0
         self._writes = 0
         self._reads = 0
+        self._pulls = 0
         self._landings = 0
         self._started: dict[int, int] = {}  # token: number of the write
         self._written: _Later[Written] = _Later()
@@ -125,6 +130,21 @@ class FaultTransport(Transport):
         if number in self._plan.reads:
             raise TransportError(f"injected: read {number} fails")
         self.inner.read(source, send_slot, nbytes, slot, header)
+
+    def direct(self, source: Hashable) -> bool:
+        return self.inner.direct(source)
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        number, self._pulls = self._pulls, self._pulls + 1
+        fault = self._plan.pulls.get(number)
+        if isinstance(fault, Fail):
+            raise TransportError(f"injected: pull {number} fails")
+        found = self.inner.pull(source, theirs, ours)
+        if fault is None:
+            return found
+        piece, offset = divmod(fault.offset, ours.piece_bytes)
+        ctypes.c_uint8.from_address(int(ours.addresses[piece]) + offset).value ^= 0xFF
+        return ours.checksum()
 
     def silenced(self, source: Hashable) -> bool:
         return self.inner.silenced(source)

@@ -112,8 +112,19 @@ def call(name: str, token: bytes, descriptor: int) -> socket.socket:
 
 def is_of_same_user(link: socket.socket) -> bool:
     """Whether the process at the other end has this process' user, as the kernel says."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+    return _credentials(link)[1] == os.geteuid()
+
+
+def peer_process(link: socket.socket) -> int:
+    """The process at the other end, as this process numbers it; 0 if it cannot see it."""
+    return _credentials(link)[0]
+
+
+def _credentials(link: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group of the other end."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(data)
+    return pid, uid, gid
 
 
 def give(link: socket.socket, data: bytes, descriptor: int) -> None:

@@ -5,11 +5,13 @@ The consumer listens on a Unix socket in the abstract namespace, which ends wher
 namespace ends: a producer elsewhere fails to connect, and the next transport is tried. Over the
 socket the producer hands over its sending slab, for reading, and the consumer its landing slab to a
 producer it expects. A written chunk is copied by the producer, which then tells; a chunk to read is
-not copied at all, the consumer looks at it where it is. The kernel vouches for the peer's user; the
-token that names an expected producer has come over the control channel.
+not copied at all, the consumer looks at it where it is. Of leased pages it asks the kernel for a copy
+(`pull`). The kernel vouches for the peer's user; the token that names an expected producer has come
+over the control channel.
 """
 
 import itertools
+import logging
 import mmap
 import secrets
 import select
@@ -18,12 +20,23 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from pd_connector.errors import TransportError
+from pd_connector.memory import Pieces, read_memory
 from pd_connector.slab import Slab
 from pd_connector.transport.base import Landed, Route, Transport, Written, check_fits
-from pd_connector.transport.lobby import TOKEN_BYTES, Lobby, call, give, map_slab
+from pd_connector.transport.lobby import (
+    TOKEN_BYTES,
+    Lobby,
+    call,
+    give,
+    map_slab,
+    peer_process,
+)
 from pd_connector.transport.shm_peers import NOTE, Address, Consumer, Producer, read_address
+
+logger = logging.getLogger("pd_connector.transport.shm")
 
 _MAXNOTE_BYTES = 4096
 _MAXNOTES = 1024  # taken from one producer at a time
@@ -55,6 +68,7 @@ class ShmTransport(Transport):
         self._sending = sending
         self._lobby = Lobby()
         self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._shown = np.frombuffer(self._token, np.uint8)  # its memory, which a peer may look at
         self._numbers = itertools.count(1)  # of writes and sources
         self._written: list[Written] = []
         self._consumers: dict[int, Consumer] = {}
@@ -72,6 +86,7 @@ class ShmTransport(Transport):
                 landing.slot_bytes,
                 sending.slots if sending.handle >= 0 else 0,
                 sending.slot_bytes,
+                self._shown.ctypes.data,
             )
         )
 
@@ -132,6 +147,28 @@ class ShmTransport(Transport):
         check_fits("the producer", send_slot, nbytes, address.send_slots, address.send_slot_bytes)
         check_fits("this engine", slot, nbytes, self._landing.slots, self._landing.slot_bytes)
         self._reads.append(_Read(source, send_slot, nbytes, slot, header))
+
+    def direct(self, source: Hashable) -> bool:
+        """Where the kernel lets this process read the producer's, which some forbid (containers,
+        `kernel.yama.ptrace_scope`). What is looked at is the token that the producer told."""
+        assert isinstance(source, int)
+        producer = self._producers.get(self._sources.get(source, b""))
+        if producer is None or not producer.links or not producer.address.token_address:
+            return False
+        if producer.pid is None:
+            producer.pid = self._probed(producer)
+        return producer.pid > 0
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        assert isinstance(source, int)
+        producer = self._producers.get(self._sources.get(source, b""))
+        # Once it has hung up, its number may be another process'.
+        if producer is None or not producer.pid or not producer.links:
+            raise TransportError("shm: no such producer (any more)")
+        try:
+            return read_memory(producer.pid, theirs, ours)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"shm: {error}") from None
 
     def silenced(self, source: Hashable) -> bool:
         """A producer that has closed its link, or whose process has ended, copies no more."""
@@ -194,6 +231,20 @@ class ShmTransport(Transport):
             producer.window = map_slab(guest.descriptor, nbytes, mmap.ACCESS_READ)
             if producer.window is None:
                 producer.problem = "shm: the producer has not handed over a slab as it announced"
+
+    @staticmethod
+    def _probed(producer: Producer) -> int:
+        """The producer's process, if its memory can be read, else 0."""
+        pid = peer_process(producer.links[0])
+        seen = np.empty(TOKEN_BYTES, np.uint8)
+        there = np.array([producer.address.token_address], np.uint64)
+        here = np.array([seen.ctypes.data], np.uint64)
+        try:
+            read_memory(pid, Pieces(there, TOKEN_BYTES), Pieces(here, TOKEN_BYTES))
+        except OSError as error:
+            logger.info("pages of a producer are not read where they lie: %s", error)
+            return 0
+        return pid if seen.tobytes() == producer.address.token else 0
 
     def _remove(self, producer: Producer) -> None:
         del self._producers[producer.address.token]

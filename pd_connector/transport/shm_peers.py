@@ -31,13 +31,15 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     # Of the sending slab. It has no slots where it is not shared, as in versions without reads.
     send_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
     send_slot_bytes: _SlotBytes = 1
+    token_address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0  # in the peer's memory
 
 
 @dataclass(slots=True)
 class Producer:
     """A producer that may write here, as long as a source names it.
 
-    `window` is its sending slab once that has come; `problem` says why it will not come.
+    `window` is its sending slab once that has come; `problem` says why it will not come. `pid` is its
+    process where its memory can be read, 0 where it cannot, None before that was tried.
     """
 
     address: Address
@@ -45,6 +47,7 @@ class Producer:
     links: list[socket.socket] = field(default_factory=list)
     window: _Memory | None = None
     problem: str = ""
+    pid: int | None = None
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ COUNTERS = {
     "received_transfers": "Transfers that arrived whole and verified, counted by each rank (consumer).",
     "received_chunks": "Chunks verified and placed (consumer).",
     "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
+    "pulled_pieces": "Pieces of pages copied straight from the producer's memory (consumer).",
     "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
     "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
     "agent_failures": "Times the agent's thread has died of an unexpected exception.",

@@ -53,6 +53,7 @@ LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "shm": {"transports": ("shm",), "direction": "read"},
+    "shm direct": {"transports": ("shm",)},
     "shm written": {"transports": ("shm",), "direction": "write"},
     "tcp": {"transports": ("tcp",)},
     "tcp with a key": {"transports": ("tcp",), "key": KEY},

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Hashable
 
+from pd_connector.memory import Pieces
 from pd_connector.transport.base import Landed, Route, Transport, Written
 
 Meddle = Callable[[bytes, bytes, int], tuple[bytes, bytes, int] | None]
@@ -63,6 +64,12 @@ class MeddlingTransport(Transport):
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         self._inner.read(source, send_slot, nbytes, slot, header)
+
+    def direct(self, source: Hashable) -> bool:
+        return self._inner.direct(source)
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        return self._inner.pull(source, theirs, ours)
 
     def silenced(self, source: Hashable) -> bool:
         return self._inner.silenced(source)
