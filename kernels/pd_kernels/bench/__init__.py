@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of the kernels on a GPU: `python -m pd_kernels.bench transfer`."""
+"""Benchmarks of the kernels on a GPU: `python -m pd_kernels.bench transfer` or `decode`."""

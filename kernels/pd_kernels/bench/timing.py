@@ -11,11 +11,11 @@ PAST_L2_BYTES = 240 << 20
 """Bytes that one round over all buffers touches at least: four times an H200's L2."""
 
 
-def seconds(calls: Sequence[Callable[[], None]]) -> float:
+def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
     """Median time of one call.
 
     All calls are captured in one CUDA graph and replayed, so that neither the host nor the gaps
-    between launches count. Each call has buffers of its own; see `copies`.
+    between launches count. Each call has buffers of its own; see `copies`. The median is of `replays`.
     """
     torch.cuda.synchronize()  # buffers are filled on another stream
     stream = torch.cuda.Stream()
@@ -28,7 +28,7 @@ def seconds(calls: Sequence[Callable[[], None]]) -> float:
         for call in calls:
             call()
     times = []
-    for replay in range(REPLAYS + 3):
+    for replay in range(replays + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed of the decode kernels beside a plain copy and beside what they replace."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pd_kernels.bench import decode_baselines
+from pd_kernels.bench.decode_cases import (
+    FP8,
+    LENGTHS,
+    RAGGED,
+    Heads,
+    LatentSet,
+    PagedSet,
+    latent_set,
+    paged_set,
+)
+from pd_kernels.bench.report import Param, Row, duration, throughput
+from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
+from pd_kernels.decode import mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+
+BF16 = torch.bfloat16
+REPLAYS = 100
+SCALE = 192**-0.5
+"""Of DeepSeek's heads before absorption."""
+
+BANDWIDTH_BAR = 0.80
+FP8_BAR = 1 / 1.6
+FLEX_BAR = 1 / 1.15
+FLASHINFER_BARS = {True: 1 / 0.95, False: 1.0}
+"""By whether lengths are uniform."""
+
+MLA_BAR = 1.0
+MANY_HEADS_BAR = 1 / 0.55
+
+LLAMA = Heads(32, 8, 128)
+HEADS = (LLAMA, Heads(64, 8, 128), Heads(28, 4, 128))
+QUICK = ("uniform 64 x 4k", "lognormal", "ragged 4")
+MLA_CASES: dict[str, tuple[list[int], int, int]] = {
+    "ragged 4, 4 queries": (RAGGED, 16, 4),
+    "one 64k": ([65_536], 16, 1),
+    "64 x 256-1024, 4 queries": ([256 + 12 * i for i in range(64)], 16, 4),
+    "64 x 512, 2 queries": ([512] * 64, 16, 2),
+    "132 x 4k, 4 queries": ([4_096] * 132, 16, 4),
+    "128 x 4k, 128 heads": ([4_096] * 128, 128, 1),
+    "128 x 8k, 128 heads, 2 queries": ([8_192] * 128, 128, 2),
+}
+"""Lengths, heads, queries: ThunderMLA's five, and FlashMLA's."""
+
+Calls = list[Callable[[], Any]]
+
+
+def measure_decode(quick: bool) -> list[Row]:
+    """All rows; a line of progress for each batch, and one for each baseline that cannot run."""
+    copy = copy_bandwidth()
+    print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
+    rows: list[Row] = []
+    for heads in (LLAMA,) if quick else HEADS:
+        for name in QUICK if quick else LENGTHS:
+            print(f"{heads}, {name}", flush=True)
+            lengths = LENGTHS[name](random.Random(1))
+            rows += _paged(heads, name, lengths, copy)
+            if heads == LLAMA:  # each batch is compiled anew
+                rows += _against_flex(heads, name, lengths)
+            torch.cuda.empty_cache()
+    for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
+        print(f"MLA, {name}", flush=True)
+        rows += _latent(name, *MLA_CASES[name], copy)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def paged_calls(sets: Sequence[PagedSet]) -> tuple[Calls, Callable[[], Any]]:
+    """A call for each set, over one plan as the layers of a model have it; and what fills the plan."""
+    plan = plan_paged_decode(sets[0].query, sets[0].keys).fill(sets[0].lengths)
+    outs = [torch.empty_like(given.query) for given in sets]
+    calls: Calls = [
+        functools.partial(paged_decode, *given, out=out, plan=plan)
+        for given, out in zip(sets, outs, strict=True)
+    ]
+    return calls, lambda: plan.fill(sets[0].lengths)
+
+
+def latent_calls(sets: Sequence[LatentSet]) -> tuple[Calls, Callable[[], Any]]:
+    """As `paged_calls`."""
+    plan = plan_mla_decode(sets[0].query, sets[0].cache).fill(sets[0].lengths)
+    calls: Calls = [functools.partial(mla_decode, *given, scale=SCALE, plan=plan) for given in sets]
+    return calls, lambda: plan.fill(sets[0].lengths)
+
+
+def _sets(lengths: list[int], heads: Heads, page: int, cache: torch.dtype) -> list[PagedSet]:
+    read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
+    return [paged_set(lengths, heads, page, cache) for _ in range(copies(read))]
+
+
+def _paged(heads: Heads, name: str, lengths: list[int], copy: float) -> Iterator[Row]:
+    params: dict[str, Param] = {"heads": str(heads), "lengths": name}
+    large = len(lengths) >= 16 and min(lengths) >= 4_096
+    for page in (16, 64):
+        took = {}
+        for cache in (BF16, FP8):
+            sets = _sets(lengths, heads, page, cache)
+            calls, fill = paged_calls(sets)
+            took[cache] = seconds(calls, REPLAYS)
+            told = params | {"page": page, "cache": str(cache).removeprefix("torch.")}
+            read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
+            bar = BANDWIDTH_BAR if large and cache == BF16 else None
+            yield throughput("paged_decode", told, read / took[cache] / 1e9, copy / 1e9, bar)
+            if cache == BF16 and page == 16:
+                yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
+                theirs_s = _seconds("FlashInfer", decode_baselines.flashinfer_calls, sets)
+                if theirs_s:
+                    bar = FLASHINFER_BARS[len(set(lengths)) == 1]
+                    yield duration("paged_decode / FlashInfer", told, took[cache], theirs_s, bar)
+            del sets, calls, fill
+        bar = FP8_BAR if large else None
+        yield duration("fp8 / bfloat16", params | {"page": page}, took[FP8], took[BF16], bar)
+
+
+def _against_flex(heads: Heads, name: str, lengths: list[int]) -> Iterator[Row]:
+    page = decode_baselines.FLEX_PAGE
+    sets = _sets(lengths, heads, page, BF16)[:4]
+    theirs_s = _seconds("FlexAttention", decode_baselines.flex_attention_calls, sets)
+    if theirs_s:
+        params: dict[str, Param] = {"heads": str(heads), "lengths": name, "page": page}
+        ours_s = seconds(paged_calls(sets)[0], REPLAYS)
+        yield duration("paged_decode / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
+
+
+def _latent(name: str, lengths: list[int], heads: int, queries: int, copy: float) -> Iterator[Row]:
+    params: dict[str, Param] = {"heads": heads, "lengths": name, "page": 64}
+    for coded in (False, True):
+        read = sum(lengths) * (656 if coded else 2 * 576)
+        sets = [latent_set(lengths, heads, queries, 64, coded) for _ in range(copies(read))]
+        calls, fill = latent_calls(sets)
+        ours_s = seconds(calls, REPLAYS)
+        told = params | {"cache": "fp8" if coded else "bfloat16"}
+        yield throughput("mla_decode", told, read / ours_s / 1e9, copy / 1e9, None)
+        if not coded:
+            yield duration("planning / mla_decode", told, seconds([fill]), ours_s, None)
+            theirs_s = _seconds("sgl-flash-mla", decode_baselines.flash_mla_calls, sets, SCALE)
+            if theirs_s:
+                bar = MLA_BAR if heads == 16 else MANY_HEADS_BAR
+                yield duration("mla_decode / FlashMLA", told, ours_s, theirs_s, bar)
+        del sets, calls, fill
+
+
+_absent: set[str] = set()
+
+
+def _seconds(name: str, make: Callable[..., Calls], *arguments: object) -> float | None:
+    """Time of a baseline's call; None if it cannot run, which is said once for each cause."""
+    try:
+        return seconds(make(*arguments), REPLAYS)
+    except Exception as error:  # whatever stops a baseline must not stop the rest
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if (line := f"not run: {name} ({cause})") not in _absent:
+            _absent.add(line)
+            print(line, flush=True)
+        return None

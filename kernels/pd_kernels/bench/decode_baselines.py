@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode kernels are measured against. A baseline that cannot run here raises; why, is printed.
+
+Each function takes sets of buffers and gives a call for each, planned already: only attention is timed.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pd_kernels.bench import decode_cases
+from pd_kernels.bench.decode_cases import LatentSet, PagedSet
+
+Calls = list[Callable[[], Any]]
+FLEX_PAGE = 128
+"""The only page size that FlexAttention's block masks have by default."""
+
+
+def flex_attention_calls(sets: Sequence[PagedSet], compiled: bool = True) -> Calls:
+    """torch's FlexAttention over its own `PagedAttention`, whose pages must be of 128 tokens."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    paging = importlib.import_module("torch.nn.attention.experimental._paged_attention")
+    attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
+
+    def call(given: PagedSet) -> Callable[[], Any]:
+        device, batch = decode_cases.DEVICE, len(given.lengths)
+        pages, page, kv_heads, dim = given.keys.shape
+        paged = paging.PagedAttention(pages, page, batch, device)
+        lengths = given.lengths.long()
+        for row, length in enumerate(given.lengths.tolist()):
+            used = -(-length // page)
+            ids = given.table[row, :used].long()
+            paged.page_table[row, :used] = ids
+            paged.physical_to_logical[row, ids] = torch.arange(used, device=device)
+
+        def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return kv_idx < lengths[b]
+
+        longest = int(lengths.max())
+        logical = flex.create_block_mask(seen, batch, None, 1, longest, device=device)
+        mask = paged.convert_logical_block_mask(logical, kv_len=lengths)
+        # Pages in a row, as its cache has them.
+        keys, values = (
+            x.transpose(1, 2).transpose(0, 1).reshape(1, kv_heads, pages * page, dim)
+            for x in (given.keys, given.values)
+        )
+        query = given.query.transpose(1, 2)
+        return lambda: attend(query, keys, values, block_mask=mask, enable_gqa=True)
+
+    return [call(given) for given in sets]
+
+
+def flashinfer_calls(sets: Sequence[PagedSet]) -> Calls:
+    """FlashInfer's batch decode with tensor cores."""
+    flashinfer = importlib.import_module("flashinfer")
+
+    def call(given: PagedSet) -> Callable[[], Any]:
+        page, kv_heads, dim = given.keys.shape[1:]
+        counts = (given.lengths + page - 1) // page
+        ends = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+        ends[1:] = counts.cumsum(0)
+        pairs = zip(given.table, counts.tolist(), strict=True)
+        ids = torch.cat([row[:count] for row, count in pairs])
+        last = given.lengths - (counts - 1) * page
+        room = torch.empty(256 << 20, dtype=torch.uint8, device=counts.device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
+        wrapper.plan(
+            *(ends, ids, last, given.query.shape[2], kv_heads, dim, page),
+            q_data_type=given.query.dtype,
+            kv_data_type=given.keys.dtype,
+        )
+        cache = given.keys.contiguous(), given.values.contiguous()
+        query = given.query[:, 0].contiguous()
+        return lambda: wrapper.run(query, cache)
+
+    return [call(given) for given in sets]
+
+
+def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
+    """FlashMLA's dense decoding for Hopper, as the wheel sgl-flash-mla keeps it; pages of 64 tokens."""
+    flash_mla = importlib.import_module("flash_mla")
+
+    def call(given: LatentSet) -> Callable[[], Any]:
+        meta, _ = flash_mla.get_mla_metadata()
+        cache = given.cache[:, :, None]
+        return lambda: flash_mla.flash_mla_with_kvcache(
+            *(given.query, cache, given.table, given.lengths, 512, meta),
+            softmax_scale=scale,
+            causal=True,
+            use_legacy=True,
+        )
+
+    return [call(given) for given in sets]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that decode kernels are measured on: lengths as serving has them, caches of shuffled pages."""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from pd_kernels.decode.mla_batch import CODED_BYTES, LATENT, ROPE
+
+DEVICE = "cuda"
+FP8 = torch.float8_e4m3fn
+RAGGED = [4641, 45118, 1730, 1696]
+"""ThunderMLA's."""
+
+
+def _lognormal(chance: random.Random) -> list[int]:
+    return [max(1, min(131_072, round(chance.lognormvariate(7.8, 1.0)))) for _ in range(64)]
+
+
+def _zipf(chance: random.Random) -> list[int]:
+    lengths = [max(16, 65_536 // rank) for rank in range(1, 65)]
+    chance.shuffle(lengths)
+    return lengths
+
+
+LENGTHS: dict[str, Callable[[random.Random], list[int]]] = {
+    "uniform 16 x 4k": lambda _: [4_096] * 16,
+    "uniform 64 x 4k": lambda _: [4_096] * 64,
+    "uniform 256 x 2k": lambda _: [2_048] * 256,
+    "one 64k": lambda _: [65_536],
+    "lognormal": _lognormal,
+    "Zipf": _zipf,
+    "ragged 4": lambda _: list(RAGGED),
+    "128k + 63 x 1k": lambda _: [131_072] + [1_024] * 63,
+    "64, to 512": lambda chance: [chance.randint(1, 512) for _ in range(64)],
+}
+
+
+class Heads(NamedTuple):
+    """Of a model: query heads, KV heads, and their size."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} x {self.dim}"
+
+
+class PagedSet(NamedTuple):
+    """Arguments of `paged_decode`, in its order."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+
+class LatentSet(NamedTuple):
+    """Arguments of `mla_decode`, in its order."""
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+
+def page_table(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
+    """Shuffled pages, int32, and how many there are."""
+    counts = [-(-length // page) for length in lengths]
+    total = sum(counts)
+    ids = torch.randperm(max(total, 1)).int()
+    table = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32)
+    done = 0
+    for row, count in enumerate(counts):
+        table[row, :count] = ids[done : done + count]
+        done += count
+    return table.to(DEVICE), max(total, 1)
+
+
+def paged_set(
+    lengths: list[int], heads: Heads, page: int, cache: torch.dtype, queries: int = 1
+) -> PagedSet:
+    """bfloat16 queries, a cache with K and V of a token of a head side by side, heads outside tokens."""
+    table, pages = page_table(lengths, page)
+    both = torch.randn(
+        pages, heads.kv, page, 2 * heads.dim, dtype=torch.bfloat16, device=DEVICE
+    ).to(cache)
+    query = torch.randn(
+        len(lengths), queries, heads.query, heads.dim, dtype=torch.bfloat16, device=DEVICE
+    )
+    keys, values = both.transpose(1, 2).split(heads.dim, dim=3)
+    number = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return PagedSet(query, keys, values, table, number)
+
+
+def latent_set(
+    lengths: list[int], heads: int, queries: int, page: int = 64, coded: bool = False
+) -> LatentSet:
+    """bfloat16 queries, a cache of latents in bfloat16 or in FlashMLA's FP8 layout."""
+    table, pages = page_table(lengths, page)
+    cache = torch.randn(pages, page, LATENT + ROPE, dtype=torch.bfloat16, device=DEVICE)
+    if coded:
+        cache = coded_latents(cache)
+    query = torch.randn(
+        len(lengths), queries, heads, LATENT + ROPE, dtype=torch.bfloat16, device=DEVICE
+    )
+    number = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return LatentSet(query, cache, table, number)
+
+
+def coded_latents(latents: torch.Tensor) -> torch.Tensor:
+    """bfloat16 `[..., 576]` in FlashMLA's FP8 layout, uint8 `[..., 656]`."""
+    groups = latents[..., :LATENT].float().unflatten(-1, (4, 128))
+    scales = groups.abs().amax(-1).clamp_min(1e-12) / 448
+    codes = (groups / scales[..., None]).to(FP8).flatten(-2)
+    parts = (codes, scales, latents[..., LATENT:].contiguous())
+    coded = torch.cat([part.view(torch.uint8) for part in parts], -1)
+    assert coded.shape[-1] == CODED_BYTES
+    return coded

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for CPU_ATTN: decodes with the references in torch, slowly, on the pages that CPU_ATTN
+writes. It is there to try everything but the kernels without a GPU.
+
+Pages are `[head][K|V]`; V lies as `[token][dim]`, K as `[dim][token]` for the instruction sets we know.
+Whether it does is tried out with vLLM's own operation when an engine starts.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from vllm import _custom_ops
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from pd_kernels.vllm.limits import Layer, refusals, refuse
+from pd_kernels.vllm.paged import FP8, PagedBuilder, PagedImpl
+
+
+class PagedCpu(CPUAttentionBackend):
+    """CPU_ATTN with our decodes. It keeps the name, by which others know what its pages look like."""
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == "decoder"
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedCpuImpl"]:
+        return PagedCpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PagedCpuBuilder"]:
+        return PagedCpuBuilder
+
+
+class PagedCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
+    """Takes only pages that look as expected."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        impl = self._layers[0].impl
+        page, dim = self.block_size, self.head_dim
+        if not _as_expected(self.isa, page, dim, self.dtype, impl.stored_dtype is not None):
+            raise NotImplementedError(
+                f"pages of {page} tokens of head size {dim} in {self.dtype}, as CPU_ATTN packs them for "
+                f"{self.isa}: not known to paged_decode. Try --dtype float32 or another --block-size"
+            )
+
+
+class PagedCpuImpl(PagedImpl, CPUAttentionBackendImpl):
+    """A layer with CPU_ATTN's pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        layer = Layer(
+            head_size,
+            get_current_vllm_config().model_config.dtype,
+            kv_cache_dtype,
+            str(getattr(attn_type, "value", attn_type)),
+            sinks is not None,
+            alibi_slopes is not None,
+            bool(logits_soft_cap),
+        )
+        stock = CPUAttentionBackend
+        refuse(
+            "Decoding with pd_kernels on a CPU",
+            refusals(layer, stock.get_supported_head_sizes(), stock.supported_dtypes),
+        )
+        super().__init__(
+            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
+            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
+        )
+        self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
+
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return halves(kv_cache.view(FP8) if self.stored_dtype else kv_cache)
+
+
+def halves(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, views `[page, token, head, dim]`, of pages `[page, head, token, K and V]`."""
+    count, heads, tokens, width = pages.shape
+    dim = width // 2
+    page, head, *_ = pages.stride()
+    shape, start = (count, tokens, heads, dim), pages.storage_offset()
+    key = pages.as_strided(shape, (page, 1, head, tokens))
+    value = pages.as_strided(shape, (page, dim, head, 1), start + tokens * dim)
+    return key, value
+
+
+@functools.cache
+def _as_expected(isa: str, page: int, dim: int, dtype: torch.dtype, fp8: bool) -> bool:
+    """Let vLLM write a page, and look whether `halves` finds it."""
+    heads = 2
+    pages = torch.zeros(2, heads, page, 2 * dim, dtype=torch.uint8 if fp8 else dtype)
+    # Small whole numbers, exact in every dtype.
+    numbers = torch.arange(2 * page * heads * dim) % 13 - 6
+    key, value = numbers.to(dtype).view(2, page, heads, dim).unbind()
+    try:
+        _custom_ops.cpu_attn_reshape_and_cache(
+            *(key, value, *pages.view(2, heads, 2 * page, dim).chunk(2, dim=2)),
+            *(torch.arange(page) + page, isa),
+            k_scale=1.0,
+            v_scale=1.0,
+            kv_cache_dtype="fp8" if fp8 else "auto",
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+    seen = halves(pages.view(FP8) if fp8 else pages)
+    return all(
+        torch.equal(half[1].to(dtype), wanted)
+        for half, wanted in zip(seen, (key, value), strict=True)
+    )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for FLASH_ATTN on NVIDIA GPUs, as `--attention-backend CUSTOM`.
+
+The cache is FlashAttention's, in any layout of vLLM's; prefills, and batches that are not causal, are
+FlashAttention's, too.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from pd_kernels.decode.paged_batch import DIMS
+from pd_kernels.vllm.limits import Layer, refusals, refuse
+from pd_kernels.vllm.paged import FP8, PagedBuilder, PagedImpl
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class PagedFlash(FlashAttentionBackend):
+    """FLASH_ATTN with our decodes. It keeps the name, by which others know what its pages look like."""
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedFlashImpl"]:
+        return PagedFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PagedFlashBuilder"]:
+        return PagedFlashBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in DIMS and bool(super().supports_head_size(head_size))
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == "decoder"
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """How a sequence is split depends on the batch."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Batches are cut by the lengths that the host knows."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        *others: Any,
+        **named: Any,
+    ) -> str | None:
+        reasons = refusals(Layer(head_size, dtype, kv_cache_dtype), DIMS, DTYPES)
+        theirs = super().supports_combination(head_size, dtype, kv_cache_dtype, *others, **named)
+        return "; ".join([*reasons, *([theirs] if theirs else [])]) or None
+
+
+class PagedFlashBuilder(PagedBuilder, FlashAttentionMetadataBuilder):
+    """FlashAttention's builder makes the metadata of what is not a decode."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        return cls._cudagraph_support
+
+
+class PagedFlashImpl(PagedImpl, FlashAttentionImpl):
+    """A layer with FlashAttention's pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        layer = Layer(
+            head_size,
+            torch.get_default_dtype(),  # the model's, while it is being made
+            kv_cache_dtype,
+            str(getattr(attn_type, "value", attn_type)),
+            sinks is not None,
+            alibi_slopes is not None,
+            bool(logits_soft_cap),
+        )
+        refuse("Decoding with pd_kernels", refusals(layer, DIMS, DTYPES))
+        super().__init__(
+            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
+            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
+        )
+        self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
+
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = kv_cache.view(FP8) if self.stored_dtype else kv_cache
+        key, value = cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return key, value

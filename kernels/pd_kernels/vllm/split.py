@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch cut in two: decodes, which come first, and the rest, which vLLM's own backend attends to."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+_REQUESTS = (
+    "seq_lens",
+    "block_table_tensor",
+    "is_prefilling",
+    "seq_lens_cpu_upper_bound",
+    "req_idx",
+    "encoder_seq_lens",
+    "encoder_seq_lens_cpu",
+    "dcp_local_seq_lens",
+    "dcp_local_seq_lens_cpu_upper_bound",
+    "rswa_prefix_lens",
+    "replayssm_decode_base_cpu",
+)
+_TOKENS = ("slot_mapping", "positions")
+_COMPUTED_LATER = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+
+
+class Decodes(NamedTuple):
+    """The decodes of a batch: requests with the same number of new tokens, first in the batch.
+
+    Attributes:
+        queries: new tokens of each request.
+        block_table: int32 `[requests, pages]`.
+        lengths: int32 `[requests]`, tokens of KV, the new ones included; 0 for padding.
+    """
+
+    queries: int
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def requests(self) -> int:
+        return int(self.lengths.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.queries
+
+
+def decodes_of(common: Any, threshold: int) -> Decodes | None:
+    """The decodes of a batch, `CommonAttentionMetadata` in vLLM's order; None if it has none.
+
+    Requests are decodes up to `threshold` new tokens, if they have as many as the first one. A batch
+    that is not simply causal has none.
+    """
+    from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+    if common.causal is not True:
+        return None
+    requests, _, tokens, _ = split_decodes_and_prefills(
+        common, decode_threshold=threshold, require_uniform=True
+    )
+    if not tokens:
+        return None
+    starts = common.query_start_loc_cpu
+    queries = int(starts[1] - starts[0])
+    # Requests that pad a batch for a CUDA graph may have no tokens.
+    requests = min(requests, tokens // queries)
+    return Decodes(queries, common.block_table_tensor[:requests], common.seq_lens[:requests])
+
+
+def rest_of(common: Any, decodes: Decodes) -> Any | None:
+    """The batch without its decodes, as `CommonAttentionMetadata`; None if nothing is left."""
+    requests, tokens = decodes.requests, decodes.tokens
+    if common.num_actual_tokens <= tokens:
+        return None
+    names = {field.name for field in dataclasses.fields(common)}
+    changed: dict[str, Any] = {
+        "num_reqs": common.num_reqs - requests,
+        "num_actual_tokens": common.num_actual_tokens - tokens,
+        "query_start_loc": common.query_start_loc[requests:] - tokens,
+        "query_start_loc_cpu": common.query_start_loc_cpu[requests:] - tokens,
+    }
+    for name in names.intersection(_COMPUTED_LATER):
+        changed[name] = None
+    for sliced, count in ((_REQUESTS, requests), (_TOKENS, tokens)):
+        for name in names.intersection(sliced):
+            value = getattr(common, name)
+            changed[name] = None if value is None else value[count:]
+    return dataclasses.replace(common, **changed)

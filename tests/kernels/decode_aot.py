@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of them.
+
+A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON. Arguments are
+specialised by Triton itself, for a driver that only names its target.
+"""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from kernel_aot import TARGET, report
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pd_kernels.decode.mla_batch import CODED_BYTES, MlaBatch
+from pd_kernels.decode.mla_batch import COSTS as MLA_COSTS
+from pd_kernels.decode.mla_kernel import launch_mla
+from pd_kernels.decode.mods import alibi, document
+from pd_kernels.decode.paged_batch import COSTS, Batch, Config
+from pd_kernels.decode.paged_kernel import launch_paged
+from pd_kernels.decode.plan import Plan, launch_plan
+from pd_kernels.decode.schedule import Rows
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+DEVICE = torch.device("cpu")
+INSTRUCTIONS = {
+    "wgmma": r"\b[HQ]GMMA",
+    "mma": r"\bHMMA",
+    "asynchronous": r"\bLDGSTS\.E[\w.]*128",
+    "spills": r"\b(?:LDL|STL)\b",
+}
+
+
+class Launched(NamedTuple):
+    """Of a kernel: bytes of one tile, and programs on a multiprocessor."""
+
+    tile: int
+    programs: int
+
+
+def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
+    """The kernel that `call` launches, compiled as if it came first."""
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def warm(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        found.append(run(self, *args, **(kwargs | {"warmup": True})))
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _: 0,
+            get_current_target=lambda: TARGET,
+        )
+    )
+    JITFunction.run = warm
+    try:
+        launched = call()
+    finally:
+        JITFunction.run = run
+    (kernel,) = found
+    return kernel, launched
+
+
+def counts(kernel: Any) -> dict[str, int]:
+    """How many there are of instructions that matter."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(kernel.asm["cubin"])
+        sass = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", path], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()}
+    # From the loop's first product to its last load of a tile.
+    loop = sass[sass.find("GMMA") : sass.rfind("LDGSTS")] if "GMMA" in sass else sass
+    return found | {"spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop))}
+
+
+def paged_call(
+    heads: int = 32,
+    kv_heads: int = 8,
+    dim: int = 128,
+    page: int = 16,
+    queries: int = 1,
+    dtype: torch.dtype = BF16,
+    window: int = 0,
+    **mods: Any,
+) -> Launched:
+    cache = torch.zeros(4, page, kv_heads, 2 * dim).to(dtype)
+    query = torch.zeros(2, queries, heads, dim, dtype=BF16)
+    table = torch.zeros(2, 64, dtype=torch.int32)
+    lengths = torch.ones(2, dtype=torch.int32)
+    batch = Batch(
+        *(query, cache[..., :dim], cache[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
+        *(mods.get("score"), mods.get("mask")),
+    )
+    plan = Plan.of(batch.rows, COSTS, 2, 264, batch.height, dim, DEVICE)
+    lse = torch.zeros(2, queries, heads)
+    launch_paged(batch, torch.zeros_like(query), lse, plan.tensors)
+    tile = batch.config.tile * 2 * dim * dtype.itemsize
+    return Launched(tile, batch.config.programs)
+
+
+def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) -> Launched:
+    cache = torch.zeros(4, page, 576, dtype=BF16)
+    if coded:
+        cache = torch.zeros(4, page, CODED_BYTES, dtype=torch.uint8)
+    query = torch.zeros(2, queries, heads, 576, dtype=BF16)
+    table = torch.zeros(2, 64, dtype=torch.int32)
+    batch = MlaBatch(query, cache, table, torch.ones(2, dtype=torch.int32), 0.1, True)
+    plan = Plan.of(batch.rows, MLA_COSTS, 2, 132, batch.height, 512, DEVICE)
+    out, lse = torch.zeros(2, queries, heads, 512, dtype=BF16), torch.zeros(2, queries, heads)
+    launch_mla(batch, out, lse, plan.tensors)
+    # Scales are not read 16 bytes at a time.
+    width = 640 if coded else 2 * 576
+    return Launched(batch.config.tile * width, batch.config.programs)
+
+
+def starved_call() -> Launched:
+    """With half the registers that it needs."""
+    with mock.patch.object(Config, "registers", 128):
+        return mla_call(16, 4)
+
+
+def plan_call() -> Launched:
+    lengths = torch.ones(256, dtype=torch.int32)
+    plan = Plan.of(Rows(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
+    launch_plan(plan, lengths)
+    return Launched(0, 1)
+
+
+SLOPES, IDS = torch.zeros(32), torch.zeros(2, 1024, dtype=torch.int32)
+KERNELS: dict[str, Callable[[], Launched]] = {
+    "plan": plan_call,
+    "paged": paged_call,
+    "paged, fp8": functools.partial(paged_call, dtype=FP8),
+    "paged, dim 256": functools.partial(paged_call, dim=256, heads=8, kv_heads=4),
+    "paged, 4 queries": functools.partial(paged_call, queries=4, heads=64),
+    "paged, 8 queries": functools.partial(paged_call, queries=8, heads=64),
+    "paged, page 64, window and mods": functools.partial(
+        paged_call, page=64, window=4096, score=alibi(SLOPES), mask=document(IDS)
+    ),
+    "mla, 16 heads": functools.partial(mla_call, 16),
+    "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
+    "mla, 16 heads, 4 queries, few registers": starved_call,
+    "mla, 128 heads": functools.partial(mla_call, 128),
+    "mla, 16 heads, fp8": functools.partial(mla_call, 16, coded=True),
+    "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
+}
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    for name, call in KERNELS.items():
+        if wanted in name:
+            kernel, launched = compiled(call)
+            found[name] = {
+                **report(kernel, 32 * kernel.metadata.num_warps),
+                **counts(kernel),
+                "tile bytes": launched.tile,
+                "programs": launched.programs,
+            }
+    json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

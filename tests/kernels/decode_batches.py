@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random batches over paged caches, whose memory outside the sequences holds NaN."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import decode_interpreted  # noqa: F401 - before what it imports
+import torch
+
+from pd_kernels.decode.mla_batch import COSTS as MLA_COSTS
+from pd_kernels.decode.mla_batch import MlaBatch
+from pd_kernels.decode.mla_kernel import launch_mla
+from pd_kernels.decode.paged_batch import COSTS, Batch
+from pd_kernels.decode.paged_kernel import launch_paged
+from pd_kernels.decode.plan import Plan, launch_plan
+from pd_kernels.decode.reference import reference_mla_decode, reference_paged_decode
+
+FP8 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+NOT_A_PAGE = 1 << 30
+
+
+def paged_tables(lengths: Sequence[int], page: int, seed: int) -> tuple[torch.Tensor, int]:
+    """A table of shuffled pages, int32, and how many pages there are; unused entries are no pages."""
+    counts = [-(-length // page) for length in lengths]
+    pages = sum(counts) + 2
+    ids = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int()
+    table = torch.full((len(lengths), max(counts) + 1), NOT_A_PAGE, dtype=torch.int32)
+    done = 0
+    for row, count in enumerate(counts):
+        table[row, :count] = ids[done : done + count]
+        done += count
+    return table, pages
+
+
+def fill_tokens(
+    cache: torch.Tensor, table: torch.Tensor, lengths: Sequence[int], seed: int
+) -> None:
+    """Ordinary numbers in a cache `[page, token, ...]` where the sequences lie, NaN elsewhere."""
+    cache.copy_(torch.full(cache.shape, torch.nan))
+    source = torch.Generator().manual_seed(seed)
+    for row, length in enumerate(lengths):
+        for token in range(0, length, cache.shape[1]):
+            count = min(cache.shape[1], length - token)
+            numbers = torch.randn(count, *cache.shape[2:], generator=source)
+            cache[int(table[row, token // cache.shape[1]]), :count] = numbers.to(cache.dtype)
+
+
+def paged_batch(
+    lengths: Sequence[int],
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    page: int = 16,
+    queries: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: torch.dtype | None = None,
+    order: str = "NHD",
+    seed: int = 1,
+    **others: Any,
+) -> Batch:
+    """`order`: NHD or HND, K and V side by side as vLLM lays them out, or `apart`."""
+    table, pages = paged_tables(lengths, page, seed)
+    kind = cache or dtype
+    if order == "apart":
+        keys, values = (torch.zeros(pages, page, kv_heads, dim).to(kind) for _ in range(2))
+    else:
+        shape = (page, kv_heads) if order == "NHD" else (kv_heads, page)
+        both = torch.zeros(pages, *shape, 2 * dim).to(kind)
+        keys, values = (both if order == "NHD" else both.transpose(1, 2)).split(dim, dim=3)
+    fill_tokens(keys, table, lengths, seed + 1)
+    fill_tokens(values, table, lengths, seed + 2)
+    source = torch.Generator().manual_seed(seed + 3)
+    query = torch.randn(len(lengths), queries, heads, dim, generator=source).to(dtype)
+    given = {
+        "scale": dim**-0.5,
+        "key_scale": 1.0,
+        "value_scale": 1.0,
+        "causal": True,
+        "window": 0,
+        "score_mod": None,
+        "mask_mod": None,
+    }
+    number = torch.tensor(lengths, dtype=torch.int32)
+    batch = Batch(query, keys, values, table, number, **(given | others))
+    batch.check()
+    batch.check_kernel()
+    return batch
+
+
+def by_reference(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and lse, float32."""
+    out = torch.full(batch.query.shape, 7.0)
+    lse = torch.full(batch.query.shape[:3], 7.0)
+    reference_paged_decode(batch, out, lse)
+    return out, lse
+
+
+def plan_of(batch: Batch, workers: int) -> Plan:
+    plan = Plan.of(
+        *(batch.rows, COSTS, len(batch.lengths), workers),
+        *(batch.height, batch.query.shape[3], CPU),
+    )
+    launch_plan(plan, batch.lengths)
+    return plan
+
+
+def by_kernel(
+    batch: Batch, workers: int, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `by_reference`, interpreted: all workers attend before one merges, since they run in turn."""
+    out = torch.full(batch.query.shape, 7.0, dtype=dtype or batch.query.dtype)
+    lse = torch.full(batch.query.shape[:3], 7.0)
+    plan = plan_of(batch, workers)
+    launch_paged(batch, out, lse, plan.tensors, ((True, False), (False, True)))
+    assert not plan.counters.any(), "counters are zero for the next launch"
+    return out.float(), lse
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, in the 2-norm."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def mla_batch(
+    lengths: Sequence[int],
+    heads: int = 16,
+    page: int = 64,
+    queries: int = 1,
+    coded: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    seed: int = 1,
+) -> MlaBatch:
+    """A cache of latents; `coded`: in FlashMLA's FP8 layout."""
+    table, pages = paged_tables(lengths, page, seed)
+    cache = torch.zeros(pages, page, 576, dtype=dtype)
+    fill_tokens(cache, table, lengths, seed + 1)
+    source = torch.Generator().manual_seed(seed + 3)
+    query = torch.randn(len(lengths), queries, heads, 576, generator=source).to(dtype)
+    number = torch.tensor(lengths, dtype=torch.int32)
+    latents = flash_mla_codes(cache) if coded else cache
+    batch = MlaBatch(query, latents, table, number, 192**-0.5 / 2, causal)
+    batch.check()
+    batch.check_kernel()
+    return batch
+
+
+def flash_mla_codes(latents: torch.Tensor) -> torch.Tensor:
+    """bfloat16 `[..., 576]` in FlashMLA's FP8 layout, uint8 `[..., 656]`; NaN stays NaN."""
+    groups = latents[..., :512].float().unflatten(-1, (4, 128))
+    scales = groups.abs().amax(-1) / 448
+    codes = (groups / scales[..., None]).to(FP8).flatten(-2)
+    parts = (codes, scales, latents[..., 512:].contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def mla_by_reference(batch: MlaBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full((*batch.query.shape[:3], 512), 7.0)
+    lse = torch.full(batch.query.shape[:3], 7.0)
+    reference_mla_decode(batch, out, lse)
+    return out, lse
+
+
+def mla_by_kernel(batch: MlaBatch, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full((*batch.query.shape[:3], 512), 7.0, dtype=batch.query.dtype)
+    lse = torch.full(batch.query.shape[:3], 7.0)
+    plan = Plan.of(*(batch.rows, MLA_COSTS, len(batch.lengths), workers, batch.height, 512, CPU))
+    launch_plan(plan, batch.lengths)
+    launch_mla(batch, out, lse, plan.tensors, ((True, False), (False, True)))
+    assert not plan.counters.any(), "counters are zero for the next launch"
+    return out.float(), lse

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla_decode`: the kernel, interpreted, against attention written out in float32."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import decode_interpreted
+import pytest
+import torch
+from decode_batches import error, mla_batch, mla_by_kernel, mla_by_reference
+
+from pd_kernels.decode import mla_decode, plan_mla_decode
+from pd_kernels.decode.mla_batch import MlaBatch
+from pd_kernels.decode.reference import decoded_latents
+
+BOUND = 5e-3
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bfloat16_products() -> Iterator[None]:
+    with decode_interpreted.dots_mended():
+        yield
+
+
+def check(batch: MlaBatch, workers: int = 4) -> None:
+    found, lse = mla_by_kernel(batch, workers)
+    wanted, sums = mla_by_reference(batch)
+    empty = sums == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not found[empty].any()
+    assert error(found, wanted) <= BOUND
+    # The kernel rounds a code times its scale to bfloat16.
+    atol = 1e-3 if batch.coded else 1e-4
+    assert torch.allclose(lse[~empty], sums[~empty], atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [16, 24, 40, 128])
+def test_heads(heads: int) -> None:
+    check(mla_batch([150], heads), workers=2)
+
+
+@pytest.mark.parametrize("queries", [2, 3, 4])
+def test_several_queries_see_no_later_tokens(queries: int) -> None:
+    check(mla_batch([130, 2], queries=queries))
+
+
+@pytest.mark.parametrize("page", [16, 64, 80, 256])
+@pytest.mark.parametrize("coded", [False, True])
+def test_pages_and_codes(page: int, coded: bool) -> None:
+    """FP8 is held to attention over what its codes stand for."""
+    check(mla_batch([300, 65, 0], page=page, coded=coded))
+
+
+def test_queries_see_later_tokens_where_they_may() -> None:
+    check(mla_batch([150, 3], queries=4, causal=False))
+
+
+def test_any_number_of_workers_gives_the_same() -> None:
+    batch = mla_batch([700, 0, 40], dtype=torch.float16)
+    for workers in (1, 3, 12):
+        check(batch, workers)
+
+
+def test_a_wrong_page_is_noticed() -> None:
+    batch = mla_batch([300, 200])
+    wrong = batch.table.clone()
+    wrong[0, 3] = wrong[0, 2]
+    found, _ = mla_by_kernel(dataclasses.replace(batch, table=wrong), 4)
+    assert error(found, mla_by_reference(batch)[0]) > 10 * BOUND
+
+
+def test_a_wrong_scale_is_noticed() -> None:
+    batch = mla_batch([300], coded=True)
+    wrong = batch.cache.clone()
+    first = int(batch.table[0, 0])
+    wrong[first, :, 515] ^= 1 << 0  # an exponent's bit of every token's first scale
+    found, _ = mla_by_kernel(dataclasses.replace(batch, cache=wrong), 4)
+    assert error(found, mla_by_reference(batch)[0]) > 2 * BOUND
+
+
+def test_codes_are_near_what_they_stand_for() -> None:
+    """So that the tests of FP8 are of the layout that FlashMLA has."""
+    batch, coded = mla_batch([64]), mla_batch([64], coded=True)
+    page = int(batch.table[0, 0])
+    found, wanted = decoded_latents(coded.cache[page]), batch.cache[page].float()
+    assert error(found[:, :512], wanted[:, :512]) < 0.04
+    assert torch.equal(found[:, 512:], wanted[:, 512:])
+
+
+def test_the_operator_takes_the_reference_for_tensors_on_a_cpu() -> None:
+    batch = mla_batch([90, 200], queries=2)
+    given = batch.query, batch.cache, batch.table, batch.lengths
+    wanted, sums = mla_by_reference(batch)
+    out, lse = mla_decode(*given, scale=batch.scale, return_partials=True)
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, sums)
+    plan = plan_mla_decode(batch.query, batch.cache).fill(batch.lengths)
+    alone = (batch.query[:, 1], *given[1:])
+    single, sums = mla_decode(*alone, scale=batch.scale, return_lse=True)
+    assert single.shape == (2, 16, 512)
+    assert torch.equal(sums, lse[:, 1])
+    assert torch.equal(mla_decode(*given, scale=batch.scale, plan=plan)[:, 1], single)
+
+
+def test_it_can_be_compiled() -> None:
+    batch = mla_batch([90, 200])
+    given = batch.query, batch.cache, batch.table, batch.lengths
+
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = mla_decode(*tensors, scale=0.1)
+        return result + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given), step(*given))
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    batch = mla_batch([90, 200])
+    query, cache, table, lengths = batch.query, batch.cache, batch.table, batch.lengths
+    other = plan_mla_decode(query.expand(-1, 2, -1, -1), cache).fill(lengths)
+    with pytest.raises(ValueError, match="q of dim 512: must be 512 of the latent and 64"):
+        mla_decode(query[..., :512], cache, table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="5 queries: must be 1 to 4"):
+        mla_decode(query.expand(-1, 5, -1, -1), cache, table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"cache .*: must be \[pages, page, 576\]"):
+        mla_decode(query, cache[..., :512], table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"cache .*: must be \[pages, page, 656\]"):
+        mla_decode(query, cache.view(torch.uint8), table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"q of torch.float16: must be torch.bfloat16"):
+        mla_decode(query.half(), cache, table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"block_table \[1, \d+\], lengths \[2\]: must be"):
+        mla_decode(query, cache, table[:1], lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"out \[2, 16, 576\]: must be dense"):
+        mla_decode(query[:, 0], cache, table, lengths, scale=1.0, out=torch.empty(2, 16, 576))
+    with pytest.raises(ValueError, match=r"plan for Rows.*queries=2.*: must be for"):
+        mla_decode(query, cache, table, lengths, scale=1.0, plan=other)

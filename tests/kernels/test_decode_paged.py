@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paged_decode`: the kernel, interpreted, against attention written out in float32."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import decode_interpreted
+import pytest
+import torch
+import triton.language as tl  # noqa: F401 - the interpreter wants it where a mod is defined
+from decode_batches import FP8, by_kernel, by_reference, error, paged_batch, plan_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_kernels.decode import Mod, alibi, document, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.decode.paged_batch import Batch
+from pd_kernels.decode.paged_kernel import launch_paged
+
+BOUND = 5e-3
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bfloat16_products() -> Iterator[None]:
+    with decode_interpreted.dots_mended():
+        yield
+
+
+def check(batch: Batch, workers: int = 5) -> None:
+    """The kernel's result and lse are the reference's, up to the rounding of 16-bit numbers."""
+    found, lse = by_kernel(batch, workers)
+    wanted, sums = by_reference(batch)
+    assert torch.equal(lse == -torch.inf, sums == -torch.inf)
+    empty = sums == -torch.inf
+    assert not found[empty].any()
+    assert error(found, wanted) <= BOUND
+    assert torch.allclose(lse[~empty], sums[~empty], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (5, 1), (14, 2), (24, 1), (72, 1)])
+def test_groups_of_any_size(heads: int, kv_heads: int) -> None:
+    check(paged_batch([150], heads, kv_heads), workers=2)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128, 192, 256])
+def test_dims(dim: int) -> None:
+    check(paged_batch([200, 1], dim=dim))
+
+
+@pytest.mark.parametrize("page", [16, 48, 128, 256])
+@pytest.mark.parametrize("order", ["NHD", "HND", "apart"])
+def test_pages_and_layouts(page: int, order: str) -> None:
+    check(paged_batch([300, page, page + 1], page=page, order=order))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", [None, FP8])
+def test_dtypes(dtype: torch.dtype, cache: torch.dtype | None) -> None:
+    """An FP8 cache is held to attention over what its codes stand for."""
+    scales = {"key_scale": 0.7, "value_scale": 1.9} if cache else {}
+    check(paged_batch([260, 70], dtype=dtype, cache=cache, **scales))
+
+
+@pytest.mark.parametrize("queries", [2, 3, 5, 8])
+def test_several_queries_see_no_later_tokens(queries: int) -> None:
+    check(paged_batch([150, queries], heads=6, queries=queries))
+
+
+def test_queries_see_later_tokens_where_they_may() -> None:
+    check(paged_batch([150, 3], queries=4, causal=False))
+
+
+def test_queries_before_the_first_token_give_nothing() -> None:
+    batch = paged_batch([2, 100], queries=5)
+    found, lse = by_kernel(batch, 3)
+    assert not found[0, :3].any()
+    assert (lse[0, :3] == -torch.inf).all()
+    check(batch)
+
+
+def test_sequences_without_kv_give_nothing() -> None:
+    batch = paged_batch([0, 100, 0, 0, 40, 0])
+    found, lse = by_kernel(batch, 4)
+    assert not found[[0, 2, 3, 5]].any()
+    assert (lse[[0, 2, 3, 5]] == -torch.inf).all()
+    check(batch)
+
+
+def test_a_batch_of_nothing() -> None:
+    found, lse = by_kernel(paged_batch([0, 0]), 4)
+    assert not found.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window", [1, 100, 1_000])
+def test_windows(window: int) -> None:
+    check(paged_batch([300, 5, 101], window=window))
+    check(paged_batch([300, 5], window=window, queries=3))
+
+
+def test_tokens_before_the_window_are_not_read() -> None:
+    batch = paged_batch([1_000], window=100)
+    wanted, _ = by_kernel(batch, 3)
+    hidden = batch.table.clone()
+    hidden[:, : (1_000 - 100) // 128 * 8] = 1 << 30  # whole tiles of 128 tokens: no such pages
+    found, _ = by_kernel(dataclasses.replace(batch, table=hidden), 3)
+    assert torch.equal(found, wanted)
+
+
+def nearer(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return score - 0.05 * (q_idx - kv_idx) * (h + 1) + b
+
+
+def even(b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return (kv_idx % 2 == 0) | (kv_idx == q_idx)
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
+IDS = (torch.arange(600) // 37).int().view(2, 300)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"score_mod": soft_cap(1.5)},
+        {"score_mod": alibi(SLOPES)},
+        {"mask_mod": document(IDS)},
+        {"score_mod": Mod.of(nearer)},
+        {"mask_mod": Mod.of(even)},
+        {"score_mod": alibi(SLOPES), "mask_mod": document(IDS), "window": 90},
+    ],
+    ids=["soft cap", "ALiBi", "document", "own score", "own mask", "all"],
+)
+def test_mods(mods: dict[str, Any], queries: int) -> None:
+    batch = paged_batch([300, 140], queries=queries, scale=0.5, **mods)
+    check(batch)
+    plain = dataclasses.replace(batch, score_mod=None, mask_mod=None)
+    wanted, _ = by_reference(batch)
+    assert error(by_reference(plain)[0], wanted) > 10 * BOUND, "the mod makes a difference"
+
+
+def test_a_mod_is_never_asked_about_tokens_that_are_not_there() -> None:
+    """Else it would read outside what it captures: `IDS` have room for 300 tokens and no more."""
+    ids = torch.full((1 << 16,), -1, dtype=torch.int32)
+    ids[: 2 * 300] = IDS.flatten()
+    batch = paged_batch([300, 299], queries=8, mask_mod=document(ids[:600].view(2, 300)))
+    check(batch)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    kv_heads=st.integers(1, 2),
+    queries=st.integers(1, 2),
+    workers=st.lists(st.integers(1, 12), min_size=2, max_size=2, unique=True),
+    page=st.sampled_from([16, 64]),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_number_of_workers_gives_the_same(
+    lengths: list[int], kv_heads: int, queries: int, workers: list[int], page: int
+) -> None:
+    batch = paged_batch(lengths, 4, kv_heads, queries=queries, page=page)
+    wanted, sums = by_reference(batch)
+    for count in workers:
+        found, lse = by_kernel(batch, count, torch.float32)
+        if wanted.any():
+            assert error(found, wanted) <= BOUND
+        assert torch.allclose(lse, sums, atol=1e-5)
+
+
+def test_splits_change_nothing_but_rounding() -> None:
+    batch = paged_batch([2_000], kv_heads=1, dtype=torch.float16)
+    whole, _ = by_kernel(batch, 1, torch.float32)
+    split, _ = by_kernel(batch, 12, torch.float32)
+    assert (plan_of(batch, 12).records[:, 5] > 0).any(), "it is split"
+    assert 0 < error(split, whole) < 5e-4
+
+
+def test_a_wrong_page_is_noticed() -> None:
+    batch = paged_batch([300, 200])
+    wanted, _ = by_reference(batch)
+    wrong = batch.table.clone()
+    wrong[0, 3] = wrong[0, 4]
+    found, _ = by_kernel(dataclasses.replace(batch, table=wrong), 5)
+    assert error(found, wanted) > 10 * BOUND
+
+
+def test_a_piece_that_is_missing_is_never_merged_around() -> None:
+    """A row of which one piece has not arrived is not written, and its counters say so."""
+    batch = paged_batch([900], kv_heads=1)
+    plan = plan_of(batch, 4)
+    records = plan.records.clone()
+    plan.records[2, 2:4] = plan.records[2, 0:2]  # the third worker does nothing
+    plan.records[2, 1] = 0
+    out = torch.full(batch.query.shape, 7.0)
+    launch_paged(batch, out, None, plan.tensors, ((True, False), (False, True)))
+    assert (out == 7.0).all()
+    assert plan.counters.any()
+
+    plan.counters.zero_()
+    plan.records.copy_(records)
+    launch_paged(batch, out, None, plan.tensors, ((True, False), (False, True)))
+    assert error(out, by_reference(batch)[0]) <= BOUND
+
+
+@pytest.mark.parametrize("phases", [((True, True),), ((True, False), (False, True))])
+def test_a_launch_leaves_the_counters_as_it_found_them(phases: Any) -> None:
+    """Programs that run in turn, in one launch: only the last to arrive finds all there."""
+    batch = paged_batch([900, 20, 400], kv_heads=1)
+    plan = plan_of(batch, 6)
+    out = torch.zeros(batch.query.shape)
+    for _ in range(2):
+        launch_paged(batch, out.zero_(), None, plan.tensors, phases)
+        assert not plan.counters.any()
+        assert error(out, by_reference(batch)[0]) <= BOUND
+
+
+def arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
+    return batch.query, batch.keys, batch.values, batch.table, batch.lengths
+
+
+def test_the_operator_takes_the_reference_for_tensors_on_a_cpu() -> None:
+    batch = paged_batch([90, 200], queries=2, window=50)
+    wanted, sums = by_reference(batch)
+    out, lse = paged_decode(*arguments(batch), window=50, return_partials=True)
+    assert out.dtype == lse.dtype == torch.float32
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, sums)
+    plan = plan_paged_decode(batch.query, batch.keys, window=50).fill(batch.lengths)
+    given = torch.empty_like(batch.query)
+    assert paged_decode(*arguments(batch), window=50, plan=plan, out=given) is not None
+    assert torch.equal(given, wanted.to(given.dtype))
+
+
+def test_one_query_needs_no_axis_of_its_own() -> None:
+    batch = paged_batch([90, 200])
+    query, *others = arguments(batch)
+    out, lse = paged_decode(query[:, 0], *others, return_lse=True)
+    assert out.shape == query[:, 0].shape
+    assert lse.shape == query.shape[:1] + query.shape[2:3]
+    assert torch.equal(out, paged_decode(query, *others)[:, 0])
+
+
+def test_it_can_be_compiled() -> None:
+    batch = paged_batch([90, 200])
+    mod = alibi(SLOPES)
+    plan = plan_paged_decode(batch.query, batch.keys).fill(batch.lengths)
+
+    def step(*given: torch.Tensor) -> Any:
+        out, lse = paged_decode(*given, score_mod=mod, return_lse=True, plan=plan)
+        return out + 1, lse
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(*arguments(batch)), step(*arguments(batch)), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    batch = paged_batch([90, 200])
+    query, keys, values, table, lengths = arguments(batch)
+    other = plan_paged_decode(query, keys, window=9).fill(lengths)
+    with pytest.raises(ValueError, match=r"k_cache .* both must be"):
+        paged_decode(query, keys[0], values[0], table, lengths)
+    with pytest.raises(ValueError, match=r"4 query heads: must be a multiple of 3"):
+        paged_decode(
+            query,
+            keys[:, :, :1].expand(-1, -1, 3, -1),
+            values[:, :, :1].expand(-1, -1, 3, -1),
+            table,
+            lengths,
+        )
+    with pytest.raises(ValueError, match="9 queries: must be 1 to 8"):
+        paged_decode(query.expand(-1, 9, -1, -1), keys, values, table, lengths)
+    with pytest.raises(ValueError, match=r"caches of torch.float16 .* torch.bfloat16 as q"):
+        paged_decode(query, keys.half(), values.half(), table, lengths)
+    with pytest.raises(ValueError, match=r"block_table \[1, \d+\], lengths \[2\]: must be"):
+        paged_decode(query, keys, values, table[:1], lengths)
+    with pytest.raises(ValueError, match=r"out \[2, 4, 64\]: must be dense"):
+        paged_decode(query, keys, values, table, lengths, out=torch.empty(2, 4, 64))
+    with pytest.raises(ValueError, match=r"plan for Rows.*window=9\): must be for .*window=0"):
+        paged_decode(query, keys, values, table, lengths, plan=other)
+    with pytest.raises(ValueError, match=r"q of dim 64 and torch.float32: must be of dim"):
+        dataclasses.replace(batch, query=query.float()).check_kernel()
