@@ -25,7 +25,8 @@ else:
     _before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        importlib.import_module("pd_kernels.transfer")
+        for _part in ("transfer", "decode"):
+            importlib.import_module(f"pd_kernels.{_part}")
         # What Triton itself imports at the first launch.
         importlib.import_module("triton.experimental.gluon")
     finally:

@@ -21,16 +21,14 @@ KERNELS = [
     "paged",
     "paged, page 64, window and mods",
     "paged, fp8",
-    "paged, dim 256",
     "paged, 4 queries",
     "paged, 8 queries",
     "mla, 16 heads",
     "mla, 16 heads, 4 queries",
-    "mla, 16 heads, fp8",
     MANY_HEADS,
     "mla, 128 heads, fp8",
 ]
-PLANNED_PRODUCTS = [KERNELS[5], *KERNELS[7:]]
+PLANNED_PRODUCTS = [KERNELS[4], *KERNELS[6:]]
 """That have 64 lines, which asynchronous products (wgmma) take."""
 
 
@@ -109,5 +107,6 @@ def test_enough_bytes_are_under_way_to_keep_the_memory_busy(
 def test_a_kernel_that_needs_more_registers_than_there_are_is_noticed(
     kernels: dict[str, dict[str, Any]],
 ) -> None:
-    """So that the tests above would see it: 128 registers are not enough for 64 x 512 results."""
-    assert kernels["mla, 16 heads, 4 queries, few registers"]["spills in the loop"] > 0
+    """So that the tests above would see it."""
+    assert kernels["paged, few registers"]["spills"] > 0
+    assert kernels["paged, few registers"]["spills in the loop"] > 0

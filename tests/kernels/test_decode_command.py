@@ -2,8 +2,12 @@
 """`python -m pd_kernels.bench decode`: its parts on this machine, small and interpreted."""
 
 import functools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import decode_interpreted
 import pytest
@@ -46,6 +50,21 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_agree_with_their_references_on_random_batches() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "pd_kernels.bench", "decode", "--check", "--cases", "20"],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        cwd=root / "kernels",
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 def test_its_check_passes_in_the_interpreter() -> None:
     assert decode_check.check_decode(3, seed=3) == []
 
@@ -61,7 +80,7 @@ def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(decode_check, "launch_paged", wrong_paged)
     monkeypatch.setattr(decode_check, "launch_mla", wrong_mla)
-    problems = decode_check.check_decode(2, seed=3)
+    problems = decode_check.check_decode(3, seed=3)
     assert len(problems) == 3
     assert "error" in problems[0]
     assert "lse differs" in problems[2]

@@ -123,7 +123,7 @@ def _paged(heads: Heads, name: str, lengths: list[int], copy: float) -> Iterator
 
 def _against_flex(heads: Heads, name: str, lengths: list[int]) -> Iterator[Row]:
     page = decode_baselines.FLEX_PAGE
-    sets = _sets(lengths, heads, page, BF16)[:4]
+    sets = _sets(lengths, heads, page, BF16)
     theirs_s = _seconds("FlexAttention", decode_baselines.flex_attention_calls, sets)
     if theirs_s:
         params: dict[str, Param] = {"heads": str(heads), "lengths": name, "page": page}

@@ -18,7 +18,7 @@ import triton.language as tl
 from pd_kernels.decode.plan import COUNTERS
 
 PATIENCE = 64
-"""Looks, of somewhat less than a microsecond each."""
+"""Looks at a counter, each a round trip to the L2."""
 
 _COUNTERS = tl.constexpr(COUNTERS)
 _LN2 = tl.constexpr(0.6931471805599453)

@@ -49,9 +49,9 @@ def config_of(dim: int, element_bytes: int, height: int) -> Config:
     block = triton.next_power_of_2(dim)
     tile, part = max(32, min(128, 8_192 // block)), max(1, 512 // block)
     if height > 32:  # large enough for asynchronous products, which want a buffer more
-        return Config(tile, 4, 4, 2, 8, part)
+        return Config(tile, 4, 4, 2, 16, part)
     programs = 3 if block <= 128 and height == 16 else 2
-    return Config(tile, 4, 5 if element_bytes > 1 else 7, programs, 8, part)
+    return Config(tile, 4, 5 if element_bytes > 1 else 7, programs, 16, part)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,9 @@ def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
     rest = cache[..., LATENT:].contiguous()
     scales = rest[..., : 4 * GROUPS].contiguous().view(torch.float32)
     rope = rest[..., 4 * GROUPS :].contiguous().view(torch.bfloat16).float()
-    return torch.cat([(codes.unflatten(-1, (GROUPS, -1)) * scales[..., None]).flatten(-2), rope], -1)
+    return torch.cat(
+        [(codes.unflatten(-1, (GROUPS, -1)) * scales[..., None]).flatten(-2), rope], -1
+    )
 
 
 def reference_mla_decode(batch: MlaBatch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
