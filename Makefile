@@ -1,6 +1,8 @@
 # Every target first brings .venv up to date; that takes two minutes once and a moment afterwards.
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
+# Tests that only compute run side by side; those that wait for sockets and deadlines do not.
+COMPUTING := tests/kernels tests/scheduler_plugins/queue
 
 .PHONY: setup demo doctor lint fast engine test clean
 
@@ -19,7 +21,8 @@ lint: setup
 	$(PYTHON) -m mypy
 
 fast: setup
-	$(PYTEST) -m "not engine" --timeout=300
+	$(PYTEST) -m "not engine" --timeout=300 -n 2 $(COMPUTING)
+	$(PYTEST) -m "not engine" --timeout=300 $(COMPUTING:%=--ignore=%)
 
 engine: setup
 	$(PYTEST) -m engine --timeout=900
