@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "pd_connector.cli.demo:demo",
     "doctor": "pd_connector.cli.doctor:doctor",
     "bench": "pd_connector.cli.bench:app",
+    "profile": "pd_connector.cli.profile:profile",
     "key": "pd_connector.cli.key:key",
 }
 

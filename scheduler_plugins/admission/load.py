@@ -11,6 +11,9 @@ import msgspec
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.queue.waiting import WaitingQueue
 
+MOST_PREFILL = 0.9
+"""Larger shares of prefill are not believed: predictions would know no bounds."""
+
 
 class Decoding(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that is being decoded."""
@@ -44,6 +47,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     decoding: tuple[Decoding, ...] = ()
     decode_tokens: float = 0.0
     """Tokens that a sequence generates on average; 0 if none has ended yet."""
+    prefill_share: float = 0.0
+    """Part of its time that the engine spends on prefill while it decodes; 0 where decoding is done
+    elsewhere, or alone."""
 
     @property
     def decode_s(self) -> float:
@@ -52,7 +58,15 @@ class LoadReport(msgspec.Struct, frozen=True):
         Not the mean of those that ended: while a batch grows, those were the fast ones.
         """
         context = sum(one.context for one in self.decoding)
-        return self.decode_tokens * self.model.decode_step_s(len(self.decoding), context)
+        return self.decode_tokens * self.token_s(len(self.decoding), context)
+
+    def token_s(self, batch: int, context: int) -> float:
+        """Time from one token to the next of `batch` sequences of `context` tokens together.
+
+        Chunks of prefill go into the same steps: they stretch them all.
+        """
+        share = min(self.prefill_share, MOST_PREFILL)
+        return self.model.decode_step_s(batch, context) / (1.0 - share)
 
     @classmethod
     def of(

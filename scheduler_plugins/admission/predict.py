@@ -93,4 +93,4 @@ def _tpot_s(report: LoadReport, own: ClassLoad, tokens: int, part: float, ttft_s
         still = min(1.0, decode_s / ttft_s)
     begun = own.waiting * part * still
     context = sum(one.context for one in stay) + own.tokens * part * still + tokens
-    return report.model.decode_step_s(round(len(stay) + begun + 1), round(context))
+    return report.token_s(round(len(stay) + begun + 1), round(context))

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scheduler_plugins.bench queue`, and `replay` for recorded workloads."""
+"""`python -m scheduler_plugins.bench`: `queue`, `qos`, `admission` and `replay`, in simulation or in
+real engines, and `hybrid`."""
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,15 +13,22 @@ import typer
 from rich.console import Console
 
 from pd_connector.bench.report import Comparison, missed, table, write_json
+from pd_connector.cli.bench_report import exit_codes
 from scheduler_plugins.bench import classes, order, overhead, overload, plot
 from scheduler_plugins.sim import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
+Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
+Live = Annotated[bool, typer.Option("--engine", help="In real vLLM engines, not in simulation.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="With --engine: so little that the figures mean nothing.")
+]
+
 
 @app.callback()
 def group() -> None:
-    """Benchmarks of the scheduler's policies, on a simulated engine."""
+    """Benchmarks of the scheduler's policies, in simulation or with --engine in real engines."""
 
 
 @app.command()
@@ -31,14 +41,27 @@ def queue(
         float, typer.Option(min=2.0, help="Simulated time of the parts on classes and admission.")
     ] = 4.0,
     svg: Annotated[Path | None, typer.Option(help="Draw the lambda sweep to this file.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    json: Json = None,
+    engine: Live = False,
+    posts: Annotated[
+        int, typer.Option(min=2, help="With --engine: posts that each of 20 users is asked about.")
+    ] = 20,
+    quick: Quick = False,
 ) -> None:
     """Order, classes, admission and overhead of the queue, each against its bar.
 
     The order: PrefillOnly's workload (20 users x 50 posts that share the users' profiles, at a
-    tenth of its lengths) at 0.7, 0.9 and 1.1 of the rate at which FCFS drains it. Exit code 1
-    when a bar is missed.
+    tenth of its lengths) at 0.7, 0.9 and 1.1 of the rate at which FCFS drains it. With --engine the
+    order alone, in real engines. Exit code 1 when a bar is missed.
     """
+    if engine:
+        from scheduler_plugins.bench import live_commands, live_queue
+
+        loads = (0.9,) if quick else order.LOADS
+        live_commands.run(
+            "baseline", partial(live_queue.compare, 4 if quick else posts, loads), json
+        )
+        return
     console = Console()
     workload = order.Workload(cached_profiles=cached_profiles)
     chosen, duration_s = range(seeds), minutes * 60
@@ -63,27 +86,116 @@ def queue(
 
 
 @app.command()
+def qos(
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")] = 10,
+    minutes: Annotated[float, typer.Option(min=2.0, help="Simulated time.")] = 4.0,
+    json: Json = None,
+    engine: Live = False,
+    quick: Quick = False,
+) -> None:
+    """Premium users beside free ones who bring 3 times the capacity, and the classes' shares."""
+    if engine:
+        from scheduler_plugins.bench import live_commands, live_qos
+
+        durations = (6.0, 62.0) if quick else (45.0, 80.0)
+        live_commands.run("baseline", partial(live_qos.compare, *durations), json)
+        return
+    _tell("Classes", classes.compare(range(seeds), minutes * 60), json)
+
+
+@app.command()
+def admission(
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")] = 10,
+    minutes: Annotated[float, typer.Option(min=2.0, help="Simulated time.")] = 4.0,
+    json: Json = None,
+    engine: Live = False,
+    quick: Quick = False,
+) -> None:
+    """Turning away what cannot be kept, at twice the capacity, beside letting everything in."""
+    if engine:
+        from scheduler_plugins.bench import live_admission, live_commands
+
+        compare = partial(live_admission.compare, 24.0 if quick else 60.0, ("ttft", "tpot"))
+        live_commands.run("baseline", compare, json)
+        return
+    _tell("Admission at twice the capacity", overload.compare(range(seeds), minutes * 60), json)
+
+
+@app.command()
+def hybrid(
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of PD_HYBRID_PREFILL_CHUNK.")] = 1024,
+    json: Json = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short prompts only.")] = False,
+) -> None:
+    """Memory of long prefills in a real engine, with hybrid prefilling and without it."""
+    from scheduler_plugins.bench import hybrid as measured
+    from scheduler_plugins.bench import live_commands
+
+    lengths, most = ((4096,), 8192) if quick else ((4096, 8192, 12288), 32768)
+    live_commands.run("whole", partial(measured.compare, lengths, most, chunk_tokens), json)
+
+
+def _tell(title: str, found: list[Comparison], json: Path | None) -> None:
+    """Print a table, and end with 1 when a bar was missed."""
+    console = Console()
+    console.print(f"\n[bold]{title}[/]")
+    console.print(table(found, "baseline"))
+    if json is not None:
+        write_json(json, found)
+    raise typer.Exit(1 if missed(found) else 0)
+
+
+@app.command()
 def replay(
     file: Annotated[Path, typer.Argument(help="A trace in Mooncake's form (JSON lines).")],
     requests: Annotated[int, typer.Option(min=10, help="Take only the first so many.")] = 3000,
     cache_tokens: Annotated[
-        int, typer.Option(min=512, help="Tokens that the cache holds.")
+        int, typer.Option(min=512, help="Simulated: tokens that the cache holds.")
     ] = 2_000_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other jitter.")] = 1,
-    svg: Annotated[Path | None, typer.Option(help="Draw the lambda sweep to this file.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulated: repetitions.")] = 1,
+    svg: Annotated[Path | None, typer.Option(help="Simulated: draw the lambda sweep.")] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Send it to this running engine; may be repeated."),
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(min=1e-4, help="With --engine: what lengths are multiplied by.")
+    ] = 1.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="With --engine: requests per second, if not as recorded."),
+    ] = None,
+    priority: Annotated[
+        bool, typer.Option("--priority", help="With --engine: priority = length of the prompt.")
+    ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="Of the engines.", show_default=False)
+    ] = None,
 ) -> None:
     """Order of the queue on a recorded workload, at 0.7, 0.9 and 1.1 of what FCFS can do.
 
-    The bars of `queue` are shown, but were set for its workload: the exit code is 0.
+    The bars of `queue` are shown, but were set for its workload: the exit code is 0. With --engine
+    the trace goes to running engines, one after the other, and their times are shown.
     """
     console = Console()
     try:
-        recorded = order.Recorded(trace.read(file, requests), cache_tokens)
+        recorded = trace.read(file, requests)
     except trace.TraceError as error:
         raise typer.BadParameter(str(error), param_hint="FILE") from None
-    console.print(table(order.compare(recorded, range(seeds)), "baseline"))
+    if engine:
+        from scheduler_plugins.bench import live_replay
+
+        how = live_replay.Scale(scale, rate, priority)
+        stderr = Console(stderr=True)
+        with exit_codes(stderr):
+            say = partial(stderr.print, markup=False, highlight=False)
+            found = asyncio.run(live_replay.replay(engine, recorded, how, api_key, say))
+        console.print(live_replay.table(found))
+        return
+    workload = order.Recorded(recorded, cache_tokens)
+    console.print(table(order.compare(workload, range(seeds)), "baseline"))
     if svg is not None:
-        svg.write_text(plot.svg(order.sweep(recorded, range(seeds))))
+        svg.write_text(plot.svg(order.sweep(workload, range(seeds))))
         console.print(f"lambda sweep: {svg}")
 
 

@@ -77,13 +77,14 @@ def compare(workload: Workload | Recorded, seeds: Sequence[int]) -> list[Compari
             for policy in (OURS, *BASELINES)
         }
         for baseline in BASELINES:
-            found += _comparisons(load, baseline, outcomes[OURS], outcomes[baseline])
+            found += comparisons(load, baseline, outcomes[OURS], outcomes[baseline])
     return found
 
 
-def _comparisons(
+def comparisons(
     load: float, baseline: str, ours: Sequence[Outcome], theirs: Sequence[Outcome]
 ) -> list[Comparison]:
+    """Mean, tail and hits of one load, with the bars that hold there; one outcome for each run."""
     params: dict[str, str | int | float] = {"load": load, "against": baseline}
     at_09, fcfs = load == 0.9, baseline == "fcfs"
     mean_bar = None

@@ -12,11 +12,13 @@ import numpy as np
 
 from scheduler_plugins.cost.equations import COEFFICIENTS, features, from_coefficients
 from scheduler_plugins.cost.model import CostModel, StepLoad
-from scheduler_plugins.cost.nnls import nnls
+from scheduler_plugins.cost.nnls import Floats, nnls
 
 HELD_OUT_EVERY = 5
 """One measurement in so many is not fitted; the error is taken from those."""
 FEWEST = 20
+_PREFILL_STEPS = 2
+"""Place of `c` among the coefficients."""
 
 
 class ProfileError(ValueError):
@@ -56,6 +58,11 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
 
     Relative errors are fitted, so that short steps count as much as long ones.
 
+    Args:
+        measured: steps, or whole prefills.
+        chunk_tokens: most prompt tokens in a step, into as many of which longer prefills were cut;
+            0: none was.
+
     Raises:
         ProfileError: fewer than 20 measurements, one without a positive duration, or none with
             prefill.
@@ -71,12 +78,19 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
     fitted = [one for n, one in enumerate(ordered) if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
     if not any(one.load.tokens for one in fitted):
         raise ProfileError("no measurement has prefill in it: time some prompts")
-    rows = np.stack([features(one.load) / one.duration_s for one in fitted])
+    rows = np.stack([_row(one, chunk_tokens) for one in fitted])
     values = nnls(rows.T @ rows, rows.sum(axis=0))
     assert len(values) == COEFFICIENTS
-    model = from_coefficients(values, chunk_tokens, None)
-    missed = [abs(model.step_s(one.load) / one.duration_s - 1) for one in held_out]
+    missed = [abs(float(_row(one, chunk_tokens) @ values) - 1) for one in held_out]
     return from_coefficients(values, chunk_tokens, sum(missed) / len(missed))
+
+
+def _row(one: Measurement, chunk_tokens: int) -> Floats:
+    """Its equation: `row @ coefficients` should be 1."""
+    row = features(one.load)
+    if chunk_tokens:
+        row[_PREFILL_STEPS] = -(-one.load.tokens // chunk_tokens)
+    return row / one.duration_s
 
 
 def save(path: Path, model: CostModel) -> None:

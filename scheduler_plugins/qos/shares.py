@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from scheduler_plugins.qos.classes import QosClass
 
@@ -53,26 +53,32 @@ class DeficitShares:
                 first = first or one.name
         return first
 
-    def charge(self, name: str, cost_s: float, waiting: Collection[str]) -> float:
-        """Account for work given to `name`.
+    def charge(self, name: str, cost_s: float, waiting: Collection[str]) -> Mapping[str, float]:
+        """Account for work given to `name`, which pays for it unless it is a loan.
 
         Args:
             waiting: the classes that have requests, apart from this one.
 
         Returns:
-            What the class paid: `cost_s`, or 0 for a loan.
+            What was booked on each class, for `refund`.
         """
-        paid_s = cost_s if self._balances[name] > 0 else 0.0
-        self._book(name, cost_s, paid_s, waiting)
-        return paid_s
-
-    def refund(self, name: str, cost_s: float, paid_s: float, waiting: Collection[str]) -> None:
-        """Take back what was charged: the work was not done."""
-        self._book(name, -cost_s, -paid_s, waiting)
-
-    def _book(self, name: str, cost_s: float, paid_s: float, waiting: Collection[str]) -> None:
-        balances = self._balances
+        balances, booked = self._balances, {}
+        paid_s = cost_s if balances[name] > 0 else 0.0
         for one in self._classes:
-            earned = balances[one.name] + one.reserved_fraction * cost_s
-            balances[one.name] = earned if one.name in waiting else min(earned, BURST_S)
+            before = balances[one.name]
+            earned = before + one.reserved_fraction * cost_s
+            after = earned if one.name in waiting else min(earned, BURST_S)
+            balances[one.name] = after
+            booked[one.name] = after - before
         balances[name] -= paid_s
+        booked[name] -= paid_s
+        return booked
+
+    def refund(self, booked: Mapping[str, float]) -> None:
+        """Take back exactly what `charge` booked: the work was not done.
+
+        A class whose balance was full earned nothing, and must lose nothing here: a request that is
+        tried and put back in every step would drain it.
+        """
+        for name, earned_s in booked.items():
+            self._balances[name] -= earned_s

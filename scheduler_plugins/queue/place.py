@@ -14,6 +14,7 @@ class Place:
         "cached",
         "cost_s",
         "evictions",
+        "found",
         "group",
         "key",
         "lane",
@@ -40,6 +41,8 @@ class Place:
         """Leading blocks that were cached when it was last evaluated."""
         self.missing: BlockHash | None = None
         """The hash under which it waits for a block to be cached."""
+        self.found: BlockHash | None = None
+        """The last of its leading blocks that were cached when it was last evaluated."""
         self.evictions = -1
         """Evictions there had been when its blocks were last looked up."""
         self.resumed = False

@@ -21,6 +21,7 @@ class Prefixes:
     def __init__(self, cached: Container[BlockHash]) -> None:
         self._cached = cached
         self._under: dict[BlockHash, dict[Place, None]] = {}
+        self._found: dict[BlockHash, int] = {}
         self._evictions = 0
         self._walked: dict[BlockHash, tuple[Sequence[BlockHash], int]] = {}
         self.stale: deque[Place] = deque()
@@ -42,6 +43,10 @@ class Prefixes:
         self._walked = {}
         self._evictions += 1
 
+    def wanted(self, block: BlockHash) -> bool:
+        """Whether the cached prefix of some place ends with this block."""
+        return block in self._found
+
     def outdated(self, place: Place) -> bool:
         """Whether blocks may have been lost since the place was looked up."""
         return place.evictions != self._evictions
@@ -54,6 +59,10 @@ class Prefixes:
         place.cached = end
         place.evictions = self._evictions
         self.forget(place)
+        if end:
+            found = hashes[end - 1]
+            place.found = found
+            self._found[found] = self._found.get(found, 0) + 1
         if end < usable:
             missing = hashes[end]
             place.missing = missing
@@ -61,6 +70,11 @@ class Prefixes:
 
     def forget(self, place: Place) -> None:
         """Take a place out of the files."""
+        if place.found is not None:
+            count = self._found.pop(place.found) - 1
+            if count:
+                self._found[place.found] = count
+            place.found = None
         if place.missing is not None:
             waiters = self._under[place.missing]
             del waiters[place]

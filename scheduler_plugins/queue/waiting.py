@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from math import inf
-from typing import Protocol
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.policy.queue.request import BlockHash, Waiting
 from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
 from scheduler_plugins.qos.shares import DeficitShares
+from scheduler_plugins.queue.costing import Costing, Costs
 from scheduler_plugins.queue.lane import Lane
 from scheduler_plugins.queue.place import Place
 from scheduler_plugins.queue.prefixes import Prefixes
@@ -19,13 +17,6 @@ from scheduler_plugins.queue.prefixes import Prefixes
 LOOKS_PER_PEEK = 64
 """Places that are evaluated anew before one is chosen. The order is exact unless the cache made
 more requests than that cheaper, or more than that at the head dearer, since the last choice."""
-
-
-class Costs(Protocol):
-    """Where the cost model comes from: `OnlineFit`, or anything that holds one."""
-
-    @property
-    def model(self) -> CostModel: ...
 
 
 class WaitingQueue:
@@ -60,16 +51,15 @@ class WaitingQueue:
             cached: the hashes of all blocks that can be read from the cache; `in` must be quick.
             block_tokens: tokens in a block.
         """
-        self.policy = policy
-        self._block_tokens = block_tokens
-        self._costs = costs
-        self._model = costs.model
         self._max_overtaken = max_overtaken
         self._prefixes = Prefixes(cached)
+        self.costing = Costing(policy, self._prefixes, costs, block_tokens=block_tokens)
+        """To be asked by others, not changed."""
         self._places: dict[str, Place] = {}
         self._lanes: dict[str, Lane] = {}
-        self._out: dict[str, tuple[Place, float, float]] = {}
+        self._out: dict[str, tuple[Place, Mapping[str, float]]] = {}
         self._head: Place | None = None
+        self._reserved: str | None = None
         self._alone: str | None = None
         self._started: set[str] = set()
         self._shares = DeficitShares(())
@@ -99,6 +89,19 @@ class WaitingQueue:
         self._head = None
 
     @property
+    def policy(self) -> QueuePolicy:
+        """The order within a class."""
+        return self.costing.policy
+
+    def set_policy(self, policy: QueuePolicy, max_overtaken: int) -> None:
+        """Use another order; requests keep their order of arrival."""
+        self.costing.policy, self._max_overtaken = policy, max_overtaken
+        for place in self._places.values():
+            place.group = policy.group(place.request)
+            place.key, place.cost_s = self.costing.evaluate(place)
+        self.set_classes(tuple(self._classes.values()))
+
+    @property
     def classes(self) -> Sequence[str]:
         """Names of the classes."""
         return list(self._classes)
@@ -107,15 +110,17 @@ class WaitingQueue:
         """What waits in a class; to be read, not changed."""
         return self._lanes[name]
 
+    def class_of(self, qos: str) -> str:
+        """Name of the class of requests that name `qos`."""
+        return qos if qos in self._classes else self._default
+
     def balance_s(self, name: str) -> float:
         """Seconds of work that a class has earned and not used."""
         return self._shares.balance_s(name)
 
     def cost_s(self, request: Waiting) -> float:
         """Predicted prefill time of a request, given what is cached now."""
-        usable = Place(request, self._block_tokens).usable
-        cached = self._prefixes.count(request.block_hashes, usable)
-        return self._model.prefill_s(request.tokens, cached * self._block_tokens)
+        return self.costing.cost_s(request)
 
     def added(self, blocks: Iterable[BlockHash]) -> None:
         """The cache has blocks that it did not have. Call when it holds that they are in `cached`,
@@ -126,6 +131,19 @@ class WaitingQueue:
     def removed(self) -> None:
         """The cache has lost blocks. Call when it holds that they are not in `cached` any more."""
         self._prefixes.removed()
+
+    def recalibrate(self) -> int:
+        """Evaluate anew whom the cache has made cheaper, as many as a look does; their number."""
+        places = list(self._prefixes.drain(LOOKS_PER_PEEK))
+        for place in places:
+            self._rescore(place)
+        return len(places)
+
+    def wanted(self, block: BlockHash) -> bool:
+        """Whether the cached prefix of a request that waits ends with this block, as far as it has
+        been looked at. Only policies that follow the cache know.
+        """
+        return self._prefixes.wanted(block)
 
     def add(self, request: Waiting) -> None:
         """A new request. Raises ValueError if one with its id waits already."""
@@ -148,11 +166,11 @@ class WaitingQueue:
             place = self._new(request, resumed=True)
             self._lane_of(place).put_first(place)
             return
-        place, cost_s, paid_s = out
-        self._shares.refund(place.lane, cost_s, paid_s, self._waiting())
+        place, booked = out
+        self._shares.refund(booked)
         self._places[request.id] = place
         if self.policy.calibrated:
-            self._evaluate(place)
+            place.key, place.cost_s = self.costing.evaluate(place)
         self._lanes[place.lane].put_back(place)
 
     def skipped(self, request_id: str) -> None:
@@ -160,6 +178,13 @@ class WaitingQueue:
         self._started.discard(request_id)
         if self._alone == request_id:
             self._alone = None
+
+    def reserve(self, request_id: str | None) -> None:
+        """Let nobody start before this request, if it waits, whatever the order; None: as usual.
+
+        For one that the engine had no room for while others started.
+        """
+        self._reserved = request_id
 
     def begin_scan(self, *, full: bool = False) -> None:
         """The engine looks at its queue anew.
@@ -173,8 +198,7 @@ class WaitingQueue:
         self._alone = "" if full else None
         for lane in self._lanes.values():
             lane.turn()
-        if self._model is not self._costs.model:
-            self._model = self._costs.model
+        if self.costing.renew():
             self._prefixes.stale_all(self._places.values())
 
     def peek(self) -> Waiting | None:
@@ -193,8 +217,7 @@ class WaitingQueue:
         self._drop(place)
         cost_s = place.cost_s if exact else self.cost_s(request)
         cost_s = 0.0 if place.resumed else cost_s
-        paid_s = self._shares.charge(place.lane, cost_s, self._waiting())
-        self._out[request.id] = (place, cost_s, paid_s)
+        self._out[request.id] = place, self._shares.charge(place.lane, cost_s, self._waiting())
         self._started.add(request.id)
         if self.policy.alone(request):
             self._alone = request.id
@@ -210,7 +233,7 @@ class WaitingQueue:
         if not waiting:
             return False
         first = self._shares.choose(waiting)
-        mine = self._classes[self._name(running.qos)]
+        mine = self._classes[self.class_of(running.qos)]
         return self._shares.balance_s(first) > 0 and self._classes[first].priority > mine.priority
 
     def remove(self, request_id: str) -> bool:
@@ -227,18 +250,18 @@ class WaitingQueue:
     def _choose(self) -> Place | None:
         if not self._places or self._alone is not None:
             return None
-        looks = LOOKS_PER_PEEK
-        for place in self._prefixes.drain(looks):
-            self._rescore(place)
-            looks -= 1
-        lane = self._lanes[self._shares.choose(self._waiting())]
-        place = self._first(lane, max(looks, 8))
+        looks = LOOKS_PER_PEEK - self.recalibrate()
+        reserved = self._places.get(self._reserved or "")
+        name = reserved.lane if reserved else self._shares.choose(self._waiting())
+        place = self._first(self._lanes[name], max(looks, 8), reserved)
         return None if self._started and self.policy.alone(place.request) else place
 
-    def _first(self, lane: Lane, looks: int) -> Place:
+    def _first(self, lane: Lane, looks: int, reserved: Place | None) -> Place:
         oldest = lane.oldest()
         if oldest is not None and lane.overtaken() >= self._max_overtaken:
             return oldest
+        if reserved is not None:
+            return reserved
         place = lane.first()
         # Keys computed before an eviction are lower bounds: whoever comes first with a key that is
         # true is the true first.
@@ -252,20 +275,16 @@ class WaitingQueue:
     def _waiting(self) -> list[str]:
         return [name for name, lane in self._lanes.items() if len(lane)]
 
-    def _name(self, qos: str) -> str:
-        return qos if qos in self._classes else self._default
-
     def _lane_of(self, place: Place) -> Lane:
-        place.lane = self._name(place.request.qos)
+        place.lane = self.class_of(place.request.qos)
         return self._lanes[place.lane]
 
     def _new(self, request: Waiting, *, resumed: bool = False) -> Place:
         if request.id in self._places:
             raise ValueError(f"request {request.id}: waits already; ids must be unique")
-        place = Place(request, self._block_tokens)
-        place.group = self.policy.group(request)
+        place = self.costing.place(request)
         place.resumed = resumed
-        self._evaluate(place)
+        place.key, place.cost_s = self.costing.evaluate(place)
         self._places[request.id] = place
         return place
 
@@ -274,20 +293,5 @@ class WaitingQueue:
         self._prefixes.forget(place)
         self._lanes[place.lane].take(place)
 
-    def _evaluate(self, place: Place) -> None:
-        place.key, place.cost_s = self._score(place)
-
     def _rescore(self, place: Place) -> None:
-        self._lanes[place.lane].move(place, *self._score(place))
-
-    def _score(self, place: Place) -> tuple[float, float]:
-        """Key and cost as of now."""
-        request, calibrated = place.request, self.policy.calibrated
-        if calibrated:
-            self._prefixes.look_up(place)
-        elif not place.push:
-            place.cached = self._prefixes.count(request.block_hashes, place.usable)
-        cached = place.cached * self._block_tokens
-        cost_s = self._model.prefill_s(request.tokens, cached)
-        key = -inf if place.resumed else self.policy.key(request, cached, cost_s)
-        return key, cost_s
+        self._lanes[place.lane].move(place, *self.costing.evaluate(place))

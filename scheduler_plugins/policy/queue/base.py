@@ -23,6 +23,8 @@ class QueuePolicy(ABC):
     """Whether keys follow the cache. If not, a key is asked for once, on arrival."""
     by_cost: ClassVar[bool] = False
     """Whether shorter requests overtake longer ones; admission predicts accordingly."""
+    splits_batches: ClassVar[bool] = False
+    """Whether `alone` may be true, so that a batch may have to go without another request."""
 
     @abstractmethod
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:

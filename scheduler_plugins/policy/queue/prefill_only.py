@@ -14,5 +14,7 @@ class PrefillOnly(SrjfCalibrated):
     would end when the last one does.
     """
 
+    splits_batches = True
+
     def alone(self, request: Waiting) -> bool:
         return request.max_tokens == 1

@@ -27,3 +27,5 @@ class Waiting:
     """Most tokens it may generate."""
     priority: int = 0
     """vLLM's: smaller goes first. Only the policy `priority` reads it."""
+    loaded: int = 0
+    """Leading tokens whose KV another engine sends: they cost nothing here."""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that share nothing, and what real engines make of them: capacity and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from scheduler_plugins.bench.live import CHUNK_TOKENS, Running
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.profile import fit
+from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.sim.workload import lengths, poisson
+from scheduler_plugins.vllm.profile import Prober
+
+MEDIAN_TOKENS = 400
+LONGEST_TOKENS = 4 * MEDIAN_TOKENS
+"""What is longer is cut: a CPU needs seconds for the longest that `lengths` makes, and one of them
+would be a tenth of the work of 30 s, over which shares are measured."""
+BLOCK_TOKENS = 16
+CACHE_TOKENS = 40_000
+HEADER = "x-customer-tier"
+_CALIBRATION = 150
+
+
+def stream(qos: str, rate: float, duration_s: float, seed: int) -> list[Waiting]:
+    """Requests of one class for one token each, `rate` a second."""
+    return poisson(_prompts(seed, max(2, round(rate * duration_s))), rate, seed, qos)
+
+
+def tier(request: Waiting) -> dict[str, str]:
+    """The header by which a route knows the class."""
+    return {HEADER: request.qos}
+
+
+async def capacity(engine: Running, count: int = _CALIBRATION) -> float:
+    """Requests of such a stream that the engine does in a second when all are there."""
+    records = await engine.serve(_prompts(0, count), block_tokens=BLOCK_TOKENS)
+    return len(records) / max(one.ttft_s for one in records)
+
+
+async def costs(engine: Running) -> CostModel:
+    """What prompts cost on this engine, measured from outside while it is idle."""
+    await engine.drained()
+    prober = Prober(engine.client, await engine.client.pool(), Random(3))
+    tokens = [round(LONGEST_TOKENS / 1.5**n) for n in range(11)]
+    measured = [one for n in tokens for _ in range(2) for one in await prober.prefills(n, ())]
+    return fit(measured, CHUNK_TOKENS)
+
+
+def _prompts(seed: int, count: int) -> list[Waiting]:
+    return [
+        replace(one, tokens=min(one.tokens, LONGEST_TOKENS))
+        for one in lengths(seed, count, median_tokens=MEDIAN_TOKENS)
+    ]
+
+
+def settings(classes: Sequence[str]) -> str:
+    """The scheduler's file: these classes (each a YAML mapping), known by their header.
+
+    The last one is everybody else's.
+    """
+    names = [text.split("name:")[1].split(",")[0].strip(" }") for text in classes]
+    routes = [f'{{match: {{header: "{HEADER}: {name}"}}, qos: {name}}}' for name in names]
+    routes.append(f"{{match: {{}}, qos: {names[-1]}}}")
+    return "\n".join(
+        [
+            "scheduler:",
+            "  qos_classes:",
+            *(f"    - {one}" for one in classes),
+            "request_router:",
+            "  routes:",
+            *(f"    - {one}" for one in routes),
+        ]
+    )

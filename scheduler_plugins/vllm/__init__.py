@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door to vLLM: `--scheduler-cls scheduler_plugins.vllm.PrefixAwareScheduler` and
+`--middleware scheduler_plugins.vllm.AdmissionMiddleware`.
+
+Names are resolved when they are asked for: the API server, which needs the middleware, does not
+import the scheduler, nor the engine core the middleware.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scheduler_plugins.vllm.middleware import AdmissionMiddleware
+    from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
+
+_HOMES = {"AdmissionMiddleware": "middleware", "PrefixAwareScheduler": "scheduler"}
+
+__all__ = ["AdmissionMiddleware", "PrefixAwareScheduler"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

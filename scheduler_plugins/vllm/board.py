@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an engine core writes its load, and the API servers of its machine read it.
+
+Engine core side: `BoardWriter`, one per scheduler. API server side: `Board`. Between them lies one
+small file, replaced as a whole, in a directory that only this user may enter; so a reader sees
+either the old post or the new one, and neither side ever waits for the other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import stat
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from scheduler_plugins.admission.load import LoadReport
+
+STALE_S = 2.0
+"""A post of a busy engine is void after this, and after the step that was to come."""
+EVERY_S = 0.05
+"""A busy engine posts at most once in this time."""
+TTFT_BUCKETS_S = (
+    *(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0),
+)
+"""Upper bounds of the buckets of `Histogram`; one more takes what is above."""
+
+
+class BoardError(OSError):
+    """The directory of the boards cannot be trusted or made."""
+
+
+class Histogram(msgspec.Struct):
+    """How often a duration fell into each of the buckets `TTFT_BUCKETS_S`, since the start."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
+    """Of each bucket alone, not cumulative."""
+    sum_s: float = 0.0
+
+    def observe(self, duration_s: float) -> None:
+        """Count a duration."""
+        self.counts[bisect_left(TTFT_BUCKETS_S, duration_s)] += 1
+        self.sum_s += duration_s
+
+
+class ClassRecord(msgspec.Struct):
+    """What became of the requests of one class since the engine started."""
+
+    predicted_ttft: Histogram = msgspec.field(default_factory=Histogram)
+    """Predicted when a request reached the scheduler; only of those that had a first token."""
+    ttft: Histogram = msgspec.field(default_factory=Histogram)
+    """From arrival at the API server to the engine's first token, of the same requests."""
+
+
+class Posted(msgspec.Struct, frozen=True, kw_only=True):
+    """One post."""
+
+    pid: int
+    """Process that wrote it."""
+    written_s: float
+    """When, by the machine's monotonic clock, which all its processes share."""
+    idle: bool
+    """Nothing waits and nothing runs: it holds until there is another post."""
+    step_s: float = 0.0
+    """Predicted duration of the step under way: there is no post before it ends."""
+    report: LoadReport
+    classes: dict[str, ClassRecord] = {}
+    """By the name of the class."""
+
+
+class Board:
+    """The reading side. Looks for the file anew while there is none: engines start late."""
+
+    def __init__(self, instance_id: str, rank: int = 0, *, folder: Path | None = None) -> None:
+        """A board that need not exist yet.
+
+        Args:
+            instance_id: `vllm_config.instance_id` of the API server.
+            rank: data parallel rank of the engine.
+            folder: where boards lie; the user's own directory by default.
+        """
+        self._instance = _plain(instance_id.removesuffix(f"_dp{rank}"))
+        self._rank = rank
+        self._folder = folder or default_folder()
+        self._path: Path | None = None
+        atexit.register(self.close)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Self:
+        """The board of the engine that an API server with this configuration talks to."""
+        return cls(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index)
+
+    def read(self) -> LoadReport | None:
+        """The engine's load; None if it has not posted, its process is gone, or it is late."""
+        posted = self.posted()
+        return posted.report if posted else None
+
+    def posted(self) -> Posted | None:
+        """The whole post, under the same conditions as `read`."""
+        for path in (self._path,) if self._path else self._candidates():
+            with suppress(OSError, msgspec.MsgspecError):
+                posted = _DECODER.decode(path.read_bytes())
+                self._path = path
+                return posted if _holds(posted) else None
+        self._path = None
+        return None
+
+    def close(self) -> None:
+        """Take the post down if its writer is gone: vLLM kills engine cores without ceremony."""
+        if self._path is not None:
+            _clear_away(self._path)
+
+    def _candidates(self) -> Iterator[Path]:
+        """The engine's file, by its instance or, failing that, by a parent in common.
+
+        Of several API servers each makes a configuration, and an instance id, of its own; they and
+        the engine core are children of one process.
+        """
+        yield from self._folder.glob(f"{self._instance}.*.dp{self._rank}")
+        yield from self._folder.glob(f"*.{os.getppid()}.dp{self._rank}")
+
+
+class BoardWriter:
+    """The writing side."""
+
+    def __init__(self, instance_id: str, rank: int = 0, *, folder: Path | None = None) -> None:
+        """Makes the directory and clears it of posts whose writers are gone.
+
+        Raises:
+            BoardError: the directory belongs to somebody else, or others may enter it.
+        """
+        folder = folder or default_folder()
+        _make_private(folder)
+        for path in folder.iterdir():
+            _clear_away(path)
+        instance = _plain(instance_id.removesuffix(f"_dp{rank}"))
+        self.path = folder / f"{instance}.{os.getppid()}.dp{rank}"
+        self._draft = folder / f"{self.path.name}.draft"
+        self._pid = os.getpid()
+        self._next_s = 0.0
+        self._idle = False
+
+    def due(self, now_s: float, *, idle: bool) -> bool:
+        """Whether to post now: when the last post is old enough, and at once when work begins or
+        ends: a gust shorter than the interval must not leave the counts of before it."""
+        return (not idle and now_s >= self._next_s) or idle is not self._idle
+
+    def write(
+        self,
+        report: LoadReport,
+        now_s: float,
+        *,
+        idle: bool,
+        step_s: float = 0.0,
+        classes: dict[str, ClassRecord] | None = None,
+    ) -> None:
+        """Replace the post. `now_s` is `time.monotonic()`.
+
+        Raises:
+            OSError: the file cannot be written; the old post stays, and becomes stale.
+        """
+        posted = Posted(
+            pid=self._pid,
+            written_s=now_s,
+            idle=idle,
+            step_s=step_s,
+            report=report,
+            classes=classes or {},
+        )
+        self._next_s, self._idle = now_s + EVERY_S, idle
+        self._draft.write_bytes(_ENCODER.encode(posted))
+        self._draft.replace(self.path)
+
+    def close(self) -> None:
+        """Take the post down. May be called twice; a fork of the engine takes nothing down."""
+        if os.getpid() == self._pid:
+            self.path.unlink(missing_ok=True)
+            self._draft.unlink(missing_ok=True)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Posted)
+
+
+def default_folder() -> Path:
+    """This user's directory for boards: in shared memory where the machine has that."""
+    shared = Path("/dev/shm")
+    root = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return root / f"pd-scheduler-{os.getuid()}"
+
+
+def _holds(posted: Posted) -> bool:
+    age_s = time.monotonic() - posted.written_s
+    return (posted.idle or age_s <= STALE_S + posted.step_s) and _lives(posted.pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _plain(name: str) -> str:
+    """A name that is safe as a part of a file's name."""
+    return "".join(one if one.isalnum() or one in "-_" else "-" for one in name)
+
+
+def _make_private(folder: Path) -> None:
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BoardError(
+            f"{folder}: must be a directory of mode 0700 that belongs to user {os.getuid()}; "
+            f"found mode {stat.filemode(found.st_mode)} of user {found.st_uid}. Remove it"
+        )
+
+
+def _clear_away(path: Path) -> None:
+    with suppress(OSError, msgspec.MsgspecError):
+        if not _lives(_DECODER.decode(path.read_bytes()).pid):
+            path.unlink()

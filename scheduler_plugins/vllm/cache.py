@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's prefix cache holds, as a container of hashes, and what has changed in it.
+
+Of several KV cache groups (hybrid models) the first with full attention counts, or the first that
+can be cached at all: its leading run of cached blocks is at least as long as vLLM's hit, which
+all groups have to agree on. With one group of full attention both are equal, except that vLLM drops
+the last block of a hit for EAGLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from scheduler_plugins.policy.queue.request import BlockHash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.request import Request
+
+
+class Listener(Protocol):
+    """Who wants to know of changes: `WaitingQueue`."""
+
+    def added(self, blocks: Iterable[BlockHash]) -> None: ...
+
+    def removed(self) -> None: ...
+
+
+class WatchedMap(BlockHashToBlockMap):
+    """vLLM's map from hash to block, which remembers what came and whether anything went.
+
+    Everything that adds or evicts goes through `insert` and `pop`, so nothing is missed, and what
+    is cached twice and lost once is still there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gained: list[BlockHashWithGroupId] = []
+        self.lost = False
+
+    def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
+        if key not in self._cache:
+            self.gained.append(key)
+        super().insert(key, block)
+
+    def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
+        block = super().pop(key, block_id)
+        if block is not None and key not in self._cache:
+            self.lost = True
+        return block
+
+    def adopt(self, other: BlockHashToBlockMap) -> None:
+        """Go on with what another map holds."""
+        self._cache = other._cache
+        self.gained, self.lost = list(self._cache), True
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cache
+
+
+class CacheView:
+    """The hashes that a request that starts now would find. `in` takes two look-ups of a dict."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        """Watch a manager's pool from now on. Nothing is cached yet."""
+        managers = manager.coordinator.single_type_managers
+        cacheable = [one for one in managers if one.kv_cache_spec.prefix_cacheable]
+        whole = [one for one in cacheable if isinstance(one.kv_cache_spec, FullAttentionSpec)]
+        counted = next(iter(whole or cacheable), None)
+        self.enabled = manager.enable_caching and counted is not None
+        self.block_tokens = counted.block_size if counted else manager.block_pool.hash_block_size
+        self.group = counted.kv_cache_group_id if counted else 0
+        self.pool: BlockPool = counted.block_pool if counted else manager.block_pool
+        self._scale = self.block_tokens // self.pool.hash_block_size
+        self._suffix = self.group.to_bytes(4, "big")
+        self._map = WatchedMap()
+        self._adopt()
+
+    def __contains__(self, block: object) -> bool:
+        return block + self._suffix in self._map  # type: ignore[operator]
+
+    def hashes(self, request: Request) -> Sequence[BlockHash]:
+        """The hashes under which vLLM would look for the request's blocks; none if it would not.
+
+        A copy: vLLM changes its list while it runs.
+        """
+        if not self.enabled or request.skip_reading_prefix_cache:
+            return ()
+        return tuple(request.block_hashes[self._scale - 1 :: self._scale])
+
+    def block_hash(self, block: KVCacheBlock) -> BlockHash:
+        """The hash of a cached block of the group that counts, as `hashes` gives it."""
+        return bytes(block.block_hash[: -len(self._suffix)])
+
+    def tell(self, listener: Listener) -> None:
+        """Report all changes since the last call. Costs two comparisons if there are none."""
+        if self.pool.cached_block_hash_to_block is not self._map:
+            self._adopt()
+        watched = self._map
+        if watched.lost:
+            watched.lost = False
+            listener.removed()
+        if watched.gained:
+            gained, watched.gained = watched.gained, []
+            suffix = self._suffix
+            listener.added([key[:-4] for key in gained if key.endswith(suffix) and key in watched])
+
+    def _adopt(self) -> None:
+        """Put our map in the place of vLLM's. A reset of the cache has made a new one."""
+        watched = WatchedMap()
+        watched.adopt(self.pool.cached_block_hash_to_block)
+        self._map = self.pool.cached_block_hash_to_block = watched

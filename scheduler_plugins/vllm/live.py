@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy and classes of a running engine: read at the start, and again when the file changes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.profile import load
+from scheduler_plugins.policy.queue.base import QueuePolicy
+from scheduler_plugins.policy.queue.registry import create
+from scheduler_plugins.qos.classes import QosClass, QosError
+from scheduler_plugins.qos.file import SchedulerSection, WatchedFile
+from scheduler_plugins.vllm.settings import cost_model_path, settings_path
+
+logger = logging.getLogger("scheduler_plugins.vllm")
+
+LOOK_EVERY_S = 1.0
+
+
+class LiveSettings:
+    """The section `scheduler` as it is now."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Read the file, if one is named.
+
+        Without a file the policy is the default one, or `priority` where vLLM was started with
+        `--scheduling-policy priority`; a file's policy goes before that.
+
+        Raises:
+            QosError: the file cannot be used.
+        """
+        path = settings_path(vllm_config)
+        self._file = WatchedFile(path) if path else None
+        self._look_s = 0.0
+        if self._file:
+            self._section = self._file.current.scheduler
+        elif vllm_config.scheduler_config.policy == "priority":
+            self._section = SchedulerSection(policy="priority")
+        else:
+            self._section = SchedulerSection()
+
+    @property
+    def classes(self) -> Sequence[QosClass]:
+        return self._section.qos_classes
+
+    @property
+    def max_overtaken(self) -> int:
+        return self._section.max_overtaken
+
+    def policy(self) -> QueuePolicy:
+        """A new policy object."""
+        return create(self._section.policy, self._section.lambda_)
+
+    def changed(self) -> bool:
+        """Whether there is something new; looks at the file at most once a second.
+
+        A file that cannot be used is reported to the log, and what was read before holds.
+        """
+        now_s = time.monotonic()
+        if self._file is None or now_s < self._look_s:
+            return False
+        self._look_s = now_s + LOOK_EVERY_S
+        try:
+            found = self._file.changed()
+        except QosError as error:
+            logger.error("the scheduler goes on as before: %s", error)
+            return False
+        if found is None or found.scheduler == self._section:
+            return False
+        self._section = found.scheduler
+        logger.info("the scheduler's settings have changed: %s", self._section)
+        return True
+
+
+def start_model(vllm_config: Any) -> CostModel | None:
+    """The cost model of a profile, if one is named. Raises ProfileError if it cannot be used."""
+    path = cost_model_path(vllm_config)
+    return load(path) if path else None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a prompt is, and how much of it an engine has cached, without tokenizing it.
+
+The engine tokenizes every prompt anyway; to do it twice would cost the API server more than the
+prediction is worth. So a text's length comes from a ratio of tokens to bytes that is learnt from
+what answers' `usage` say, and its cached prefix from hashes of the text of earlier prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+CHUNK_BYTES = 256
+"""Text whose hash stands for the prompt up to its end."""
+_ID_BYTES = 8
+_KEPT = 0.98
+_FIRST_GUESS = (128.0, 512.0)
+"""Tokens and bytes that a ratio begins with: four bytes a token, outweighed by one real prompt."""
+
+
+class Prompt(NamedTuple):
+    """What a body says about the prompt."""
+
+    kind: str  # prompts of one kind share a ratio of tokens to bytes
+    data: tuple[bytes, ...]  # one for each sequence: UTF-8 text, or token ids of 8 bytes each
+    ids: bool  # whether `data` are token ids
+    salt: bytes  # what else must agree for KV to be shared
+    ready: bool  # KV comes from another engine: nothing but the last token is computed
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.data))
+
+    def chunks(self) -> Iterator[bytes]:
+        """Hashes, one for each whole chunk of the first sequence, each over all before it as well."""
+        digest = self.salt
+        for text in self.data[:1]:
+            for end in range(CHUNK_BYTES, len(text) + 1, CHUNK_BYTES):
+                part = text[end - CHUNK_BYTES : end]
+                digest = blake2b(part, digest_size=16, key=digest).digest()
+                yield digest
+
+
+def prompt_of(body: Mapping[str, Any]) -> Prompt:
+    """The prompt of a completion (`prompt`) or a chat (`messages`), as far as it is text or ids.
+
+    Images and the like count nothing: the learnt ratio makes up for their average. Whatever is
+    malformed counts nothing either; the engine will refuse it.
+    """
+    if "messages" in body:
+        kind, (data, ids) = "chat", _sequences(_chat(body))
+    else:
+        kind, (data, ids) = "text", _sequences(body.get("prompt"))
+    shared = [body.get(name) for name in ("model", "cache_salt")]
+    salt = blake2b(json.dumps([kind, ids, *shared]).encode(), digest_size=16).digest()
+    transfer = body.get("kv_transfer_params")
+    ready = isinstance(transfer, dict) and transfer.get("do_remote_prefill") is True
+    return Prompt(kind, data, ids, salt, ready)
+
+
+def _sequences(prompt: object) -> tuple[tuple[bytes, ...], bool]:
+    if isinstance(prompt, str):
+        return (_utf8(prompt),), False
+    if not isinstance(prompt, list) or not prompt:
+        return (), False
+    if all(isinstance(one, str) for one in prompt):
+        return tuple(map(_utf8, prompt)), False
+    several = prompt if isinstance(prompt[0], list) else [prompt]
+    try:
+        return tuple(array("q", one).tobytes() for one in several), True
+    except (TypeError, OverflowError):
+        return (), False
+
+
+def _chat(body: Mapping[str, Any]) -> str:
+    """All that a template shows: tools first, as templates do, then every message."""
+    parts = [json.dumps(body["tools"])] if body.get("tools") else []
+    messages = body["messages"]
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            parts += [str(message.get("role")), *_texts(message.get("content"))]
+            parts += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
+    return "\0".join(parts)
+
+
+def _texts(content: object) -> Iterable[str]:
+    if isinstance(content, str):
+        return (content,)
+    items = content if isinstance(content, list) else ()
+    found = (item.get("text") for item in items if isinstance(item, dict))
+    return [text for text in found if isinstance(text, str)]
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+class _Ratio:
+    """Tokens per byte, over the last hundred prompts or so."""
+
+    def __init__(self) -> None:
+        self._tokens, self._bytes = _FIRST_GUESS
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._bytes
+
+    def learn(self, tokens: int, size_bytes: int) -> None:
+        self._tokens = _KEPT * self._tokens + tokens
+        self._bytes = _KEPT * self._bytes + size_bytes
+
+
+class PromptMemory:
+    """What the prompts seen so far say about the next: their length in tokens, and what is cached.
+
+    The memory of prefixes forgets as the engine's cache does: the prompt unused for longest first,
+    and of that its end first.
+    """
+
+    def __init__(self, cache_tokens: int) -> None:
+        """`cache_tokens`: tokens for which the engine has room; 0: it caches nothing."""
+        self._cache_tokens = cache_tokens
+        self._ratios: dict[str, _Ratio] = {}
+        self._chunks: OrderedDict[bytes, float] = OrderedDict()
+        self._held_tokens = 0.0
+        self._confirmed = 1.0
+
+    def tokens(self, prompt: Prompt) -> int:
+        """Expected length of all sequences together; exact where the prompt is token ids."""
+        if prompt.ids:
+            return max(1, prompt.size_bytes // _ID_BYTES)
+        return max(1, round(prompt.size_bytes * self._per_byte(prompt)))
+
+    def cached(self, prompt: Prompt, tokens: int) -> int:
+        """Expected tokens of `tokens` that need no computing; at least one does."""
+        if prompt.ready:
+            return tokens - 1
+        return min(tokens - 1, int(self._confirmed * self._found(prompt)))
+
+    def prefilled(self, prompt: Prompt) -> None:
+        """The engine has computed this prompt, and so has it in its cache."""
+        if not self._cache_tokens:
+            return
+        weight = CHUNK_BYTES * self._per_byte(prompt)
+        room = max(1, int(self._cache_tokens / weight))
+        kept = [chunk for chunk, _ in zip(prompt.chunks(), range(room), strict=False)]
+        for chunk in reversed(kept):
+            self._held_tokens += weight - self._chunks.pop(chunk, 0.0)
+            self._chunks[chunk] = weight
+        while self._held_tokens > self._cache_tokens and self._chunks:
+            self._held_tokens -= self._chunks.popitem(last=False)[1]
+
+    def answered(self, prompt: Prompt, prompt_tokens: int, cached: tuple[int, int] | None) -> None:
+        """Learn from an answer.
+
+        Args:
+            prompt_tokens: what it really had, all sequences together.
+            cached: tokens expected from the cache, and really found there; None where the engine
+                does not tell (vLLM does with `--enable-prompt-tokens-details`).
+        """
+        if not prompt.ids and prompt.size_bytes:
+            ratio = self._ratios.setdefault(prompt.kind, _Ratio())
+            ratio.learn(prompt_tokens, prompt.size_bytes)
+        if cached is not None and cached[0] > 0 and not prompt.ready:
+            real = min(2.0, cached[1] / cached[0] * self._confirmed)
+            self._confirmed = min(1.0, _KEPT * self._confirmed + (1 - _KEPT) * real)
+
+    def _found(self, prompt: Prompt) -> float:
+        found = 0.0
+        for chunk in prompt.chunks():
+            weight = self._chunks.get(chunk)
+            if weight is None:
+                break
+            found += weight
+        return found
+
+    def _per_byte(self, prompt: Prompt) -> float:
+        if prompt.ids:
+            return 1 / _ID_BYTES
+        return self._ratios.get(prompt.kind, _UNLEARNT).value
+
+
+_UNLEARNT = _Ratio()

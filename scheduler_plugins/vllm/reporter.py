@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the API server how loaded the engine is, and itself how long a request will take."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from scheduler_plugins.admission.load import Decoding, LoadReport
+from scheduler_plugins.admission.predict import Predictor
+from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.qos.classes import QosClass
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.vllm.board import BoardWriter
+from scheduler_plugins.vllm.ledger import Ledger
+from scheduler_plugins.vllm.steps import StepTimer
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("scheduler_plugins.vllm")
+
+
+class Reporter:
+    """Looks at the queue, the steps and the running requests; changes none of them."""
+
+    def __init__(self, vllm_config: Any, queue: WaitingQueue, steps: StepTimer) -> None:
+        """Without a directory for its board the engine runs, and admission lets everything in."""
+        self.ledger = Ledger()
+        self._queue = queue
+        self._steps = steps
+        self._predictor = Predictor(classes={}, by_cost=False)
+        self._board: BoardWriter | None = None
+        try:
+            rank = vllm_config.parallel_config.data_parallel_index
+            self._board = BoardWriter(vllm_config.instance_id, rank)
+        except OSError as error:
+            logger.warning("admission will not see the load of this engine: %s", error)
+        atexit.register(self.close)
+
+    def use(self, classes: Sequence[QosClass]) -> None:
+        """Classes and policy are these from now on."""
+        by_name = {one.name: one for one in classes}
+        self._predictor = Predictor(classes=by_name, by_cost=self._queue.policy.by_cost)
+
+    def arrived(self, request: Waiting, running: Sequence[Request]) -> None:
+        """A request comes and is not in the queue yet: note what is to be expected of it."""
+        now_s = time.time()
+        qos = self._queue.class_of(request.qos)
+        spared = self._queue.costing.spared_tokens(request)
+        report = self._report(running, now_s)
+        expected = self._predictor.predict(report, qos, request.tokens, spared)
+        waited_s = max(0.0, now_s - request.arrival_s)
+        self.ledger.arrived(request.id, qos, request.arrival_s, waited_s + expected.ttft_s)
+
+    def publish(self, running: Sequence[Request], *, idle: bool) -> None:
+        """Post the load, if it is time."""
+        now_s = time.monotonic()
+        if self._board is None or not self._board.due(now_s, idle=idle):
+            return
+        wall_s = time.time()
+        try:
+            self._board.write(
+                self._report(running, wall_s, decoding=True),
+                now_s,
+                idle=idle,
+                step_s=self._steps.under_way_s,
+                classes=self.ledger.classes,
+            )
+        except OSError as error:
+            logger.warning("admission will not see the load of this engine any more: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """Take the post down. May be called twice."""
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
+
+    def _report(
+        self, running: Sequence[Request], now_s: float, *, decoding: bool = False
+    ) -> LoadReport:
+        model = self._steps.fit.model
+        left_s = self._steps.prefilling_s
+        sequences = []
+        for request in running:
+            if request.is_prefill_chunk:
+                left_s += model.prefill_s(request.num_tokens, request.num_computed_tokens)
+            elif decoding and request.max_tokens > 1:
+                age_s = self.ledger.age_s(request.request_id, now_s)
+                sequences.append(Decoding(age_s, request.num_tokens))
+        return LoadReport.of(
+            self._queue,
+            model,
+            now_s,
+            prefill_left_s=left_s,
+            decoding=sequences,
+            decode_tokens=self.ledger.generated,
+        )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with our order: `--scheduler-cls scheduler_plugins.vllm.PrefixAwareScheduler`.
+
+vLLM decides everything that is not about order: it calls our queue (`requests.py`) where it would
+call its own. What is added around its methods:
+
+- before `schedule`: changed settings, changes of the prefix cache, a prefill that gives way to a
+  class that is owed, the order of eviction
+- after `schedule` and `update_from_output`: the step's time, first tokens, the load report
+- around `add_request` and the end of a request: what was predicted of it, what it leaves behind
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.vllm.cache import CacheView
+from scheduler_plugins.vllm.discard import SuffixDiscard
+from scheduler_plugins.vllm.live import LiveSettings, start_model
+from scheduler_plugins.vllm.reporter import Reporter
+from scheduler_plugins.vllm.requests import OrderedRequests, describe, is_loaded, is_prefill_only
+from scheduler_plugins.vllm.steps import StepTimer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("scheduler_plugins.vllm")
+
+
+class PrefixAwareScheduler(AsyncScheduler):
+    """Orders waiting requests by what each costs given what is cached now, class by class.
+
+    Works with and without async scheduling, alone and on either engine of a pair.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's.
+
+        Raises:
+            QosError, ProfileError: the settings or the cost model named cannot be used.
+        """
+        super().__init__(*args, **kwargs)
+        self._live = LiveSettings(self.vllm_config)
+        self._cache = CacheView(self.kv_cache_manager)
+        start = start_model(self.vllm_config)
+        self._steps = StepTimer(OnlineFit(start=start, chunk_tokens=self.max_num_scheduled_tokens))
+        self._order = WaitingQueue(
+            self._live.policy(),
+            self._cache,
+            block_tokens=self._cache.block_tokens,
+            costs=self._steps.fit,
+            classes=self._live.classes,
+            max_overtaken=self._live.max_overtaken,
+        )
+        self.waiting = OrderedRequests(
+            self._order, self._cache, max_overtaken=self._live.max_overtaken
+        )
+        one_group = len(self.kv_cache_config.kv_cache_groups) == 1
+        self._whole_cache = self._cache.enabled and one_group
+        self._discard = SuffixDiscard(self._cache, self._order.wanted)
+        self._gave_way_to = ""
+        self._reporter = Reporter(self.vllm_config, self._order, self._steps)
+        self._reporter.use(self._live.classes)
+        logger.info("waiting requests are ordered by the policy %s", type(self._order.policy))
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._live.changed():
+            self._apply_settings()
+        self.waiting.begin_scan()
+        self._give_way()
+        if self._prefills_alone():
+            self.waiting.begin_scan(full=True)
+        self._discard.make_room(self._most_new_blocks())
+        output = super().schedule(*args, **kwargs)
+        self.waiting.end_scan()
+        self._steps.scheduled(output, self.requests, time.monotonic())
+        self._note_hits(output)
+        self._reporter.publish(self.running, idle=False)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        self._steps.ended(scheduler_output, time.monotonic())
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        now_s, ledger = time.time(), self._reporter.ledger
+        for per_client in outputs.values():
+            for one in per_client.outputs:
+                if one.new_token_ids or one.pooling_output is not None:
+                    ledger.token(one.request_id, now_s)
+        self._reporter.publish(self.running, idle=self.get_num_unfinished_requests() == 0)
+        return outputs
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            waiting = describe(request, self._cache)
+            self._reporter.arrived(waiting, self.running)
+        super().add_request(request)
+
+    def shutdown(self) -> None:
+        self._reporter.close()
+        super().shutdown()
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        ledger = self._reporter.ledger
+        if request.num_output_tokens or request.status == RequestStatus.FINISHED_STOPPED:
+            # It may end with its first token, before the step's outputs are looked through.
+            ledger.token(request.request_id, time.time())
+        ledger.gone(request.request_id, request.num_output_tokens, request.max_tokens)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _free_blocks(self, request: Request) -> None:
+        """The blocks of a request that has ended are freed: no connector holds them any more."""
+        if not (self._whole_cache and is_prefill_only(request)):
+            super()._free_blocks(request)
+            return
+        # Blocks of this step's prefill may not have been told to the queue yet.
+        self._cache.tell(self._order)
+        self._order.recalibrate()
+        (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        suffix = self._discard.suffix(blocks)
+        super()._free_blocks(request)
+        self._discard.freed(suffix)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        # vLLM would not have taken its async scheduler: neither may its bookkeeping be used.
+        if self.scheduler_config.async_scheduling:
+            super()._update_after_schedule(scheduler_output)
+        else:
+            Scheduler._update_after_schedule(self, scheduler_output)
+
+    def _update_request_with_output(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduler_config.async_scheduling:
+            return super()._update_request_with_output(*args, **kwargs)
+        return Scheduler._update_request_with_output(self, *args, **kwargs)
+
+    def _apply_settings(self) -> None:
+        self._order.set_policy(self._live.policy(), self._live.max_overtaken)
+        self._order.set_classes(self._live.classes)
+        self.waiting.max_overtaken = self._live.max_overtaken
+        self._reporter.use(self._live.classes)
+
+    def _prefills_alone(self) -> bool:
+        """Whether a request that wants a batch by itself is still being prefilled."""
+        policy = self._order.policy
+        return policy.splits_batches and any(
+            request.is_prefill_chunk and policy.alone(describe(request, self._cache))
+            for request in self.running
+        )
+
+    def _give_way(self) -> None:
+        """Preempt a prefill between two chunks where a class of higher priority is owed.
+
+        As vLLM does it when it resets the cache: through `_preempt_request`, before the step. What
+        was computed stays in the prefix cache, so this is done only where that gives back whole
+        prefixes, and only for a head that waits for nothing but its turn; for each head once, so
+        that one which cannot start after all does not stop a prefill again and again.
+        """
+        prefills = [request for request in self.running if request.is_prefill_chunk]
+        if not prefills or not self._whole_cache or self._budget_left():
+            return
+        head = self.waiting.head()
+        if (
+            head is None
+            or head.request_id == self._gave_way_to
+            or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ):
+            return
+        for request in reversed(prefills):
+            if self._order.should_yield(
+                describe(request, self._cache)
+            ) and self._request_blocks_can_be_freed(request):
+                self._gave_way_to = head.request_id
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                # It may start again in this very step: the worker must be told all of it.
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+                return
+
+    def _budget_left(self) -> bool:
+        """Whether another request can start beside those that run."""
+        wanted = sum(
+            request.num_tokens_with_spec
+            + request.num_output_placeholders
+            - request.num_computed_tokens
+            for request in self.running
+        )
+        full = len(self.running) >= self.max_num_active_reqs
+        return not full and bool(wanted < self.max_num_scheduled_tokens)
+
+    def _most_new_blocks(self) -> int:
+        """Blocks that a step may take, but for the KV that a connector loads."""
+        tokens = self.max_num_scheduled_tokens + self.num_lookahead_tokens
+        return int(tokens // self._cache.block_tokens + 2 * self.max_num_running_reqs)
+
+    def _note_hits(self, output: SchedulerOutput) -> None:
+        """Which blocks the requests that start in this step found in the cache."""
+        if not self._whole_cache:
+            return
+        started = [one.req_id for one in output.scheduled_new_reqs]
+        started += output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in started:
+            request = self.requests[request_id]
+            found = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
+            if found > 0 and not is_loaded(request):
+                (blocks,) = self.kv_cache_manager.get_blocks(request_id).blocks
+                self._discard.found(blocks[: found // self._cache.block_tokens])

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the files are that configure the scheduler of a vLLM engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+SETTINGS_KEY = "pd_scheduler"
+SETTINGS_VARIABLE = "PD_SCHEDULER_CONFIG"
+COST_MODEL_KEY = "pd_cost_model"
+COST_MODEL_VARIABLE = "PD_SCHEDULER_COST_MODEL"
+
+
+def settings_path(vllm_config: Any) -> Path | None:
+    """The YAML file of classes, policy and routes; None: the defaults hold.
+
+    `--additional-config '{"pd_scheduler": "FILE"}'` goes before the environment's
+    `PD_SCHEDULER_CONFIG`.
+    """
+    return _path(vllm_config, SETTINGS_KEY, SETTINGS_VARIABLE)
+
+
+def cost_model_path(vllm_config: Any) -> Path | None:
+    """A profile's cost model, `"pd_cost_model"` or `PD_SCHEDULER_COST_MODEL`; None: learn it."""
+    return _path(vllm_config, COST_MODEL_KEY, COST_MODEL_VARIABLE)
+
+
+def _path(vllm_config: Any, key: str, variable: str) -> Path | None:
+    additional = vllm_config.additional_config
+    named = additional.get(key) if isinstance(additional, dict) else None
+    if named is not None and not isinstance(named, str):
+        raise ValueError(f"--additional-config {key} {named!r}: must be the path of a file")
+    named = named or os.environ.get(variable)
+    return Path(named).expanduser() if named else None

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The middleware in front of a real engine, and a profile of it. One engine for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import wait_until
+from pairs import MODEL, NAME_ARGS
+from typer.testing import CliRunner
+
+from pd_connector.cli.app import app
+from pd_connector.launch import VllmEngine
+from scheduler_plugins.bench.live import MIDDLEWARE, OURS
+from scheduler_plugins.cost.profile import load
+from scheduler_plugins.vllm.profile_client import Timed, connect
+
+KEY = "engine-test-key"
+ARGS = ("--api-key", KEY, "--max-num-batched-tokens", "512")
+SETTINGS = """
+scheduler:
+  qos_classes:
+    - {name: premium, reserved_fraction: 0.4, priority: 2, slo: {ttft_ms: 400}}
+    - {name: free, reserved_fraction: 0.6, priority: 1}
+request_router:
+  routes:
+    - {match: {header: "x-customer-tier: premium"}, qos: premium}
+    - {match: {}, qos: free}
+"""
+PREMIUM = {"x-customer-tier": "premium"}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    folder = tmp_path_factory.mktemp("admission")
+    (folder / "scheduler.yaml").write_text(SETTINGS)
+    settings = json.dumps({"pd_scheduler": str(folder / "scheduler.yaml")})
+    with VllmEngine(
+        MODEL,
+        connector=None,
+        args=[*NAME_ARGS, *OURS, *MIDDLEWARE, "--additional-config", settings, *ARGS],
+        log_path=folder / "engine.log",
+    ) as running:
+        yield running.wait_ready()
+
+
+def ask(engine: VllmEngine, prompts: list[list[int]], headers: dict[str, str]) -> list[Timed]:
+    """Send all prompts at once, for a token each."""
+
+    async def run() -> list[Timed]:
+        async with connect(engine.base_url, KEY) as client:
+            return await asyncio.gather(
+                *(client.complete(prompt, 1, headers=headers) for prompt in prompts)
+            )
+
+    return asyncio.run(run())
+
+
+def raw(engine: VllmEngine, body: Any, headers: dict[str, str]) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and decoded body of a POST that need not be answered with 200."""
+    connection = HTTPConnection(engine.host, engine.port, timeout=120)
+    given = {"Content-Type": "application/json", **headers}
+    connection.request("POST", "/v1/completions", json.dumps(body), given)
+    response = connection.getresponse()
+    found = dict(response.getheaders()), json.loads(response.read())
+    connection.close()
+    return response.status, *found
+
+
+def own(tokens: int, number: int) -> list[int]:
+    """A prompt that begins like no other."""
+    return [32 + (number // 90**place) % 90 for place in range(3)] + [40] * (tokens - 3)
+
+
+def test_a_profile_fits_the_engine_and_the_scheduler_can_load_it(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    """First, so that admission finds a model that knows the engine's costs."""
+    out = tmp_path / "cost.json"
+    options = ["--longest-tokens", "2000", "--most-batch", "4", "--repeats", "1", "--api-key", KEY]
+    result = CliRunner().invoke(
+        app, ["profile", "--url", engine.base_url, "--out", str(out), *options]
+    )
+    assert result.exit_code == 0, result.output
+    model = load(out)
+    assert model.known
+    assert model.prefill_s(2000) > model.prefill_s(2000, 1600) > 0
+    assert model.decode_step_s(1, 100) > 0
+
+
+def test_the_header_reaches_the_class_in_the_scheduler(engine: VllmEngine) -> None:
+    def answered(qos: str) -> float:
+        name = "pd_scheduler:engine_ttft_seconds_count"
+        return engine.metrics().total(name, qos=qos)
+
+    before = {qos: answered(qos) for qos in ("premium", "free")}
+    ask(engine, [own(50, n) for n in range(5)], PREMIUM)
+    ask(engine, [own(50, n) for n in range(5, 8)], {})
+    sent = {"premium": 5, "free": 3}
+
+    def told() -> bool:
+        # The engine posts every 50 ms at most, and what it did since when it has something to do.
+        time.sleep(0.1)
+        sent["free"] += 1
+        ask(engine, [own(50, 8 + sent["free"])], {})
+        return all(answered(qos) - before[qos] == count for qos, count in sent.items())
+
+    wait_until(told, lambda: f"answers by class, beyond {before}: {sent}")
+
+
+def test_a_client_cannot_name_its_class_in_the_body(engine: VllmEngine) -> None:
+    def admitted(qos: str) -> float:
+        return engine.metrics().total("pd_scheduler:admitted_total", qos=qos)
+
+    before = admitted("premium"), admitted("free")
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "vllm_xargs": {"qos": "premium"}}
+    status, _, _ = raw(engine, body, {"Authorization": f"Bearer {KEY}"})
+    assert status == 200
+    assert (admitted("premium"), admitted("free")) == (before[0], before[1] + 1)
+
+
+def test_a_request_without_a_key_learns_nothing(engine: VllmEngine) -> None:
+    before = engine.metrics().total("pd_scheduler:admitted_total")
+    status, headers, body = raw(engine, {"model": "tiny", "prompt": "a", "max_tokens": 1}, PREMIUM)
+    assert (status, body) == (401, {"error": "Unauthorized"})
+    assert "retry-after" not in {name.lower() for name in headers}
+    assert engine.metrics().total("pd_scheduler:admitted_total") == before
+
+
+def test_overload_of_a_class_with_a_promise_is_answered_with_429(engine: VllmEngine) -> None:
+    """Each prompt takes about 0.2 s: of forty at once only the first few can have 0.4 s."""
+    answers = ask(engine, [own(1500, 100 + n) for n in range(40)], PREMIUM)
+    refused = [one for one in answers if one.status == 429]
+    served = [one for one in answers if one.status == 200]
+    assert len(refused) >= 20
+    assert served
+    assert all(one.retry_after_s >= 1 for one in refused)
+    assert all("class 'premium'" in one.error for one in refused)
+    name = "pd_scheduler:rejected_total"
+    assert engine.metrics().total(name, qos="premium", cause="ttft") >= len(refused)
+
+
+def test_a_class_without_a_promise_is_not_turned_away(engine: VllmEngine) -> None:
+    answers = ask(engine, [own(1500, 200 + n) for n in range(20)], {})
+    assert [one.status for one in answers] == [200] * 20
+
+
+def test_what_waits_is_in_the_metrics_by_class(engine: VllmEngine) -> None:
+    def waiting() -> float:
+        return engine.metrics().total("pd_scheduler:waiting", qos="free")
+
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, engine, [own(1500, 300 + n) for n in range(30)], {})
+        wait_until(waiting, "requests of class `free` waiting", 60.0)
+        asked.result()
+    assert engine.metrics().has("pd_scheduler:admission_ttft_seconds_sum")
+    assert engine.metrics().has("pd_scheduler:engine_predicted_ttft_seconds_sum")

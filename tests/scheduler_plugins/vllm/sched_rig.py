@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler, real, over a worker that is not.
+
+The worker keeps the KV cache as a table: for every slot of every block, the prefix that was
+computed into it. Before it computes it reads all slots of the request's context, so that a block
+that was given out twice, or freed too early, or found under a wrong hash, is seen at once. The
+token that follows a prefix is a function of the prefix, so every request has one right answer.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
+
+MODEL = Path(__file__).parents[3] / "pd_connector" / "demo" / "model"
+BLOCK = 16
+VOCABULARY = 251
+
+init_none_hash(sha256)
+_hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The only right token after these."""
+    return zlib.crc32(bytes(tokens)) % VOCABULARY
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """The only right answer to a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Tokens that no other seed gives."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(VOCABULARY) for _ in range(count)]
+
+
+class Worker:
+    """Computes what a scheduler asks for, at once and in order."""
+
+    def __init__(self) -> None:
+        self.computed_tokens = 0
+        self.steps: list[dict[str, int]] = []
+        self._slots: dict[tuple[int, int], int] = {}
+        self._tokens: dict[str, list[int]] = {}
+
+    def run(self, output: SchedulerOutput, blocks: dict[str, list[int]]) -> ModelRunnerOutput:
+        """`blocks`: of each request in the step, as the scheduler has them now."""
+        before = {}
+        for new in output.scheduled_new_reqs:
+            self._tokens[new.req_id] = list(new.prompt_token_ids or ())
+            before[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._tokens[request_id] = list(cached.all_token_ids[request_id])
+            before[request_id] = computed
+        self.steps.append(dict(output.num_scheduled_tokens))
+        sampled = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            sampled.append(self._compute(request_id, before[request_id], count, blocks[request_id]))
+        ids = list(output.num_scheduled_tokens)
+        places = {request_id: n for n, request_id in enumerate(ids)}
+        return ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=sampled)
+
+    def load(self, tokens: Sequence[int], blocks: Sequence[int], start: int, end: int) -> None:
+        """KV comes from elsewhere."""
+        for position in range(start, end):
+            slot = blocks[position // BLOCK], position % BLOCK
+            self._slots[slot] = zlib.crc32(bytes(tokens[: position + 1]))
+
+    def _compute(self, request_id: str, before: int, count: int, blocks: list[int]) -> list[int]:
+        tokens = self._tokens[request_id]
+        after = before + count
+        assert after <= len(tokens), f"{request_id}: {after} tokens asked for, {len(tokens)} known"
+        checksum = 0
+        for position, token in enumerate(tokens[:after]):
+            slot = blocks[position // BLOCK], position % BLOCK
+            checksum = zlib.crc32(bytes((token,)), checksum)
+            if position >= before:
+                self._slots[slot] = checksum
+            assert self._slots.get(slot) == checksum, f"{request_id}: wrong KV at {position}"
+        self.computed_tokens += count
+        if after < len(tokens):
+            return []
+        tokens.append(next_token(tokens))
+        return [tokens[-1]]
+
+
+class Grammars:
+    """Stands for vLLM's manager of structured outputs: accepts everything."""
+
+    def accept_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
+        return True
+
+
+class Rig:
+    """One scheduler and its worker.
+
+    Args:
+        blocks: of the KV cache; one is vLLM's null block.
+        budget: tokens in a step.
+        depth: steps that are scheduled before the first one's result is taken; 2 is what vLLM does
+            with async scheduling.
+    """
+
+    def __init__(
+        self,
+        scheduler: type = PrefixAwareScheduler,
+        *,
+        blocks: int = 65,
+        budget: int = 64,
+        seqs: int = 8,
+        max_model_len: int = 512,
+        caching: bool = True,
+        depth: int = 1,
+        policy: str = "fcfs",
+        groups: Sequence[Any] | None = None,
+        additional: dict[str, Any] | None = None,
+        seconds_per_token: float | None = 1e-3,
+    ) -> None:
+        self.config = VllmConfig(
+            model_config=ModelConfig(
+                model=str(MODEL), dtype="float32", max_model_len=max_model_len, seed=0
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=seqs,
+                max_model_len=max_model_len,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=depth > 1,
+                policy=policy,
+                watermark=0.0,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+            device_config=DeviceConfig("cpu"),
+            additional_config=additional or {},
+        )
+        self.config.scheduler_config.async_scheduling = depth > 1
+        self.config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.scheduler = scheduler(
+            vllm_config=self.config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[
+                    KVCacheGroupSpec([f"layer{n}"], one) for n, one in enumerate(groups or [spec])
+                ],
+            ),
+            structured_output_manager=Grammars(),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        if seconds_per_token and isinstance(self.scheduler, PrefixAwareScheduler):
+            # Times of a worker that takes none teach nothing.
+            fixed = CostModel(a=seconds_per_token)
+            self.scheduler._steps.fit = SimpleNamespace(model=fixed, observe=lambda *_: None)
+            self.scheduler._order.costing._costs = self.scheduler._steps.fit
+        self.worker = Worker()
+        whole = [isinstance(one, FullAttentionSpec) for one in groups or [spec]]
+        self._group = whole.index(True)
+        self.answers: dict[str, list[int]] = {}
+        self.ended: list[str] = []
+        self._depth = depth
+        self._open: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._asked: dict[str, tuple[list[int], int]] = {}
+        self._arrivals = 0
+
+    def request(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        qos: str | None = None,
+        kv: dict[str, Any] | None = None,
+        arrival_s: float | None = None,
+        priority: int = 0,
+        lora: Any = None,
+    ) -> Request:
+        """A request that is not added yet. It arrives later than all before it, by 1 ms."""
+        extra: dict[str, Any] = {"kv_transfer_params": kv} if kv else {}
+        if qos is not None:
+            extra["qos"] = qos
+        self._arrivals += 1
+        self._asked[name] = list(prompt), max_tokens
+        return Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
+            ),
+            pooling_params=None,
+            arrival_time=1.7e9 + self._arrivals * 1e-3 if arrival_s is None else arrival_s,
+            lora_request=lora,
+            priority=priority,
+            block_hasher=_hasher,
+        )
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
+        """A request arrives."""
+        request = self.request(name, prompt, max_tokens, **more)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self._asked.pop(name, None)
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self, kv: KVConnectorOutput | None = None) -> dict[str, int]:
+        """One step, as vLLM's engine core takes it. Returns the tokens of each request in it."""
+        scheduler = self.scheduler
+        output = scheduler.schedule()
+        manager = scheduler.kv_cache_manager
+        blocks = {
+            one: manager.get_block_ids(one)[self._group] for one in output.num_scheduled_tokens
+        }
+        result = self.worker.run(output, blocks)
+        result.kv_connector_output = kv
+        self._open.append((output, result))
+        if len(self._open) >= self._depth or not output.total_num_scheduled_tokens:
+            self.take()
+        return dict(output.num_scheduled_tokens)
+
+    def take(self) -> None:
+        """Hand the oldest result to the scheduler."""
+        output, result = self._open.popleft()
+        for per_client in self.scheduler.update_from_output(output, result).values():
+            for one in per_client.outputs:
+                self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    assert one.request_id not in self.ended, f"{one.request_id} ended twice"
+                    self.ended.append(one.request_id)
+
+    def run(self, most_steps: int = 2000) -> list[str]:
+        """Until nothing is left. Returns the requests in the order in which they ended."""
+        for _ in range(most_steps):
+            if not self.scheduler.has_requests() and not self._open:
+                return self.ended
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                self.take()
+        raise AssertionError(f"requests left: {sorted(self.scheduler.requests)}")
+
+    def assert_served(self) -> None:
+        """Every request that was not aborted has its one right answer; nothing is held."""
+        for name, (prompt, count) in self._asked.items():
+            assert self.answers.get(name) == answer(prompt, count), name
+        scheduler = self.scheduler
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert len(scheduler.waiting) == 0
+        assert list(scheduler.waiting) == []
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        free = pool.free_block_queue.get_all_free_blocks()
+        assert len({block.block_id for block in free}) == len(free) == pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in free)
+
+    def hit_tokens(self, request: Request) -> int:
+        """What vLLM itself would find in its cache for a request."""
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
