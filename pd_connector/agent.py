@@ -166,8 +166,8 @@ class Agent:
         return self._server.port if self._server else 0
 
     def submit(self, command: Command) -> None:
-        """Hand a command to the thread. For an `Offer` and for `Computed`, what the calling
-        thread has queued on the device so far is done before pages are read. After `Revoke` and
+        """Hand a command to the thread. What the calling thread has queued on the device so far
+        is done before pages of an `Offer` or `Computed` are read, or pages of a `Load` written. After `Revoke` and
         `Withdraw` have returned, the request's pages are not read any more."""
         fence = None
         match command:
@@ -183,6 +183,7 @@ class Agent:
                 self._watching.add(command.request)
             case Load():
                 self._loading.add(command.request)
+                fence = self._cache.fence()
             case Drop():
                 self._watching.discard(command.request)
         self._commands.put((command, fence))
@@ -315,7 +316,7 @@ class Agent:
             case Hold(request, transfer, peers, watch) if self._fetcher:
                 self._fetcher.hold(request, transfer, peers, watch, now)
             case Load() if self._fetcher:
-                self._fetcher.load(command, now)
+                self._fetcher.load(command, fence, now)
             case Drop(request, cause) if self._fetcher:
                 self._fetcher.drop(request, cause, now)
 

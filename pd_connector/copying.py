@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a layer's pages and dense blocks: by numpy on CPU, by torch elsewhere."""
+"""Copies between a layer's pages and dense blocks: by numpy on CPU; by torch on a GPU where kernels do
+not move them (`device_pages.py`).
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -23,6 +25,26 @@ class Span(NamedTuple):
     first: int
     stop: int
     start: int
+
+
+def spans(
+    pages: Sequence[int], first_token: int, stop_token: int, page_size: int, view_tokens: int
+) -> list[Span]:
+    """Tokens [first_token, stop_token) of a prompt, page by page of a view.
+
+    Args:
+        pages: of the engine, of `page_size` tokens each; the first holds `first_token`.
+        view_tokens: tokens of a page of the view, which may be a part of the engine's page.
+    """
+    parts = page_size // view_tokens
+    base = first_token // page_size * page_size
+    found: list[Span] = []
+    for place in range((first_token - base) // view_tokens, -(-(stop_token - base) // view_tokens)):
+        begin = base + place * view_tokens
+        first, stop = max(first_token, begin), min(stop_token, begin + view_tokens)
+        page = pages[place // parts] * parts + place % parts
+        found.append(Span(page, first - begin, stop - begin, first - first_token))
+    return found
 
 
 class Copier(Protocol):
@@ -80,7 +102,8 @@ class HostCopier:
 
 
 class DeviceCopier:
-    """On the current stream. Plain torch: kernels of our own are to replace it."""
+    """On the current stream, in plain torch: for a GPU without Triton, and for chunks that are not for
+    kernels."""
 
     def read(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
         index = torch.tensor([span.page for span in spans], device=view.device)

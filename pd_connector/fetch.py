@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,7 @@ class Fetcher:
         self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
         self._sessions: dict[Source, _Session] = {}
         self._next_heartbeat = 0.0
+        self._fences: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
     @property
     def pollables(self) -> list[object]:
@@ -102,7 +104,11 @@ class Fetcher:
     ) -> None:
         self._act(self._consumer.hold(request, transfer, peers, watch, now), now)
 
-    def load(self, load: Load, now: float) -> None:
+    def load(self, load: Load, fence: Any, now: float) -> None:
+        """Fetch KV. `fence` orders what may still write its pages, for whoever had them before,
+        before a scatter."""
+        if fence is not None:
+            self._fences[load.transfer] = load.request, fence
         self._act(self._consumer.load(load, now), now)
 
     def drop(self, request: str, cause: Cause, now: float) -> None:
@@ -331,8 +337,9 @@ class Fetcher:
             except TransportError as error:
                 return Cause.TRANSPORT, str(error)
         else:
-            self._cache.scatter(place.route, place.chunk, place.pages, place.payload)
-            found = checksum(place.payload)
+            _, fence = self._fences.get(place.header.transfer, ("", None))
+            self._cache.scatter(place.route, place.chunk, place.pages, place.payload, fence)
+            found = self._cache.checksum or checksum(place.payload)
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
@@ -369,6 +376,9 @@ class Fetcher:
                     finished.cause,
                     finished.detail,
                 )
+        self._fences = {
+            t: known for t, known in self._fences.items() if known[0] != finished.request
+        }
         self._ended(finished)
 
 

@@ -1,49 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-The calling thread waits for them: on CPU it copies itself, on a GPU a stream of their own does.
+The calling thread waits for them: on CPU it copies itself; on a GPU kernels do on a stream of their
+own (`device_pages.py`), or torch's operations where Triton is missing or a chunk is not for kernels.
 """
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from pd_connector.codec import CODECS, DTYPES, Elements, Part
-from pd_connector.copying import Copier, DeviceCopier, HostCopier, Index, Span, Words, as_tensor
-from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.codec import CODECS, Elements, Part
+from pd_connector.copying import (
+    Copier,
+    DeviceCopier,
+    HostCopier,
+    Index,
+    Span,
+    Words,
+    as_tensor,
+    spans,
+)
 from pd_connector.geometry import Geometry, Group
+from pd_connector.layer_pages import LayerPages, check_layer
 from pd_connector.memory import Pieces
 from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
 from pd_connector.route import Route
 
+if TYPE_CHECKING:
+    from pd_connector.device_pages import DevicePages
 
-class LayerPages(NamedTuple):
-    """One layer's cache, seen as K and V. A page here may be a part of the engine's page.
+__all__ = ["LayerPages", "PagedCache"]
 
-    Attributes:
-        key: `[page, kv head, token, dim]`, any strides; the latent of MLA.
-        value: the same of V; None for a latent.
-        rows: the same memory as bytes, `[page, kv head, bytes]`, or `[page, 1, bytes]` where
-            heads are not apart; None where pages are not dense.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor | None
-    rows: torch.Tensor | None
+logger = logging.getLogger("pd_connector.pages")
 
 
 class PagedCache:
-    """The cache of one rank.
+    """The cache of one rank. One thread gathers and scatters.
+
+    Attributes:
+        checksum: of the payload that the last `gather` wrote, or of what the last `scatter` brought
+            into pages, where a kernel has summed it on the way; None where the caller has to.
 
     Args:
         layers: what each layer, by its number in the model, looks like; not copied.
         geometry: what they hold.
-        copier: what copies; chosen by the cache's device by default.
+        by_kernels: whether `pd_kernels` moves pages, on CPU as plain torch; by default where the
+            cache is on a GPU and Triton is installed.
 
     Raises:
         UnsupportedGeometryError: a layer is not what the geometry says of it.
@@ -53,22 +61,26 @@ class PagedCache:
         self,
         layers: Mapping[int, LayerPages],
         geometry: Geometry,
-        copier: Copier | None = None,
+        *,
+        by_kernels: bool | None = None,
     ) -> None:
         self.geometry = geometry
+        self.checksum: bytes | None = None
         self._layers = dict(layers)
         for group in geometry.groups:
             for layer in group.layers:
-                _check(layer, self._layers[layer], geometry, group)
+                check_layer(layer, self._layers[layer], geometry, group)
         self._device = next(iter(self._layers.values())).key.device
-        on_host = self._device.type == "cpu"
-        self._copier: Copier = copier or (HostCopier() if on_host else DeviceCopier())
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
+        self._copier: Copier = DeviceCopier() if on_gpu else HostCopier()
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+        wanted = on_gpu if by_kernels is None else by_kernels
+        self._kernels = _kernels(self._layers, self._device) if wanted else None
 
     @property
     def on_host(self) -> bool:
-        """Whether pages lie in this machine's memory, not a device's."""
-        return self._stream is None
+        """Whether pages are read and written by this machine's processors themselves."""
+        return self._stream is None and self._kernels is None
 
     @property
     def largest_page_bytes(self) -> int:
@@ -79,9 +91,11 @@ class PagedCache:
         )
 
     def fence(self) -> torch.cuda.Event | None:
-        """A point in the calling thread's stream; work before it is done when `gather`
-        with this fence reads. None on CPU, where that is so already."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
+        """A point in the calling thread's stream; work before it is done when `gather` or
+        `scatter` with this fence touches pages. None on CPU, where that is so already."""
+        return (
+            None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        )
 
     def gather(
         self,
@@ -104,12 +118,21 @@ class PagedCache:
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
         filled = slot[:nbytes]
+        self.checksum = None
         with self._streamed(fence):
-            self._gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
+            if self._kernels is not None:
+                self.checksum = self._kernels.gather_to_host(route, chunk, pages, filled)
+            if self.checksum is None:
+                self._gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
         return filled
 
     def scatter(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: memoryview
+        self,
+        route: Route,
+        chunk: Chunk,
+        pages: Sequence[int],
+        payload: memoryview,
+        fence: torch.cuda.Event | None = None,
     ) -> None:
         """Write a landed chunk's tokens into pages of this cache.
 
@@ -124,8 +147,12 @@ class PagedCache:
             raise ValueError(
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
-        with self._streamed(None):
-            self._scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
+        self.checksum = None
+        with self._streamed(fence):
+            if self._kernels is not None:
+                self.checksum = self._kernels.scatter_from_host(route, chunk, pages, payload)
+            if self.checksum is None:
+                self._scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
@@ -141,7 +168,7 @@ class PagedCache:
         Raises:
             IndexError: a page is not of this cache.
         """
-        if self._stream is not None or not chunk.verbatim:
+        if not self.on_host or not chunk.verbatim:
             return None
         heads = slice(first_head, first_head + len(route.heads))
         found: list[Index] = []
@@ -164,7 +191,7 @@ class PagedCache:
         one_run = all(b - a == 1 for a, b in itertools.pairwise(pages))
         whole = len(route.heads) == len(self.geometry.heads(group))
         full = chunk.stop_token % group.page_size == 0
-        if not (self._stream is None and chunk.verbatim and one_run and whole and full):
+        if not (self.on_host and chunk.verbatim and one_run and whole and full):
             return None
         if chunk.stop_layer - chunk.first_layer != 1:
             return None
@@ -197,14 +224,14 @@ class PagedCache:
                 self._copier.take_rows(rows, index, part)
             return
         for block in blocks(route, chunk):
-            spans = self._spans(chunk, block.layer, route.source, pages)
+            where = self._spans(chunk, block.layer, route.source, pages)
             view = self._view(block)[:, heads]
             out = torch.from_numpy(buffer[block.offset : block.offset + block.nbytes])
             if route.codec == "raw" and self._stream is None:  # the bits as they are
-                self._copier.read(view, spans, out.view(view.dtype).view(block.shape))
+                self._copier.read(view, where, out.view(view.dtype).view(block.shape))
                 continue
             x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
-            self._copier.read(view, spans, x)
+            self._copier.read(view, where, x)
             coded = out if self._stream is None else torch.empty_like(out, device=self._device)
             source, wanted = _elements(route.source, block), _elements(route.destination, block)
             CODECS[route.codec].encode(block.part, x, source, wanted, coded)
@@ -227,8 +254,8 @@ class PagedCache:
                 _elements(route.source, block),
                 _elements(route.destination, block),
             )
-            spans = self._spans(chunk, block.layer, route.destination, pages)
-            self._copier.write(self._view(block)[:, heads], spans, decoded)
+            where = self._spans(chunk, block.layer, route.destination, pages)
+            self._copier.write(self._view(block)[:, heads], where, decoded)
 
     def _view(self, block: Block) -> torch.Tensor:
         layer = self._layers[block.layer]
@@ -239,20 +266,9 @@ class PagedCache:
     def _spans(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> list[Span]:
         """The chunk's tokens, page by page of the layer's view."""
         view = self._layers[layer].key
-        tokens = view.shape[2]
-        parts = self._parts_per_page(layer, group)
-        self._check_pages(pages, view.shape[0] // parts)
-        base = chunk.first_token // group.page_size * group.page_size
-        spans: list[Span] = []
-        for place in range(
-            (chunk.first_token - base) // tokens, -(-(chunk.stop_token - base) // tokens)
-        ):
-            begin = base + place * tokens
-            first = max(chunk.first_token, begin)
-            stop = min(chunk.stop_token, begin + tokens)
-            page = pages[place // parts] * parts + place % parts
-            spans.append(Span(page, first - begin, stop - begin, first - chunk.first_token))
-        return spans
+        self._check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
+        tokens = chunk.first_token, chunk.stop_token
+        return spans(pages, *tokens, group.page_size, view.shape[2])
 
     def _row_range(
         self, layer: int, group: Group, heads: slice, pages: Sequence[int]
@@ -294,35 +310,10 @@ def _elements(group: Group, block: Block) -> Elements:
     return Elements(group.dtype, value if block.part is Part.VALUE else key)
 
 
-def _check(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
-    heads = len(geometry.heads(group))
-    known = group.dtype in DTYPES
-    views = [(pages.key, group.key_dim)]
-    if pages.value is not None:
-        views.append((pages.value, group.value_dim))
-    elif group.value_dim:
-        raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
-    for view, dim in views:
-        good = view.ndim == 4 and view.shape[1] == heads and group.page_size % view.shape[2] == 0
-        if known:
-            good = good and view.shape[3] == dim and view.dtype == DTYPES[group.dtype]
-        if not good:
-            raise UnsupportedGeometryError(
-                f"cache of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
-                f"[page, {heads} heads, tokens that divide {group.page_size}, {dim}] of "
-                f"{group.dtype}"
-            )
-    if pages.rows is None:
-        if group.layout or not known:
-            raise UnsupportedGeometryError(
-                f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
-                "not dense: only those of a known dtype can be moved, and their layout has no name"
-            )
-        return
-    count, _, tokens, _ = pages.key.shape
-    apart = heads if group.heads_apart else 1
-    wanted = count, apart, heads // apart * tokens * token_bytes(group)
-    if tuple(pages.rows.shape) != wanted:
-        raise UnsupportedGeometryError(
-            f"cache of layer {layer} has rows of shape {tuple(pages.rows.shape)}: wanted {wanted}"
-        )
+def _kernels(layers: Mapping[int, LayerPages], device: torch.device) -> "DevicePages | None":
+    try:
+        from pd_connector.device_pages import DevicePages
+    except ImportError as error:
+        logger.warning("pages are moved by torch, block by block, and not by kernels: %s", error)
+        return None
+    return DevicePages(layers, device)

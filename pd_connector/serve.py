@@ -284,19 +284,30 @@ class Server:
             if session.transport.copies and not session.read:
                 lies = self._cache.in_place(send.route, send.chunk, send.pages)
             if lies is not None:
-                self._move(send, session, lies, None, now)
+                self._move(send, session, lies, checksum(lies), None, now)
                 return
             # Into memory of our own, never straight into the landing slot: a producer that was
             # given up may still write there, and the checksum would certify its bytes.
             send_slot = self._send_slots.pop()  # the one used last is warm in the cache
             payload = self._gather(send, self._sending.slot(send_slot))
-        self._move(send, session, payload, send_slot, now)
+        found = self._cache.checksum or checksum(payload)
+        self._move(send, session, payload, found, send_slot, now)
 
     def _move(
-        self, send: Send, session: _Session, payload: memoryview, send_slot: int | None, now: float
+        self,
+        send: Send,
+        session: _Session,
+        payload: memoryview,
+        found: bytes,
+        send_slot: int | None,
+        now: float,
     ) -> None:
-        """Set a payload on its way, which lies in a send slot of ours, or in full pages."""
-        header = self._header(send, len(payload), checksum(payload))
+        """Set a payload on its way, which lies in a send slot of ours, or in full pages.
+
+        Args:
+            found: its checksum.
+        """
+        header = self._header(send, len(payload), found)
         moving = self._moving_now(send, send_slot, len(payload), now)
         if session.read:
             assert send_slot is not None

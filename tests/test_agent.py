@@ -30,6 +30,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.geometry import Shard
 from pd_connector.incoming import Peer, Source
+from pd_connector.pages import PagedCache
 
 __all__ = ["ranks"]
 
@@ -548,3 +549,29 @@ def test_tokens_whose_pages_a_window_has_passed_are_refused(ranks: Ranks):
     producer.offer("u", [-1, 2, 3])
     consumer.load(producer.source, "u", [5, 6], first_page=1)
     assert consumer.loaded("u").cause is None
+
+
+@pytest.mark.parametrize("side", ["gather", "scatter"])
+def test_pages_are_touched_after_what_was_queued_before_they_were_given(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, side: str
+):
+    """Each command's own point in the engine's stream gets to the copy."""
+    points = iter(range(100))
+    waited: list[Any] = []
+    touch = getattr(PagedCache, side)
+
+    def touched(*arguments: Any) -> Any:
+        waited.append(arguments[5])
+        return touch(*arguments[:5])
+
+    monkeypatch.setattr(PagedCache, "fence", lambda cache: f"point {next(points)}")
+    monkeypatch.setattr(PagedCache, side, touched)
+    producer, consumer = ranks.pair(LONG | TRANSPORTS["tcp"])
+    for number, transfer in enumerate(("t", "u")):
+        producer.offer(transfer, [5])
+        consumer.load(producer.source, transfer, [7])
+        assert consumer.loaded(transfer).cause is None
+        assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
+        assert producer.freed(transfer).cause is None
+    assert not consumer.agent._fetcher._fences
+    assert not producer.agent._server._fences

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,7 @@ from pd_connector.bench.plan import Plan
 from pd_connector.cli.bench_core import overhead, reshard, wire
 from pd_connector.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.launch.netns import available
+from pd_connector.launch.signals import terminate_as_interrupt
 
 PROMPT_TOKENS = (512, 2048, 3500)
 app = typer.Typer(
@@ -47,13 +49,16 @@ def handoff(
             metavar="NAME",
             help=f"Who is compared; may be repeated. Over the link: {', '.join(LINK)} "
             f"({', '.join(LINK_DEFAULT)}); with --local: {', '.join(LOCAL)} "
-            f"({', '.join(LOCAL_DEFAULT)}).",
+            f"({', '.join(LOCAL_DEFAULT)}); with --gpu: codecs (raw, fp8_e4m3, int8).",
             show_default=False,
         ),
     ] = None,
     prompt_tokens: Annotated[
         list[int] | None,
-        typer.Option(min=2, help="Prompt length; may be repeated (512, 2048, 3500)."),
+        typer.Option(
+            min=2,
+            help="Prompt length; may be repeated (512, 2048, 3500; with --gpu 512, 7500, 32000).",
+        ),
     ] = None,
     link_mbit: Annotated[
         float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s; without --local.")
@@ -69,6 +74,18 @@ def handoff(
             show_default=False,
         ),
     ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Without engines: between two processes on a GPU, over NIXL."),
+    ] = False,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --gpu: where both processes work, or, given twice, the producer and the "
+            "consumer (cuda:0); cpu tries it out in host memory.",
+            show_default=False,
+        ),
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs of each pair and length.")] = 5,
     warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
@@ -76,9 +93,16 @@ def handoff(
     """Time from a finished prefill to the first decoded token, beside vLLM's NixlConnector.
 
     Starts a prefill and a decode engine for each side, in two network namespaces joined by a limited
-    link (needs root), and sends the same prompts through them. Exit code 1 when a bar is missed, 2
-    when nothing was measured.
+    link (needs root), and sends the same prompts through them. With --gpu only KV moves, between two
+    processes without engines. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
+    if gpu:
+        if local or model:
+            raise typer.BadParameter("not together with --local or --model", param_hint="--gpu")
+        _handoff_on_gpu(ours, prompt_tokens, _devices(device), (runs, warm_ups), json)
+        return
+    if device:
+        raise typer.BadParameter("only with --gpu", param_hint="--device")
     plan = Plan(
         _chosen(ours, LOCAL if local else LINK, LOCAL_DEFAULT if local else LINK_DEFAULT),
         None if local else link_mbit,
@@ -98,6 +122,41 @@ def handoff(
 
 for _command in (wire, reshard, overhead):
     app.command()(_command)
+
+
+def _handoff_on_gpu(
+    codecs: Sequence[str] | None,
+    prompt_tokens: Sequence[int] | None,
+    devices: tuple[str, str],
+    counts: tuple[int, int],
+    json: Path | None,
+) -> None:
+    from pd_connector.bench import gpu  # torch takes seconds to import
+
+    for name in codecs or ():
+        if name not in gpu.CODECS:
+            known = ", ".join(gpu.CODECS)
+            raise typer.BadParameter(f"{name!r}: must be one of {known}", param_hint="--ours")
+    lengths = prompt_tokens or gpu.PROMPT_TOKENS
+    plan = gpu.GpuPlan(devices, codecs or gpu.CODECS, lengths, *counts)
+    stderr = Console(stderr=True)
+    with exit_codes(stderr), terminate_as_interrupt():
+        found = plan.carry_out(lambda line: stderr.print(line, markup=False, highlight=False))
+        notes = [*plan.notes(), noise_note(found.others_cores)]
+    report(found.tables, notes, json)
+
+
+def _devices(names: Sequence[str] | None) -> tuple[str, str]:
+    """The producer's and the consumer's."""
+    found = list(names or ["cuda:0"])
+    for name in found:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+            problem = f"{name!r}: must be cuda, cuda:1 or the like, or cpu"
+            raise typer.BadParameter(problem, param_hint="--device")
+    if len(found) > 2 or len({name.partition(":")[0] for name in found}) > 1:
+        problem = f"{found}: must be one, or the producer's and the consumer's, of one kind"
+        raise typer.BadParameter(problem, param_hint="--device")
+    return found[0], found[-1]
 
 
 def _chosen(
