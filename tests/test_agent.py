@@ -574,4 +574,4 @@ def test_pages_are_touched_after_what_was_queued_before_they_were_given(
         assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
         assert producer.freed(transfer).cause is None
     assert not consumer.agent._fetcher._fences
-    assert not producer.agent._server._fences
+    assert not producer.agent._server._outbox._fences

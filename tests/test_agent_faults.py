@@ -24,7 +24,7 @@ from support.agents import (
 from support.transports import Meddle, MeddlingTransport
 from transport_kinds import NIXL
 
-from pd_connector import fetch, serve, wire
+from pd_connector import fetch, outbox, wire
 from pd_connector.agent import Drop, Expect, Revoke
 from pd_connector.errors import Cause, TransportError
 from pd_connector.gate import Gate
@@ -98,7 +98,7 @@ def test_a_corrupt_chunk_fails_its_load_and_the_next_one_arrives(ranks: Ranks, t
 def test_without_checksums_a_corrupt_page_would_count_as_received(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve, "checksum", lambda data: b"")
+    monkeypatch.setattr(outbox, "checksum", lambda data: b"")
     monkeypatch.setattr(fetch, "checksum", lambda data: b"")
     settings = LONG | TRANSPORTS[transport]
     producer, consumer = pair(ranks, settings, **meddling(only_first(flipped)))
@@ -115,10 +115,10 @@ def test_a_slot_that_changes_while_it_is_read_is_noticed(
     producer, consumer = pair(ranks, LONG | TRANSPORTS["shm written"])
     scatter = consumer.agent._cache.scatter
 
-    def slow_scatter(route: Any, chunk: Any, pages: Any, payload: memoryview) -> None:
+    def slow_scatter(route: Any, chunk: Any, pages: Any, payload: memoryview, fence: None) -> None:
         monkeypatch.undo()
         payload[0] ^= 1
-        scatter(route, chunk, pages, payload)
+        scatter(route, chunk, pages, payload, fence)
 
     monkeypatch.setattr(consumer.agent._cache, "scatter", slow_scatter)
     producer.offer("t", [1])
@@ -135,7 +135,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     producer.offer("first", [1])  # so that the memory is mapped
     consumer.load(producer.source, "first", [4])
     assert consumer.loaded("first").cause is None
-    checksum = serve.checksum
+    checksum = outbox.checksum
 
     def after_a_late_write(payload: memoryview) -> bytes:
         landing = consumer.agent._landing
@@ -143,7 +143,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
             landing.slot(slot)[0] ^= 1
         return checksum(payload)
 
-    monkeypatch.setattr(serve, "checksum", after_a_late_write)
+    monkeypatch.setattr(outbox, "checksum", after_a_late_write)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     if consumer.loaded("t").cause is None:
@@ -380,7 +380,7 @@ def test_an_end_in_the_middle_of_a_read_costs_no_slot(ranks: Ranks, transport: s
 def test_without_checksums_a_read_of_other_bytes_would_count(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve, "checksum", lambda data: b"")
+    monkeypatch.setattr(outbox, "checksum", lambda data: b"")
     monkeypatch.setattr(fetch, "checksum", lambda data: b"")
 
     def other_slot(send: int, nbytes: int, slot: int, header: bytes) -> Any:

@@ -17,7 +17,7 @@ from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, geometry
 from support.caches import LATENT, LAYOUTS, Layer, Model, Setup
 from support.caches import Rank as CacheRank
 
-from pd_connector import fetch, serve
+from pd_connector import fetch, outbox
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
@@ -299,7 +299,7 @@ def test_the_sums_of_kernels_stand_for_the_host_s_in_every_codec(
     def never(data: memoryview) -> bytes:
         raise AssertionError("summed on the host")
 
-    monkeypatch.setattr(serve, "checksum", never)
+    monkeypatch.setattr(outbox, "checksum", never)
     monkeypatch.setattr(fetch, "checksum", never)
     half = geometry_of(Shard(0, 2, 1, 2), layout="other", page_size=8)
     settings = LONG | {"transports": ("tcp",), "codec": codec}
@@ -328,11 +328,11 @@ def test_a_payload_that_is_damaged_on_its_way_is_noticed(
 
 def damage(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the producer has summed is changed before it is sent."""
-    move = serve.Server._move
+    write = outbox.Outbox._write
 
-    def damaged(server, send, session, payload, *rest):
+    def damaged(box, send, way, payload, *rest):
         changed = bytearray(payload)
         changed[100] ^= 4
-        return move(server, send, session, memoryview(changed), *rest)
+        return write(box, send, way, memoryview(changed), *rest)
 
-    monkeypatch.setattr(serve.Server, "_move", damaged)
+    monkeypatch.setattr(outbox.Outbox, "_write", damaged)
