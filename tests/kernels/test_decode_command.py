@@ -42,6 +42,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "QUICK", ("uniform", "ragged"))
     lengths = {"uniform": lambda _: [40] * 3, "ragged": lambda _: [100, 3]}
     monkeypatch.setattr(decode, "LENGTHS", lengths)
+    monkeypatch.setattr(decode, "SHARDED", [60, 40])
     monkeypatch.setattr(decode, "MLA_CASES", {"ragged": ([70, 3], 16, 2)})
     monkeypatch.setattr(decode, "copies", lambda _: 2)
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e12)
@@ -98,6 +99,7 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "planning / paged_decode": 2,
         "fp8 / bfloat16": 2 * 2,
         "paged_decode / FlexAttention": 2,
+        "merge_partials / paged_decode": 2,
         "mla_decode": 2,
         "planning / mla_decode": 1,
     }

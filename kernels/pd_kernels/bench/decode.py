@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pd_kernels.bench import decode_baselines
+from pd_kernels.bench import decode_baselines, decode_cases
 from pd_kernels.bench.decode_cases import (
     FP8,
     LENGTHS,
@@ -21,7 +21,13 @@ from pd_kernels.bench.decode_cases import (
 )
 from pd_kernels.bench.report import Param, Row, duration, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
-from pd_kernels.decode import mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+from pd_kernels.decode import (
+    merge_partials,
+    mla_decode,
+    paged_decode,
+    plan_mla_decode,
+    plan_paged_decode,
+)
 
 BF16 = torch.bfloat16
 REPLAYS = 100
@@ -51,6 +57,11 @@ MLA_CASES: dict[str, tuple[list[int], int, int]] = {
 }
 """Lengths, heads, queries: ThunderMLA's five, and FlashMLA's."""
 
+SHARDED = [131_072] * 8
+"""Sequences that are long enough to lie on several instances."""
+SHARDS = (2, 8)
+MERGE_BAR = 0.01
+
 Calls = list[Callable[[], Any]]
 
 
@@ -67,6 +78,7 @@ def measure_decode(quick: bool) -> list[Row]:
             if heads == LLAMA:  # each batch is compiled anew
                 rows += _against_flex(heads, name, lengths)
             torch.cuda.empty_cache()
+    rows += _merging(LLAMA, SHARDED)
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
         print(f"MLA, {name}", flush=True)
         rows += _latent(name, *MLA_CASES[name], copy)
@@ -129,6 +141,21 @@ def _against_flex(heads: Heads, name: str, lengths: list[int]) -> Iterator[Row]:
         params: dict[str, Param] = {"heads": str(heads), "lengths": name, "page": page}
         ours_s = seconds(paged_calls(sets)[0], REPLAYS)
         yield duration("paged_decode / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
+
+
+def _merging(heads: Heads, lengths: list[int]) -> Iterator[Row]:
+    """The merge of shards beside the attention that they share."""
+    sets = _sets(lengths, heads, 16, BF16)
+    whole_s = seconds(paged_calls(sets)[0], REPLAYS)
+    shape = (len(lengths), heads.query, heads.dim)
+    del sets
+    for shards in SHARDS:
+        outs = torch.randn(shards, *shape, device=decode_cases.DEVICE)
+        lses = torch.randn(shards, *shape[:-1], device=decode_cases.DEVICE)
+        out = torch.empty(shape, dtype=BF16, device=decode_cases.DEVICE)
+        merge_s = seconds([functools.partial(merge_partials, outs, lses, out)], REPLAYS)
+        params: dict[str, Param] = {"heads": str(heads), "lengths": "8 x 128k", "shards": shards}
+        yield duration("merge_partials / paged_decode", params, merge_s, whole_s, MERGE_BAR)
 
 
 def _latent(name: str, lengths: list[int], heads: int, queries: int, copy: float) -> Iterator[Row]:
