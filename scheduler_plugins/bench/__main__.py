@@ -45,7 +45,7 @@ def queue(
     engine: Live = False,
     posts: Annotated[
         int, typer.Option(min=2, help="With --engine: posts that each of 20 users is asked about.")
-    ] = 20,
+    ] = 50,
     quick: Quick = False,
 ) -> None:
     """Order, classes, admission and overhead of the queue, each against its bar.
