@@ -12,6 +12,7 @@
 - `plan`: what `bench handoff` does, and doing it
 - `wire`: ways to move KV without engines, measured in turn
 - `wire_size`, `wire_cache`: how much that is, and a cache that both sides know
+- `party`: a process that obeys calls, of `bench wire` and `bench handoff --gpu`
 - `wire_movers`, `wire_party`, `wire_pair`: the ways; a process that goes one of them; two of these
 - `reshard`: gather and scatter between engines that cut a model up differently
 - `overhead`: what a request costs in Python
