@@ -23,10 +23,8 @@ from scheduler_plugins.vllm.middleware_answers import Answer, refusal, respond, 
 from scheduler_plugins.vllm.middleware_asgi import App, Message, Receive, Scope, Send, headers_of
 from scheduler_plugins.vllm.middleware_gate import Gate
 from scheduler_plugins.vllm.prompt import prompt_of
-from scheduler_plugins.vllm.settings import settings_path
+from scheduler_plugins.vllm.settings import QOS_KEY, settings_path
 
-CLASS_KEY = "qos"
-"""Key of `vllm_xargs`, and so of `SamplingParams.extra_args`, in which the class travels."""
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -83,7 +81,7 @@ class AdmissionMiddleware:
     ) -> None:
         gate = self._gate_of(scope)
         qos = gate.class_of(headers_of(scope))
-        body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), CLASS_KEY: qos}
+        body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), QOS_KEY: qos}
         raw = json.dumps(body, separators=(",", ":")).encode()
         scope = _with_length(scope, len(raw))
         receive = _replayed(raw, receive)

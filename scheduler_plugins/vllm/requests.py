@@ -17,12 +17,10 @@ from vllm.v1.request import RequestStatus
 from scheduler_plugins.policy.queue.request import Waiting
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
+from scheduler_plugins.vllm.settings import QOS_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-QOS_KEY = "qos"
-"""Key of `vllm_xargs` with the name of a request's class."""
 
 
 def describe(request: Request, cache: CacheView) -> Waiting:

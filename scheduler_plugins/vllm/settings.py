@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the files are that configure the scheduler of a vLLM engine."""
+"""What the scheduler and the middleware of a vLLM server agree on: where the files are that configure
+them, and in which place a request has its class."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ SETTINGS_KEY = "pd_scheduler"
 SETTINGS_VARIABLE = "PD_SCHEDULER_CONFIG"
 COST_MODEL_KEY = "pd_cost_model"
 COST_MODEL_VARIABLE = "PD_SCHEDULER_COST_MODEL"
+QOS_KEY = "qos"
+"""Key of `vllm_xargs`, and so of `SamplingParams.extra_args`, with the name of a request's class."""
 
 
 def settings_path(vllm_config: Any) -> Path | None:
