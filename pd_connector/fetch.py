@@ -43,7 +43,6 @@ class _Session:
     greeted: bool = False
     transport: Transport | None = None
     expected: Hashable = None
-    read: bool = False  # its chunks are offered, to be read
     # Offers of the producer that are being read, by the landing slot they go with.
     reading: dict[int, int] = field(default_factory=dict)
 
@@ -212,7 +211,6 @@ class Fetcher:
             return self._end(source, Cause.TRANSPORT, str(error), now)
         session.transport = transport
         session.greeted = True
-        session.read = welcome.read
         direct = (
             welcome.read
             and welcome.direct

@@ -19,6 +19,8 @@ from scheduler_plugins.sim import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
+Seeds = Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")]
+Minutes = Annotated[float, typer.Option(min=2.0, help="Simulated time.")]
 Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
 Live = Annotated[bool, typer.Option("--engine", help="In real vLLM engines, not in simulation.")]
 Quick = Annotated[
@@ -33,7 +35,7 @@ def group() -> None:
 
 @app.command()
 def queue(
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")] = 10,
+    seeds: Seeds = 10,
     cached_profiles: Annotated[
         float, typer.Option(min=0.1, help="User profiles that the cache holds, of 20.")
     ] = 14.0,
@@ -87,8 +89,8 @@ def queue(
 
 @app.command()
 def qos(
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")] = 10,
-    minutes: Annotated[float, typer.Option(min=2.0, help="Simulated time.")] = 4.0,
+    seeds: Seeds = 10,
+    minutes: Minutes = 4.0,
     json: Json = None,
     engine: Live = False,
     quick: Quick = False,
@@ -105,8 +107,8 @@ def qos(
 
 @app.command()
 def admission(
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")] = 10,
-    minutes: Annotated[float, typer.Option(min=2.0, help="Simulated time.")] = 4.0,
+    seeds: Seeds = 10,
+    minutes: Minutes = 4.0,
     json: Json = None,
     engine: Live = False,
     quick: Quick = False,
