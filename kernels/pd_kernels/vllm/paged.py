@@ -4,8 +4,9 @@
 Mixed into that backend's classes, before them. KV is written by it, in its own layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -13,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, Attenti
 
 from pd_kernels.decode import Mod, Plan, alibi, paged_decode, plan_paged_decode, soft_cap
 from pd_kernels.decode.paged_batch import MAX_QUERIES
+from pd_kernels.vllm.limits import Layer, refusals, refuse
 from pd_kernels.vllm.split import Decodes, decodes_of, rest_of
 
 logger = init_logger("vllm.pd_kernels")
@@ -116,8 +118,19 @@ class PagedBuilder(AttentionMetadataBuilder):
         return plan_paged_decode(q, cache, window=impl.window, max_batch=self._batch)
 
 
+class Allowed(NamedTuple):
+    """What a layer may have."""
+
+    head_sizes: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+
+
 class PagedImpl(AttentionImpl):
-    """A layer. The class it is mixed into says with `pages` how its cache is read."""
+    """A layer. The class it is mixed into says what it may have, and with `pages` how its cache is
+    read."""
+
+    where: ClassVar[str]
+    """How a refusal begins."""
 
     can_return_lse_for_decode = False
     supports_dcp = False
@@ -127,6 +140,47 @@ class PagedImpl(AttentionImpl):
 
     stored_dtype: torch.dtype | None
     """Of an FP8 cache; None for the model's own."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """As vLLM's. Raises NotImplementedError for what the kernels do not have."""
+        layer = Layer(
+            head_size,
+            self.model_dtype(),
+            kv_cache_dtype,
+            str(getattr(attn_type, "value", attn_type)),
+            sinks is not None,
+            alibi_slopes is not None,
+            bool(logits_soft_cap),
+        )
+        refuse(self.where, refusals(layer, *self.allowed()))
+        super().__init__(
+            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
+            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
+        )
+        self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
+
+    @classmethod
+    def allowed(cls) -> Allowed:
+        """What the kernels, and the backend this stands in for, have."""
+        raise NotImplementedError
+
+    @staticmethod
+    def model_dtype() -> torch.dtype:
+        """Of the model that is being made."""
+        raise NotImplementedError
 
     def decodes_with(
         self,

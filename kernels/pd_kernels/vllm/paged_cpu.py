@@ -18,8 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from pd_kernels.vllm.limits import Layer, refusals, refuse
-from pd_kernels.vllm.paged import FP8, PagedBuilder, PagedImpl
+from pd_kernels.vllm.paged import FP8, Allowed, PagedBuilder, PagedImpl
 
 
 class PagedCpu(CPUAttentionBackend):
@@ -61,39 +60,17 @@ class PagedCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
 class PagedCpuImpl(PagedImpl, CPUAttentionBackendImpl):
     """A layer with CPU_ATTN's pages."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        layer = Layer(
-            head_size,
-            get_current_vllm_config().model_config.dtype,
-            kv_cache_dtype,
-            str(getattr(attn_type, "value", attn_type)),
-            sinks is not None,
-            alibi_slopes is not None,
-            bool(logits_soft_cap),
-        )
+    where = "Decoding with pd_kernels on a CPU"
+
+    @classmethod
+    def allowed(cls) -> Allowed:
         stock = CPUAttentionBackend
-        refuse(
-            "Decoding with pd_kernels on a CPU",
-            refusals(layer, stock.get_supported_head_sizes(), stock.supported_dtypes),
-        )
-        super().__init__(
-            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
-            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
-        )
-        self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
+        return Allowed(stock.get_supported_head_sizes(), stock.supported_dtypes)
+
+    @staticmethod
+    def model_dtype() -> torch.dtype:
+        dtype: torch.dtype = get_current_vllm_config().model_config.dtype
+        return dtype
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return halves(kv_cache.view(FP8) if self.stored_dtype else kv_cache)

@@ -15,8 +15,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from pd_kernels.decode.paged_batch import DIMS
-from pd_kernels.vllm.limits import Layer, refusals, refuse
-from pd_kernels.vllm.paged import FP8, PagedBuilder, PagedImpl
+from pd_kernels.vllm.limits import Layer, refusals
+from pd_kernels.vllm.paged import FP8, Allowed, PagedBuilder, PagedImpl
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -91,35 +91,15 @@ class PagedFlashBuilder(PagedBuilder, FlashAttentionMetadataBuilder):
 class PagedFlashImpl(PagedImpl, FlashAttentionImpl):
     """A layer with FlashAttention's pages."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        layer = Layer(
-            head_size,
-            torch.get_default_dtype(),  # the model's, while it is being made
-            kv_cache_dtype,
-            str(getattr(attn_type, "value", attn_type)),
-            sinks is not None,
-            alibi_slopes is not None,
-            bool(logits_soft_cap),
-        )
-        refuse("Decoding with pd_kernels", refusals(layer, DIMS, DTYPES))
-        super().__init__(
-            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
-            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
-        )
-        self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
+    where = "Decoding with pd_kernels"
+
+    @classmethod
+    def allowed(cls) -> Allowed:
+        return Allowed(DIMS, DTYPES)
+
+    @staticmethod
+    def model_dtype() -> torch.dtype:
+        return torch.get_default_dtype()  # the model's, while it is being made
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache = kv_cache.view(FP8) if self.stored_dtype else kv_cache
