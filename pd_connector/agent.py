@@ -11,17 +11,18 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
+from pd_connector.commands import Command, Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.fetch import Fetcher
 from pd_connector.gate import Gate
 from pd_connector.geometry import Shard
 from pd_connector.handshake import Identity
-from pd_connector.incoming import Finished, Held, Load, Peer
+from pd_connector.incoming import Finished, Held, Load
 from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import PagedCache
 from pd_connector.scheduling import prefer_own_threads, prefer_short_slices
@@ -40,56 +41,6 @@ _UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_tra
 """Gauges that say so."""
 
 Outcome = Free | Finished | Held
-
-
-class Expect(NamedTuple):
-    """A request that will offer this transfer has been queued in this engine."""
-
-    transfer: str
-
-
-class Computed(NamedTuple):
-    """A prefill whose KV is on offer has come further: to `tokens` tokens, in the model's layers
-    below `stop_layer`, or in all of them."""
-
-    transfer: str
-    request: str
-    tokens: int
-    stop_layer: int | None = None
-
-
-class Revoke(NamedTuple):
-    """The request was preempted: its pages are no longer its own."""
-
-    transfer: str
-    request: str
-
-
-class Withdraw(NamedTuple):
-    """The request with this transfer has ended and leaves no pages to fetch."""
-
-    transfer: str
-    request: str
-
-
-class Hold(NamedTuple):
-    """A request that will load this transfer waits in this engine; with `watch`, until it is told
-    that there is KV to load."""
-
-    request: str
-    transfer: str
-    peers: tuple[Peer, ...]
-    watch: bool
-
-
-class Drop(NamedTuple):
-    """A request no longer wants its transfer."""
-
-    request: str
-    cause: Cause
-
-
-Command = Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop
 
 
 class Agent:
@@ -167,8 +118,8 @@ class Agent:
 
     def submit(self, command: Command) -> None:
         """Hand a command to the thread. What the calling thread has queued on the device so far
-        is done before pages of an `Offer` or `Computed` are read, or pages of a `Load` written. After `Revoke` and
-        `Withdraw` have returned, the request's pages are not read any more."""
+        is done before pages of an `Offer` or `Computed` are read, or pages of a `Load` written.
+        After `Revoke` and `Withdraw` have returned, the request's pages are not read any more."""
         fence = None
         match command:
             case Offer():
@@ -199,7 +150,7 @@ class Agent:
         while not self._outcomes.empty():
             ended.append(self._outcomes.get())
         if self._failed:
-            ended += [Finished(r, Cause.INTERNAL, "agent died", 0, 0, 0.0) for r in self._loading]
+            ended += [Finished(r, Cause.INTERNAL, "agent died") for r in self._loading]
             ended += [Free(request, Cause.INTERNAL) for request in self._leasing]
             ended += [Held(request, Cause.INTERNAL, "agent died") for request in self._watching]
         known: list[Outcome] = []

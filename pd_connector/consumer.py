@@ -23,12 +23,11 @@ from pd_connector.incoming import (
     Place,
     Session,
     Source,
-    Stream,
     Tell,
+    streams,
 )
 from pd_connector.memory import Pieces
-from pd_connector.plan import chunk_limit, plan
-from pd_connector.route import Route, meet, uncovered
+from pd_connector.route import uncovered
 from pd_connector.slab import SlotPool
 
 
@@ -51,9 +50,7 @@ class Consumer:
     ) -> None:
         self._config = config
         self._geometry = geometry
-        self._shard = geometry.shard
         self._shards = tuple(shards) or (geometry.shard,)
-        self._heads = frozenset(group.heads for group in geometry.groups)
         self._grants = Grants(config, pool)
         self._one_sided = one_sided
         self._transfers: dict[str, Incoming] = {}
@@ -77,47 +74,37 @@ class Consumer:
         `watch` it asks for room only when told by `Held` that there is KV to load."""
         if transfer in self._transfers:
             return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
-        incoming = Incoming(request, transfer, self._streams(peers), watched=watch)
+        incoming = self._new(request, transfer, peers)
         if watch and not incoming.streams:
             return [Held(request, Cause.GEOMETRY, self._nothing_of_ours(peers))]
         self._transfers[transfer] = incoming
-        actions: list[Action] = []
         if watch:
+            incoming.watched = True
             incoming.deadline = now + self._config.wait_timeout_s
-        for source in incoming.streams:
-            if source not in self._sessions:
-                actions.append(Dial(source))
-            elif watch:
-                actions.append(Tell(source, wire.Watch(transfer)))
-        return actions
+        return [action for s in incoming.streams for action in self._ask(incoming, s, now)]
 
     def load(self, load: Load, now: float) -> list[Action]:
         """Fetch KV. A transfer is loaded at most once at a time."""
         transfer = load.transfer
         incoming = self._transfers.get(transfer)
         if incoming is not None and (incoming.load or incoming.request != load.request):
-            return [Finished(load.request, Cause.DUPLICATE, transfer, 0, 0, 0.0)]
-        streams = incoming.streams if incoming else self._streams(load.peers)
-        if any(self._grants.ends(transfer, source) for source in streams):
+            return [Finished(load.request, Cause.DUPLICATE, transfer)]
+        incoming = incoming or self._new(load.request, transfer, load.peers)
+        if any(self._grants.ends(transfer, source) for source in incoming.streams):
             self._transfers.pop(transfer, None)
             detail = f"{transfer}: its last load still ends"
-            return [Finished(load.request, Cause.DUPLICATE, detail, 0, 0, 0.0)]
-        if not streams:
-            detail = self._nothing_of_ours(load.peers)
-            return [Finished(load.request, Cause.GEOMETRY, detail, 0, 0, 0.0)]
-        incoming = incoming or Incoming(load.request, transfer, streams)
+            return [Finished(load.request, Cause.DUPLICATE, detail)]
+        if not incoming.streams:
+            return [Finished(load.request, Cause.GEOMETRY, self._nothing_of_ours(load.peers))]
         self._transfers[transfer] = incoming
         incoming.load = load
         incoming.watched = False
         incoming.deadline = float("inf")
         incoming.began = now
         actions: list[Action] = []
-        for source, stream in list(streams.items()):
+        for source, stream in incoming.streams.items():
             stream.deadline = now + self._config.connect_timeout_s
-            if source not in self._sessions:
-                actions.append(Dial(source))
-            elif transfer in self._transfers:
-                actions += self._open(incoming, source, now)
+            actions += self._ask(incoming, source, now)
         return actions
 
     def drop(self, request: str, cause: Cause, now: float) -> list[Action]:
@@ -128,37 +115,14 @@ class Consumer:
                 return self._finish(incoming, cause, "", now)
         return []
 
-    def session_up(
-        self,
-        source: Source,
-        epoch: int,
-        routes: Sequence[Route],
-        slot_bytes: int,
-        now: float,
-        *,
-        read: bool = False,
-        direct: bool = False,
-    ) -> list[Action]:
-        """A session stands: open what waited for it.
-
-        Args:
-            routes: what passes between its producer's rank and this one.
-            slot_bytes: size of the producer's slots.
-            read: chunks are read from the producer, not written by it.
-            direct: and its leased pages where they lie.
-        """
-        session = Session(epoch, min(slot_bytes, self._config.slot_bytes), routes, read, direct)
+    def session_up(self, source: Source, session: Session, now: float) -> list[Action]:
+        """A session stands: open what waited for it."""
         self._sessions[source] = session
         farewells = self._farewells.pop(source, [])
         actions: list[Action] = [Tell(source, message) for message in farewells]
         for incoming in list(self._transfers.values()):
-            stream = incoming.streams.get(source)
-            if stream is None:
-                continue
-            if incoming.load and not stream.opened:
-                actions += self._open(incoming, source, now)
-            elif incoming.watched:
-                actions.append(Tell(source, wire.Watch(incoming.transfer)))
+            if source in incoming.streams:
+                actions += self._ask(incoming, source, now)
         return actions
 
     def session_down(
@@ -190,25 +154,17 @@ class Consumer:
 
     def accept(self, source: Source, message: wire.Accept, now: float) -> list[Action]:
         """The producer has KV to send, or has computed all of it."""
-        found = self._opened_at(source, message.transfer)
-        if found is None:
+        incoming = self._transfers.get(message.transfer)
+        stream = incoming.streams.get(source) if incoming else None
+        if incoming is None or stream is None or not stream.opened:
             return []
-        incoming, stream = found
         # Chunks into slots granted with `Open` may have overtaken this message.
         if message.chunks != stream.planned:
             detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"
             return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
-        if message.complete and not stream.complete:
-            stream.complete = True
-            stream.burst = not stream.accepted
-            if incoming.load is not None and incoming.load.wait:
-                incoming.began = now  # the prefill took until now, not the transfer
+        if incoming.accepted(source, message.complete, now):
             stream.deadline = now + self._config.stall_timeout_s
-        stream.accepted = True
-        if stream.over:
-            return self._stream_over(incoming, source, now)
-        self._grants.want(message.transfer, source, stream)
-        return self._grants.deal(now)
+        return self._go_on(incoming, source, now)
 
     def refuse(self, source: Source, message: wire.Refuse, now: float) -> list[Action]:
         """The producer will send no (more) KV."""
@@ -255,18 +211,13 @@ class Consumer:
         if problem:
             return self._finish(incoming, Cause.TRANSPORT, problem, now)
         load, session = incoming.load, self._sessions[source]
-        wanted = session.header(load, chunk, header.checksum)
-        if header != wanted or payload.nbytes != wanted.nbytes:
-            detail = f"landed {header}, wanted {wanted}, {payload.nbytes} bytes"
-            return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
         route = session.routes[chunk.route]
+        pages = load.pages_of(route, chunk)
+        place = Place(source, header, route, chunk, pages, slot, payload)
+        if wrong := place.problem(session.header(load, chunk, header.checksum)):
+            return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
-        span = chunk.pages(route.destination.page_size)
-        pages = load.pages[route.destination.table][span.start : span.stop]
-        if len(pages) != len(span) or min(pages) < 0:
-            detail = f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
-            return self._finish(incoming, Cause.WINDOW, detail, now)
-        return [Place(source, header, route, chunk, pages, slot, payload)]
+        return [place]
 
     def placed(self, place: Place, problem: Cause | None, detail: str, now: float) -> list[Action]:
         """A chunk has been scattered, or found wrong (`problem`)."""
@@ -277,16 +228,11 @@ class Consumer:
         if problem is not None:
             return self._finish(incoming, problem, detail, now)
         stream = incoming.streams[source]
-        del stream.missing[place.chunk.sequence]
+        incoming.placed(source, place.header)
         self._grants.give_back(stream, place.slot)
-        incoming.nbytes += place.header.nbytes
-        incoming.chunks += 1
         if stream.complete:
             stream.deadline = now + self._config.stall_timeout_s
-        if stream.over:
-            return self._stream_over(incoming, source, now)
-        self._grants.want(transfer, source, stream)
-        return self._grants.deal(now)
+        return self._go_on(incoming, source, now)
 
     def tick(self, now: float) -> list[Action]:
         """Fail what has been silent for too long, and free slots whose quarantine is over."""
@@ -305,59 +251,43 @@ class Consumer:
         self._grants.tick(now)
         return actions + self._grants.deal(now)
 
-    def _streams(self, peers: Sequence[Peer]) -> dict[Source, Stream]:
-        """The ranks of a producer that hold a part of what this rank holds."""
-        return {
-            peer.source: Stream(sum(meet(peer.shard, shard, self._heads) for shard in self._shards))
-            for peer in peers
-            if meet(peer.shard, self._shard, self._heads)
-        }
+    def _new(self, request: str, transfer: str, peers: Sequence[Peer]) -> Incoming:
+        return Incoming(request, transfer, streams(peers, self._geometry, self._shards))
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
         shards = [peer.shard for peer in peers]
-        return f"none of the producer's ranks {shards} holds a part of {self._shard}"
+        return f"none of the producer's ranks {shards} holds a part of {self._geometry.shard}"
+
+    def _ask(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
+        """Ask a producer for what is wanted of it, or for a session first."""
+        if source not in self._sessions:
+            return [Dial(source)]
+        if incoming.watched:
+            return [Tell(source, wire.Watch(incoming.transfer))]
+        ended = incoming.transfer not in self._transfers  # by a failure with another rank
+        if incoming.load is None or ended or incoming.streams[source].opened:
+            return []
+        return self._open(incoming, source, now)
 
     def _open(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
-        load, stream = incoming.load, incoming.streams[source]
+        load, stream, session = incoming.load, incoming.streams[source], self._sessions[source]
         assert load is not None
-        session = self._sessions[source]
-        tokens = load.stop_token - load.first_token
-        limit = chunk_limit(
-            session.routes,
-            tokens,
-            session.slot_bytes,
-            session.bytes_per_s,
-            read=session.read,
-        )
-        try:
-            span = load.first_token, load.stop_token
-            chunks = plan(session.routes, *span, limit, streamed=load.wait)
-        except ValueError as error:
-            return self._finish(incoming, Cause.GEOMETRY, str(error), now)
-        stream.missing = {chunk.sequence: chunk for chunk in chunks}
-        stream.planned = len(chunks)
+        if problem := stream.prepare(load, session, self._config.slot_bytes):
+            return self._finish(incoming, *problem, now)
         stream.opened = True
         patience = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
         stream.deadline = now + patience
         # A prefill that has not ended would only sit on its slots.
-        wanted = 0 if load.wait else len(chunks)
-        message = wire.Open(
-            transfer=load.transfer,
-            identity=load.identity,
-            first_token=load.first_token,
-            stop_token=load.stop_token,
-            wait=load.wait,
-            slots=self._grants.take(load.transfer, source, stream, wanted),
-            chunk_bytes=limit,
-            readers=stream.readers,
-            bytes_per_s=int(session.bytes_per_s or 0),
-            direct=session.direct,
-        )
-        return [Tell(source, message)]
+        wanted = 0 if load.wait else stream.planned
+        slots = self._grants.take(load.transfer, source, stream, wanted)
+        return [Tell(source, session.opening(load, stream, slots))]
 
-    def _stream_over(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
-        """One rank has sent its part; with the last of them the load has ended."""
+    def _go_on(self, incoming: Incoming, source: Source, now: float) -> list[Action]:
+        """Let a rank send more. When all have sent their parts the load has ended."""
         stream = incoming.streams[source]
+        if not stream.over:
+            self._grants.want(incoming.transfer, source, stream)
+            return self._grants.deal(now)
         if stream.burst:
             seconds = now - stream.first_landed
             self._sessions[source].measured(stream.nbytes_after_first, seconds)
@@ -377,22 +307,14 @@ class Consumer:
         until = now + self._config.lease_s
         actions: list[Action] = []
         for source, stream in incoming.streams.items():
-            over: wire.Message = wire.Done(transfer)
-            if cause is not None:
-                over = wire.Cancel(transfer, cause, stream.readers)
+            farewell = incoming.farewell(source, cause)
             if source in self._sessions:
-                actions.append(Tell(source, over))
+                actions.append(Tell(source, farewell))
             else:
-                self._farewells.setdefault(source, []).append(over)
+                self._farewells.setdefault(source, []).append(farewell)
             cancelled = cause is not None and source in self._sessions
             self._grants.over(transfer, source, stream, until, cancelled=cancelled)
-        if incoming.load is not None:
-            seconds = now - incoming.began
-            numbers = incoming.nbytes, incoming.chunks, seconds
-            actions.append(Finished(incoming.request, cause, detail, *numbers))
-        elif incoming.watched:
-            actions.append(Held(incoming.request, cause, detail))
-        return actions + self._grants.deal(now)
+        return actions + incoming.outcome(cause, detail, now) + self._grants.deal(now)
 
     def _writer(self, header: wire.ChunkHeader, slot: int) -> Source | None:
         """The producer that calls itself so and has this slot, for this transfer. One producer
@@ -404,10 +326,3 @@ class Consumer:
             if known and self._grants.holds(header.transfer, source, slot):
                 return source
         return None
-
-    def _opened_at(self, source: Source, transfer: str) -> tuple[Incoming, Stream] | None:
-        incoming = self._transfers.get(transfer)
-        stream = incoming.streams.get(source) if incoming else None
-        if incoming is None or stream is None or not stream.opened:
-            return None
-        return incoming, stream

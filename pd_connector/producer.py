@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from pd_connector import wire
 from pd_connector.config import Config
+from pd_connector.draining import Draining
 from pd_connector.errors import Cause
 from pd_connector.outgoing import Action, Free, Offer, Outgoing, Reply, Send, Session, Step, Stream
 from pd_connector.route import Route
@@ -29,9 +30,7 @@ class Producer:
         self._config = config
         self._transfers: dict[str, Outgoing] = {}
         self._ready: dict[tuple[str, Session], None] = {}
-        # Streams that are over while writes of theirs are under way, and who waits to hear.
-        self._draining: dict[tuple[Session, str], int] = {}
-        self._awaiting_end: set[tuple[Session, str]] = set()
+        self._draining = Draining()
         # Ended lately: whoever opens one of them need not wait for a prefill that will not come.
         self._ended: dict[str, None] = {}
         # Cancelled before their prefill ended: the last offer, when it comes, is freed at once.
@@ -52,7 +51,7 @@ class Producer:
         if transfer in self._unwanted:
             return
         self._ended.pop(transfer, None)
-        outgoing = self._transfers.setdefault(transfer, Outgoing(expires=0.0))
+        outgoing = self._known(transfer, 0.0)
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
 
@@ -63,21 +62,20 @@ class Producer:
                 return []
             del self._unwanted[offer.transfer]
             return [Free(offer.request, Cause.ABORTED)]
-        outgoing = self._transfers.setdefault(offer.transfer, Outgoing(expires=0.0))
+        outgoing = self._known(offer.transfer, 0.0)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
         outgoing.offer = offer
         outgoing.step = None
         if not outgoing.expected:
             self.expect(offer.transfer, now)
-        actions: list[Action] = []
         if offer.final:
             outgoing.expires = now + self._config.lease_s
             if outgoing.all_over:
-                return self._end(offer.transfer, outgoing.cause, "")
-        actions += self._tell_watchers(offer.transfer, outgoing)
+                return self._end(outgoing, outgoing.cause, "")
+        actions = outgoing.tell_watchers()
         for session in list(outgoing.streams):
-            actions += self._start(offer.transfer, outgoing, session)
+            actions += self._start(outgoing, session)
         return actions
 
     def computed(
@@ -95,7 +93,7 @@ class Producer:
             outgoing.step = Step(tokens, stop_layer)
         for session in outgoing.streams:
             self._mark_ready(transfer, session)
-        return self._tell_watchers(transfer, outgoing)
+        return outgoing.tell_watchers()
 
     def revoke(self, transfer: str, request: str) -> None:
         """The request's pages are no longer its own (it was preempted). What has been sent was
@@ -113,7 +111,7 @@ class Producer:
             return []
         if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
-        return self._end(transfer, Cause.PREFILL_ENDED, "the prefill request ended early")
+        return self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
 
     def watch(self, session: Session, transfer: str, now: float) -> list[Action]:
         """A consumer wants to hear when the prefill has begun."""
@@ -122,10 +120,9 @@ class Producer:
             if transfer in self._ended or transfer in self._unwanted:
                 detail = "no such KV here (any more)"
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, detail)]
-            outgoing = Outgoing(expires=now + self._config.lease_s)
-            self._transfers[transfer] = outgoing
+            outgoing = self._known(transfer, now + self._config.lease_s)
         outgoing.watchers.add(session)
-        return self._tell_watchers(transfer, outgoing)
+        return outgoing.tell_watchers()
 
     def open(
         self, session: Session, message: wire.Open, routes: Sequence[Route], now: float
@@ -138,22 +135,19 @@ class Producer:
         if outgoing is None:
             if not message.wait or transfer in self._ended:
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such KV here")]
-            outgoing = Outgoing(expires=now + self._config.lease_s)
-            self._transfers[transfer] = outgoing
-        taken = len(outgoing.streams) + len(outgoing.over)
-        if session in outgoing.streams or taken >= max(outgoing.readers, message.readers):
+            outgoing = self._known(transfer, now + self._config.lease_s)
+        if session in outgoing.streams or outgoing.full(message.readers):
             return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
         outgoing.watchers.discard(session)
         outgoing.readers = max(outgoing.readers, message.readers)
         outgoing.streams[session] = Stream(message, routes, deque(message.slots))
-        return self._start(transfer, outgoing, session)
+        return self._start(outgoing, session)
 
     def credit(self, session: Session, transfer: str, slots: Sequence[int]) -> None:
-        """A consumer grants slots; more than there are chunks left have no meaning."""
+        """A consumer grants slots."""
         stream = self._stream(session, transfer)
         if stream is not None:
-            room = stream.unsent - len(stream.credits)
-            stream.credits.extend(slots[: max(0, room)])
+            stream.credit(slots)
             self._mark_ready(transfer, session)
 
     def next_send(self, busy: Collection[Session] = ()) -> Send | None:
@@ -165,36 +159,16 @@ class Producer:
             busy: sessions that take nothing now.
         """
         while True:
-            free = (key for key in self._ready if key[1] not in busy)
-            transfer, session = next(free, ("", b""))
-            if not transfer:
+            key = next((key for key in self._ready if key[1] not in busy), None)
+            if key is None:
                 return None
-            del self._ready[transfer, session]
+            del self._ready[key]
+            transfer, session = key
             outgoing = self._transfers.get(transfer)
-            stream = self._stream(session, transfer)
-            if outgoing is None or stream is None or not stream.credits or not stream.accepted:
-                continue
-            lane = stream.next_lane(outgoing)
-            if lane is None:
-                continue
-            assert outgoing.offer is not None
-            chunk = lane.chunks.popleft()
-            route = stream.routes[chunk.route]
-            span = chunk.pages(route.source.page_size)
-            stream.unsent -= 1
-            stream.writing += 1
-            self._mark_ready(transfer, session)
-            return Send(
-                transfer,
-                outgoing.offer.request,
-                session,
-                route,
-                chunk,
-                outgoing.offer.pages[route.source.table][span.start : span.stop],
-                outgoing.offer.identity,
-                stream.credits.popleft(),
-                stream.message.direct and outgoing.final and chunk.verbatim,
-            )
+            send = outgoing.next_send(session) if outgoing else None
+            if send is not None:
+                self._ready[key] = None  # behind all others
+                return send
 
     def unsend(self, send: Send) -> None:
         """What `next_send` gave cannot be gathered now, because its pages have been revoked. It
@@ -202,61 +176,54 @@ class Producer:
         self._ready.pop((send.transfer, send.session), None)
         stream = self._stream(send.session, send.transfer)
         assert stream is not None  # nothing has happened since
-        stream.writing -= 1
-        stream.unsent += 1
-        stream.credits.appendleft(send.slot)
-        stream.put_back(send.chunk)
+        stream.unsend(send)
 
     def written(self, session: Session, transfer: str, ok: bool, detail: str) -> list[Action]:
         """A write has ended; `session` is the one it went to."""
         stream = self._stream(session, transfer)
         if stream is None:
-            return self._drained(session, transfer)
+            return self._draining.written(session, transfer)
         stream.writing -= 1
         return [] if ok else self.fail(session, transfer, Cause.TRANSPORT, detail)
 
     def fail(self, session: Session, transfer: str, cause: Cause, detail: str) -> list[Action]:
         """What this consumer wants cannot be sent."""
-        if self._stream(session, transfer) is None:
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or session not in outgoing.streams:
             return []
         told: list[Action] = [_refusal(session, transfer, cause, detail)]
-        return told + self._reader_over(transfer, session, cause)
+        return told + self._reader_over(outgoing, session, cause)
 
     def done(self, session: Session, transfer: str) -> list[Action]:
         """The consumer has verified and placed everything."""
-        if self._stream(session, transfer) is None:
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or session not in outgoing.streams:
             return []
-        return self._reader_over(transfer, session, None)
+        return self._reader_over(outgoing, session, None)
 
     def cancel(
         self, session: Session, transfer: str, cause: Cause, now: float, readers: int = 1
     ) -> list[Action]:
         """A consumer does not want the transfer (any more); it may never have opened it."""
-        answer = Reply(session, wire.Cancelled(transfer))
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
             if (session, transfer) in self._draining:
-                self._awaiting_end.add((session, transfer))
-                return []
+                return self._draining.confirm(session, transfer)
             if readers == 1:
                 self._unwanted[transfer] = now + self._config.lease_s
-                return [answer]
-            outgoing = Outgoing(expires=now + self._config.lease_s)
-            self._transfers[transfer] = outgoing
+                return [Reply(session, wire.Cancelled(transfer))]
+            outgoing = self._known(transfer, now + self._config.lease_s)
         outgoing.watchers.discard(session)
         if session not in outgoing.streams:
-            full = len(outgoing.streams) + len(outgoing.over) >= max(outgoing.readers, readers)
-            if session in outgoing.refused or session in outgoing.over or full:
+            known = session in outgoing.refused or session in outgoing.over
+            if known or outgoing.full(readers):
                 outgoing.refused.discard(session)
-                return [answer]
+                return self._draining.confirm(session, transfer)
         outgoing.readers = max(outgoing.readers, readers)
         if not outgoing.final and len(outgoing.over) + 1 >= outgoing.readers:
             self._unwanted[transfer] = now + self._config.wait_timeout_s
-        actions = self._reader_over(transfer, session, cause)
-        if (session, transfer) in self._draining:
-            self._awaiting_end.add((session, transfer))
-            return actions
-        return [*actions, answer]
+        actions = self._reader_over(outgoing, session, cause)
+        return actions + self._draining.confirm(session, transfer)
 
     def heartbeat(self, session: Session, transfers: Sequence[str], now: float) -> None:
         """A consumer speaks for transfers, opened or not: their leases are extended."""
@@ -268,102 +235,77 @@ class Producer:
     def session_lost(self, session: Session) -> list[Action]:
         """A consumer is gone; what it had opened will not be fetched by anyone."""
         actions: list[Action] = []
-        for transfer, outgoing in list(self._transfers.items()):
+        for outgoing in list(self._transfers.values()):
             outgoing.watchers.discard(session)
             outgoing.refused.discard(session)
             if session in outgoing.streams:
-                actions += self._reader_over(transfer, session, Cause.SESSION_LOST)
-        self._awaiting_end = {key for key in self._awaiting_end if key[0] != session}
+                actions += self._reader_over(outgoing, session, Cause.SESSION_LOST)
+        self._draining.lost(session)
         return actions
 
     def tick(self, now: float) -> list[Action]:
         """End what has expired."""
         actions: list[Action] = []
-        for transfer, outgoing in list(self._transfers.items()):
-            if outgoing.expires > now:
-                continue
-            if outgoing.final:
-                actions += self._end(transfer, Cause.LEASE_EXPIRED, "the lease has expired")
-            elif outgoing.expected:
-                actions += self._end(transfer, Cause.WAIT_TIMEOUT, "prefill took too long")
-            else:
-                actions += self._end(transfer, Cause.UNKNOWN_TRANSFER, "no such prefill came")
+        for outgoing in list(self._transfers.values()):
+            if outgoing.expires <= now:
+                actions += self._end(outgoing, *outgoing.expiry)
         self._unwanted = {t: until for t, until in self._unwanted.items() if until > now}
         return actions
 
-    def _start(self, transfer: str, outgoing: Outgoing, session: Session) -> list[Action]:
+    def _known(self, transfer: str, expires: float) -> Outgoing:
+        """This transfer; one that was not heard of before is kept until `expires`."""
+        return self._transfers.setdefault(transfer, Outgoing(transfer, expires))
+
+    def _start(self, outgoing: Outgoing, session: Session) -> list[Action]:
         """Check an opening against an offer, and accept or refuse it; tell when all is there."""
-        offer, stream = outgoing.offer, outgoing.streams[session]
+        transfer, offer, stream = outgoing.transfer, outgoing.offer, outgoing.streams[session]
         if offer is None:
             return []
-        if not stream.accepted:
-            problem = offer.problem(stream.message, self._config.slot_bytes)
-            if problem is None:
-                try:
-                    stream.prepare()
-                except ValueError as error:
-                    problem = Cause.GEOMETRY, str(error)
+        known = stream.accepted
+        if not known:
+            problem = offer.problem(stream.message, self._config.slot_bytes) or stream.prepare()
             if problem is not None:
                 # The pages stay leased: who asked was not the consumer they are meant for.
                 del outgoing.streams[session]
                 outgoing.refused.add(session)
                 return [_refusal(session, transfer, *problem)]
-        known = stream.accepted
         stream.accepted = True
         self._mark_ready(transfer, session)
         if known and not offer.final:
             return []
         return [Reply(session, wire.Accept(transfer, stream.planned, offer.final))]
 
-    def _tell_watchers(self, transfer: str, outgoing: Outgoing) -> list[Action]:
-        if outgoing.offer is None:  # the prefill has not begun
-            return []
-        told = [Reply(session, wire.Ready(transfer)) for session in outgoing.watchers]
-        outgoing.watchers.clear()
-        return [*told]
-
-    def _reader_over(self, transfer: str, session: Session, cause: Cause | None) -> list[Action]:
+    def _reader_over(
+        self, outgoing: Outgoing, session: Session, cause: Cause | None
+    ) -> list[Action]:
         """One consumer rank needs nothing more; with the last one the transfer is over."""
-        outgoing = self._transfers[transfer]
+        transfer = outgoing.transfer
         stream = outgoing.streams.pop(session, None)
-        if stream is not None and stream.writing:
-            self._draining[session, transfer] = stream.writing
+        if stream is not None:
+            self._draining.add(session, transfer, stream)
         outgoing.over[session] = cause
         if not outgoing.all_over:
             return []
         # A prefill that is under way goes on to its end, where its pages are freed at once.
         if outgoing.final or transfer in self._unwanted or not outgoing.expected:
-            return self._end(transfer, outgoing.cause, "")
+            return self._end(outgoing, outgoing.cause, "")
         return []
 
-    def _end(self, transfer: str, cause: Cause | None, detail: str) -> list[Action]:
-        outgoing = self._transfers.pop(transfer)
+    def _end(self, outgoing: Outgoing, cause: Cause | None, detail: str) -> list[Action]:
+        transfer = outgoing.transfer
+        del self._transfers[transfer]
         self._ended[transfer] = None
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
-        actions: list[Action] = []
         for session, stream in outgoing.streams.items():
-            if stream.writing:
-                self._draining[session, transfer] = stream.writing
+            self._draining.add(session, transfer, stream)
+        actions: list[Action] = []
         if cause is not None:
             told = (*outgoing.streams, *outgoing.watchers)
             actions += [_refusal(session, transfer, cause, detail) for session in told]
         if outgoing.offer is not None and outgoing.offer.final:
             actions.append(Free(outgoing.offer.request, cause))
         return actions
-
-    def _drained(self, session: Session, transfer: str) -> list[Action]:
-        key = (session, transfer)
-        if key not in self._draining:
-            return []
-        self._draining[key] -= 1
-        if self._draining[key]:
-            return []
-        del self._draining[key]
-        if key not in self._awaiting_end:
-            return []
-        self._awaiting_end.discard(key)
-        return [Reply(session, wire.Cancelled(transfer))]
 
     def _stream(self, session: Session, transfer: str) -> Stream | None:
         outgoing = self._transfers.get(transfer)

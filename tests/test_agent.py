@@ -25,7 +25,7 @@ from support.agents import (
 )
 
 from pd_connector import wire
-from pd_connector.agent import Computed, Drop, Expect, Hold, Withdraw
+from pd_connector.commands import Computed, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.geometry import Shard
@@ -573,5 +573,5 @@ def test_pages_are_touched_after_what_was_queued_before_they_were_given(
         assert consumer.loaded(transfer).cause is None
         assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
         assert producer.freed(transfer).cause is None
-    assert not consumer.agent._fetcher._fences
+    assert not consumer.agent._fetcher._inbox._fences
     assert not producer.agent._server._outbox._fences

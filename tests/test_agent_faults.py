@@ -24,8 +24,8 @@ from support.agents import (
 from support.transports import Meddle, MeddlingTransport
 from transport_kinds import NIXL
 
-from pd_connector import fetch, outbox, wire
-from pd_connector.agent import Drop, Expect, Revoke
+from pd_connector import inbox, outbox, wire
+from pd_connector.commands import Drop, Expect, Revoke
 from pd_connector.errors import Cause, TransportError
 from pd_connector.gate import Gate
 
@@ -99,7 +99,7 @@ def test_without_checksums_a_corrupt_page_would_count_as_received(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(outbox, "checksum", lambda data: b"")
-    monkeypatch.setattr(fetch, "checksum", lambda data: b"")
+    monkeypatch.setattr(inbox, "checksum", lambda data: b"")
     settings = LONG | TRANSPORTS[transport]
     producer, consumer = pair(ranks, settings, **meddling(only_first(flipped)))
     producer.offer("t", [1])
@@ -381,7 +381,7 @@ def test_without_checksums_a_read_of_other_bytes_would_count(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(outbox, "checksum", lambda data: b"")
-    monkeypatch.setattr(fetch, "checksum", lambda data: b"")
+    monkeypatch.setattr(inbox, "checksum", lambda data: b"")
 
     def other_slot(send: int, nbytes: int, slot: int, header: bytes) -> Any:
         return (send + 1) % 4, nbytes, slot, header

@@ -210,7 +210,7 @@ def test_slots_that_the_consumer_does_not_have(
 ):
     settings = SHORT | TRANSPORTS[transport]
     producer, lender = ranks(settings, consumes=False), ranks(settings, produces=False)
-    address = {name: t.address() for name, t in lender.agent._fetcher._transports.items()}
+    address = {name: t.address() for name, t in lender.agent._fetcher._dialler._transports.items()}
     liar = LyingConsumer(context, producer.agent.port)
     producer.offer("bait", [1, 2, 3, 4])
     liar.say(msgspec.structs.replace(HELLO, transports=address))
@@ -224,7 +224,7 @@ def test_slots_that_the_consumer_does_not_have(
 def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(SHORT, consumes=False)
     shy = ranks(SHORT, produces=False)
-    address = {name: t.address() for name, t in shy.agent._fetcher._transports.items()}
+    address = {name: t.address() for name, t in shy.agent._fetcher._dialler._transports.items()}
     liar = LyingConsumer(context, producer.agent.port)
     liar.say(msgspec.structs.replace(HELLO, transports=address))
     for i in range(500):

@@ -25,7 +25,7 @@ from pd_connector.config import Config
 from pd_connector.consumer import Consumer
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
-from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Source, Tell
+from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Session, Source, Tell
 from pd_connector.slab import SlotPool
 
 SOURCE = Source("127.0.0.1", 1, "engine")
@@ -58,8 +58,9 @@ class Bench:
 
     def up(self, peer: Peer, now: float = 0.0) -> list[Any]:
         epoch = EPOCH + self.peers.index(peer)
-        paths = routes_of(peer.shard, self.shard)
-        return self.consumer.session_up(peer.source, epoch, paths, self.config.slot_bytes, now)
+        routes = routes_of(peer.shard, self.shard)
+        session = Session(epoch, self.config.slot_bytes, routes)
+        return self.consumer.session_up(peer.source, session, now)
 
     def open(self) -> wire.Open:
         assert self.consumer.load(self.load, 0.0) == [Dial(peer.source) for peer in self.peers]
@@ -475,7 +476,7 @@ def test_a_name_that_comes_again_from_another_producer_is_another_transfer():
     elsewhere = Peer(SECOND, WHOLE)
     again = bench.load._replace(request="again", peers=(elsewhere,))
     bench.consumer.load(again, 1.0)
-    bench.consumer.session_up(SECOND, 99, ROUTES, CONFIG.slot_bytes, 1.0)
+    bench.consumer.session_up(SECOND, Session(99, CONFIG.slot_bytes, ROUTES), 1.0)
     bench.consumer.cancelled(SOURCE, "t", 1.0)
     assert bench.consumer.tick(2.0) == []
 
@@ -487,7 +488,7 @@ def test_a_producer_known_by_two_names_is_one_that_has_two_sessions():
     localhost = Peer(SOURCE._replace(host="localhost"), WHOLE)
     other = bench.load._replace(request="other", transfer="u", peers=(localhost,))
     bench.consumer.load(other, 1.0)
-    bench.consumer.session_up(localhost.source, EPOCH, ROUTES, CONFIG.slot_bytes, 1.0)
+    bench.consumer.session_up(localhost.source, Session(EPOCH, CONFIG.slot_bytes, ROUTES), 1.0)
     assert bench.land(0, slot=0) != []
 
 

@@ -17,7 +17,7 @@ from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, geometry
 from support.caches import LATENT, LAYOUTS, Layer, Model, Setup
 from support.caches import Rank as CacheRank
 
-from pd_connector import fetch, outbox
+from pd_connector import inbox, outbox
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
@@ -300,7 +300,7 @@ def test_the_sums_of_kernels_stand_for_the_host_s_in_every_codec(
         raise AssertionError("summed on the host")
 
     monkeypatch.setattr(outbox, "checksum", never)
-    monkeypatch.setattr(fetch, "checksum", never)
+    monkeypatch.setattr(inbox, "checksum", never)
     half = geometry_of(Shard(0, 2, 1, 2), layout="other", page_size=8)
     settings = LONG | {"transports": ("tcp",), "codec": codec}
     producer = ranks(settings, consumes=False)

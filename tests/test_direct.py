@@ -7,7 +7,7 @@ import pytest
 from support.agents import LONG, SHORT, Rank, Ranks, assert_pages, geometry_of, ranks, until
 from support.children import Children, children, nursery
 
-from pd_connector.agent import Expect
+from pd_connector.commands import Expect
 from pd_connector.errors import Cause
 from pd_connector.geometry import Shard
 from pd_connector.memory import Pieces

@@ -189,6 +189,18 @@ def test_cancelled_is_said_when_the_last_write_has_ended(producer: Producer):
     assert producer.written(ONE, "t", False, "gone") == [Reply(ONE, wire.Cancelled("t"))]
 
 
+def test_also_where_one_of_two_writes_has_failed_already(producer: Producer):
+    producer.offer(OFFER, 0.0)
+    message = opening(readers=2, slots=(0, 1))
+    producer.open(ONE, message, routes_of(WHOLE, HALVES[0]), 0.0)
+    assert producer.next_send() is not None
+    assert producer.next_send() is not None
+    refuse = Reply(ONE, wire.Refuse("t", Cause.TRANSPORT, "no route"))
+    assert producer.written(ONE, "t", False, "no route") == [refuse]
+    assert producer.cancel(ONE, "t", Cause.TRANSPORT, 0.0, 2) == [], "a write is under way"
+    assert producer.written(ONE, "t", True, "") == [Reply(ONE, wire.Cancelled("t"))]
+
+
 def test_a_session_that_is_lost_is_told_nothing_more(producer: Producer):
     producer.offer(OFFER, 0.0)
     producer.open(ONE, opening(slots=(0,)), ROUTES, 0.0)

@@ -11,7 +11,7 @@ from pd_connector.config import Config
 from pd_connector.consumer import Consumer
 from pd_connector.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.incoming import Action as ConsumerAction
-from pd_connector.incoming import Finished, Load, Peer, Place, Source, Tell
+from pd_connector.incoming import Finished, Load, Peer, Place, Session, Source, Tell
 from pd_connector.outgoing import Action as ProducerAction
 from pd_connector.outgoing import Offer, Reply, Send
 from pd_connector.producer import Producer
@@ -62,7 +62,8 @@ class _Pair:
         self._producer = Producer(config)
         pool = SlotPool(config.slots)
         self._consumer = Consumer(config, geometry, pool, one_sided=False)
-        self._consumer.session_up(_SOURCE, 1, self._routes, config.slot_bytes, _NOW)
+        session = Session(1, config.slot_bytes, self._routes)
+        self._consumer.session_up(_SOURCE, session, _NOW)
         self._spent_ns = {"producer": 0, "consumer": 0}
         self._finished = False
         self._slot = memoryview(bytearray(config.slot_bytes))  # one for all: nothing is written

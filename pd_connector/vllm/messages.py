@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pd_connector.agent import Command
+from pd_connector.commands import Command
 from pd_connector.geometry import Shard
 
 

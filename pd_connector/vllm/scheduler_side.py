@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from pd_connector.agent import Command, Drop, Expect, Hold, Withdraw
+from pd_connector.commands import Command, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.geometry import pages_for

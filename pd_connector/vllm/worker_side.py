@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pd_connector.agent import Agent, Computed
+from pd_connector.agent import Agent
+from pd_connector.commands import Computed
 from pd_connector.config import Config
 from pd_connector.identity import model_fingerprint
 from pd_connector.incoming import Finished, Held

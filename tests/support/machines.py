@@ -18,7 +18,7 @@ from pd_connector.consumer import Consumer
 from pd_connector.errors import Cause
 from pd_connector.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.incoming import Action as ConsumerAction
-from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Source, Tell
+from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Session, Source, Tell
 from pd_connector.integrity import checksum
 from pd_connector.outgoing import Action as ProducerAction
 from pd_connector.outgoing import Free, Offer, Send
@@ -489,9 +489,9 @@ class World:
         if cause is not None:
             return self.consume(link, link.consumer.session_down(source, cause, "", self.now))
         line.session = f"{link.name}/{self.number()}".encode()
-        paths, slot_bytes = routes_of(line.rank.shard, link.shard), self.config.slot_bytes
-        up = link.consumer.session_up(source, line.rank.epoch, paths, slot_bytes, self.now)
-        return self.consume(link, up)
+        routes = routes_of(line.rank.shard, link.shard)
+        session = Session(line.rank.epoch, self.config.slot_bytes, routes)
+        return self.consume(link, link.consumer.session_up(source, session, self.now))
 
     def break_session(self, link: Link, noticed: bool, line: Line | None = None) -> None:
         """The connection breaks; the producer notices now, or only by silence."""
@@ -683,8 +683,8 @@ class World:
             assert rank.prefills == {}, "every offer ends in one Free"
             assert rank.producer.transfers == 0
             assert rank.producer.leased_pages == 0
-            assert rank.producer._draining == {}
-            assert rank.producer._awaiting_end == set()
+            assert rank.producer._draining._writing == {}
+            assert rank.producer._draining._waiting == set()
             assert rank.producer._unwanted == {}
             assert sorted(rank.free_pages) == list(range(PRODUCER_PAGES))
         for link in self.links:
