@@ -57,9 +57,10 @@ class Predictor:
         and a balance it has is served before anything else.
         """
         own = report.classes[qos]
-        if ahead_s <= own.balance_s:
-            return ahead_s
         overtaking = sum(own.arriving[:last]) if self.by_cost else 0.0
+        first_s = ahead_s / _left(overtaking)
+        if first_s <= own.balance_s:
+            return first_s
         fraction = self.classes[qos].reserved_fraction
         reserved_s = ahead_s / (fraction * _left(overtaking / fraction))
         others = [load for name, load in report.classes.items() if name != qos]

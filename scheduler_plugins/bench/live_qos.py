@@ -29,9 +29,9 @@ from scheduler_plugins.policy.queue.request import Waiting
 from scheduler_plugins.sim.workload import merged
 
 FREE_LOAD = 3.0
-PREMIUM_LOAD = 0.08
+PREMIUM_LOAD = 0.05
 STANDARD_LOAD = 0.15
-OVERLOAD = 2.0
+OVERLOAD = 3.0
 """What each class brings, relative to its reserve, when shares are measured."""
 _SEED = 11
 _BLOCK = traffic.BLOCK_TOKENS

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from scheduler_plugins.bench import order
 from scheduler_plugins.bench.live import OURS, Contender, Findings, Say, Stage, outcome, running
-from scheduler_plugins.bench.replay import Outcome
+from scheduler_plugins.bench.replay import Outcome, per_second
 from scheduler_plugins.sim.workload import poisson, shared_profiles
 
 FCFS, MINE = "fcfs", order.OURS
-PROFILE_TOKENS = (700, 1100)
-"""A sixteenth of PrefillOnly's, so that a CPU core does some twenty requests a second."""
-POST_TOKENS = 10
+PROFILE_TOKENS = (1100, 1700)
+"""A tenth of PrefillOnly's, as in simulation."""
+POST_TOKENS = 15
 CACHED_PROFILES = 14
 BLOCK_TOKENS = 16
 _SEED = 7
@@ -42,7 +42,7 @@ async def compare(posts: int, loads: Sequence[float], folder: Path, say: Say) ->
         async with running(contender, stage, say) as engine:
             if not rate:
                 records = await engine.serve(requests, block_tokens=BLOCK_TOKENS)
-                rate = len(records) / max(one.ttft_s for one in records)
+                rate = per_second([one.ttft_s for one in records])
                 say(f"capacity of {contender.name}: {rate:.1f} requests a second")
             for load in loads:
                 timed = poisson(requests, load * rate, _SEED)

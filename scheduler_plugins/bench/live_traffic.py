@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from scheduler_plugins.bench.live import CHUNK_TOKENS, Running
+from scheduler_plugins.bench.replay import per_second
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import fit
 from scheduler_plugins.policy.queue.request import Waiting
@@ -37,7 +38,7 @@ def tier(request: Waiting) -> dict[str, str]:
 async def capacity(engine: Running, count: int = _CALIBRATION) -> float:
     """Requests of such a stream that the engine does in a second when all are there."""
     records = await engine.serve(_prompts(0, count), block_tokens=BLOCK_TOKENS)
-    return len(records) / max(one.ttft_s for one in records)
+    return per_second([one.ttft_s for one in records])
 
 
 async def costs(engine: Running) -> CostModel:

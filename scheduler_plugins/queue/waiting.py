@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.policy.queue.request import BlockHash, Waiting
@@ -33,6 +33,10 @@ class WaitingQueue:
     at the latest after what was there when it came and `max_overtaken` later ones; where short
     ones overtake, each of these costs less than itself. Other classes lengthen that by at most 1 /
     `reserved_fraction`. Requests that are removed count as having overtaken.
+
+    **Batches.** The only request of a class that is owed is prefilled without new ones of lower
+    priority beside it: they would make its steps longer. That costs the others a step's fixed time,
+    which the class pays for as part of its work.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class WaitingQueue:
         self._reserved: str | None = None
         self._alone: str | None = None
         self._started: set[str] = set()
+        self._guarded: dict[str, int] = {}  # priorities of owed requests that are being prefilled
         self._shares = DeficitShares(())
         self.set_classes(classes)
 
@@ -80,6 +85,7 @@ class WaitingQueue:
         """Use other classes; requests move to theirs, and keep their order of arrival."""
         self._classes = {one.name: one for one in classes}
         self._default = default_class(classes).name
+        self._lowest = min(one.priority for one in classes)
         self._shares.update(classes)
         arrived = sorted(self._places.values(), key=lambda place: place.request.arrival_s)
         self._lanes = {one.name: Lane() for one in classes}
@@ -176,6 +182,7 @@ class WaitingQueue:
     def skipped(self, request_id: str) -> None:
         """What was popped in this scan was not started: it fills no batch by itself."""
         self._started.discard(request_id)
+        self._guarded.pop(request_id, None)
         if self._alone == request_id:
             self._alone = None
 
@@ -186,12 +193,20 @@ class WaitingQueue:
         """
         self._reserved = request_id
 
-    def begin_scan(self, *, full: bool = False) -> None:
+    @property
+    def may_end_early(self) -> bool:
+        """Whether `peek` may return None although requests wait."""
+        return bool(self._guarded) or self.policy.splits_batches
+
+    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine looks at its queue anew.
 
         Args:
             full: a request that wants a batch by itself is being prefilled.
+            prefilling: ids of the requests whose prefill goes on in this batch.
         """
+        if self._guarded:
+            self._guarded = {one: self._guarded[one] for one in prefilling if one in self._guarded}
         self._head = None
         self._out = {}
         self._started = set()
@@ -217,14 +232,16 @@ class WaitingQueue:
         self._drop(place)
         cost_s = place.cost_s if exact else self.cost_s(request)
         cost_s = 0.0 if place.resumed else cost_s
+        if self._deserves_guard(place.lane):
+            self._guarded[request.id] = self._classes[place.lane].priority
         self._out[request.id] = place, self._shares.charge(place.lane, cost_s, self._waiting())
         self._started.add(request.id)
         if self.policy.alone(request):
             self._alone = request.id
         return request
 
-    def should_yield(self, running: Waiting) -> bool:
-        """Whether a prefill that is not done should be preempted for a class that is owed.
+    def should_yield(self, qos: str) -> bool:
+        """Whether a prefill of this class that is not done should be preempted for one that is owed.
 
         True if a class of higher priority has requests and has had less than its reserve. What was
         prefilled is found in the cache when the request comes back, so that little is lost.
@@ -233,7 +250,7 @@ class WaitingQueue:
         if not waiting:
             return False
         first = self._shares.choose(waiting)
-        mine = self._classes[self.class_of(running.qos)]
+        mine = self._classes[self.class_of(qos)]
         return self._shares.balance_s(first) > 0 and self._classes[first].priority > mine.priority
 
     def remove(self, request_id: str) -> bool:
@@ -253,6 +270,8 @@ class WaitingQueue:
         looks = LOOKS_PER_PEEK - self.recalibrate()
         reserved = self._places.get(self._reserved or "")
         name = reserved.lane if reserved else self._shares.choose(self._waiting())
+        if self._guarded and self._classes[name].priority < max(self._guarded.values()):
+            return None
         place = self._first(self._lanes[name], max(looks, 8), reserved)
         return None if self._started and self.policy.alone(place.request) else place
 
@@ -271,6 +290,14 @@ class WaitingQueue:
             place = lane.first()
         assert place is not None, "a lane was chosen that has no request"
         return place
+
+    def _deserves_guard(self, name: str) -> bool:
+        """Whether steps shall be kept short for a class: it is owed, and has nothing else waiting.
+
+        A class with a queue waits for its turns, which come sooner where batches are full.
+        """
+        above = self._classes[name].priority > self._lowest
+        return above and self._shares.balance_s(name) > 0 and not len(self._lanes[name])
 
     def _waiting(self) -> list[str]:
         return [name for name, lane in self._lanes.items() if len(lane)]

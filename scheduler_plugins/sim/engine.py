@@ -95,7 +95,7 @@ class Engine:
             while arrivals and arrivals[0].arrival_s <= now_s:
                 self._arrive(arrivals.popleft(), 0.0)
             self.queue.begin_scan()
-            if running is not None and self.queue.should_yield(running.request):
+            if running is not None and self.queue.should_yield(running.request.qos):
                 self._preempt(running, done)
                 running = None
             if running is None:

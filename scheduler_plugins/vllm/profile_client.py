@@ -134,7 +134,7 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
     url = url if url.startswith(("http://", "https://")) else f"http://{url}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:

@@ -8,7 +8,7 @@ either started, parked among the requests that hold KV, or skipped; skipped ones
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -30,15 +30,15 @@ def describe(request: Request, cache: CacheView) -> Waiting:
         tokens=request.num_tokens,
         block_hashes=cache.hashes(request),
         arrival_s=request.arrival_time,
-        qos=_qos(request),
+        qos=qos_of(request),
         max_tokens=request.max_tokens,
         priority=request.priority,
         loaded=request.num_prompt_tokens if is_loaded(request) else 0,
     )
 
 
-def _qos(request: Request) -> str:
-    """The name of its class, as the client or the middleware wrote it; it may be of no class."""
+def qos_of(request: Request) -> str:
+    """Its class, as the client or the middleware wrote it; there may be none of that name."""
     extra = request.sampling_params.extra_args if request.sampling_params else None
     named = (extra or {}).get(QOS_KEY)
     return named if isinstance(named, str) else ""
@@ -77,11 +77,11 @@ class OrderedRequests(RequestQueue):
         self._started = 0
         self._turned_back: dict[str, int] = {}
 
-    def begin_scan(self, *, full: bool = False) -> None:
+    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a step; see `WaitingQueue.begin_scan`."""
         self._cache.tell(self._queue)
         self._queue.reserve(self._too_long_turned_back())
-        self._queue.begin_scan(full=full)
+        self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
         self._scanning = True
 
@@ -144,8 +144,8 @@ class OrderedRequests(RequestQueue):
             self._forget(request.request_id)
 
     def __bool__(self) -> bool:
-        """Whether there is a request to start now: some policies end a batch early."""
-        if not self._queue.policy.splits_batches:
+        """Whether there is a request to start now: a batch may have to go without more."""
+        if not self._queue.may_end_early:
             return bool(self._requests)
         return self.head() is not None
 

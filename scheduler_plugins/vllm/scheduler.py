@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,7 +27,13 @@ from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
 from scheduler_plugins.vllm.live import LiveSettings, start_model
 from scheduler_plugins.vllm.reporter import Reporter
-from scheduler_plugins.vllm.requests import OrderedRequests, describe, is_loaded, is_prefill_only
+from scheduler_plugins.vllm.requests import (
+    OrderedRequests,
+    describe,
+    is_loaded,
+    is_prefill_only,
+    qos_of,
+)
 from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:
@@ -76,10 +83,13 @@ class PrefixAwareScheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._live.changed():
             self._apply_settings()
-        self.waiting.begin_scan()
-        self._give_way()
-        if self._prefills_alone():
-            self.waiting.begin_scan(full=True)
+        prefills = [request for request in self.running if request.is_prefill_chunk]
+        ids = [request.request_id for request in prefills]
+        self.waiting.begin_scan(prefilling=ids)
+        if prefills:
+            self._give_way(prefills)
+            if self._prefills_alone():
+                self.waiting.begin_scan(full=True, prefilling=ids)
         self._discard.make_room(self._most_new_blocks())
         output = super().schedule(*args, **kwargs)
         self.waiting.end_scan()
@@ -158,7 +168,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             for request in self.running
         )
 
-    def _give_way(self) -> None:
+    def _give_way(self, prefills: Sequence[Request]) -> None:
         """Preempt a prefill between two chunks where a class of higher priority is owed.
 
         As vLLM does it when it resets the cache: through `_preempt_request`, before the step. What
@@ -166,8 +176,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         prefixes, and only for a head that waits for nothing but its turn; for each head once, so
         that one which cannot start after all does not stop a prefill again and again.
         """
-        prefills = [request for request in self.running if request.is_prefill_chunk]
-        if not prefills or not self._whole_cache or self._budget_left():
+        if not self._whole_cache or self._budget_left():
             return
         head = self.waiting.head()
         if (
@@ -177,9 +186,9 @@ class PrefixAwareScheduler(AsyncScheduler):
         ):
             return
         for request in reversed(prefills):
-            if self._order.should_yield(
-                describe(request, self._cache)
-            ) and self._request_blocks_can_be_freed(request):
+            if self._order.should_yield(qos_of(request)) and self._request_blocks_can_be_freed(
+                request
+            ):
                 self._gave_way_to = head.request_id
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)

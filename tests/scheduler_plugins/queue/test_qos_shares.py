@@ -72,6 +72,32 @@ def test_what_was_borrowed_is_not_held_against_the_borrower() -> None:
     assert got["standard"] >= 0.3 * 30 - 2 * BURST_S - PIECE_S
 
 
+def test_what_a_class_did_on_an_idle_engine_does_not_count() -> None:
+    shares = DeficitShares(CLASSES)
+    for _ in range(1000):
+        shares.charge("premium", PIECE_S, [])
+    assert [shares.balance_s(name) for name in ALL] == [BURST_S] * 3
+
+
+def test_what_is_owed_to_a_queue_is_not_forgotten_while_it_is_served_alone() -> None:
+    shares = DeficitShares(CLASSES)
+    shares.charge("premium", 10.0, ["free"])
+    owed_s = shares.balance_s("free")
+    shares.charge("free", PIECE_S, ["free"])
+    assert shares.balance_s("free") >= owed_s - PIECE_S
+
+
+def test_what_a_class_cannot_keep_goes_to_the_highest_priority_that_has_room() -> None:
+    shares = DeficitShares(CLASSES)
+    shares.charge("free", PIECE_S, [])
+    shares.charge("premium", 1.0, ["free"])
+    # It has paid 1 s, and earned its tenth and the 0.3 of `standard`.
+    assert shares.balance_s("premium") == pytest.approx(BURST_S - 1.0 + 0.1 + 0.3)
+    assert shares.balance_s("standard") == BURST_S
+    shares.charge("free", 5.0, ["free"])
+    assert shares.balance_s("premium") == BURST_S, "the rest is nobody's"
+
+
 def test_a_refund_restores_the_balances() -> None:
     shares = DeficitShares(CLASSES)
     serve(shares, ALL, 17)

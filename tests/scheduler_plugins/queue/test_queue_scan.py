@@ -149,23 +149,77 @@ def test_other_classes_can_be_set_while_requests_wait() -> None:
 def test_a_prefill_yields_to_a_class_that_is_owed_and_is_not_paid_twice() -> None:
     classes = (
         QosClass(name="gold", reserved_fraction=0.5, priority=2),
-        QosClass(name="free", reserved_fraction=0.5, priority=1),
+        QosClass(name="free", reserved_fraction=0.3, priority=1),
+        QosClass(name="rest", reserved_fraction=0.2, priority=0),
     )
     queue = queue_of()
     queue.set_classes(classes)
     running = request("running", 1000, qos="free")
-    for one in (running, request("more", 1000, qos="free")):
+    for one in (running, request("more", 1000, qos="free"), request("last", 1000, qos="rest")):
         queue.add(one)
     queue.begin_scan()
     assert queue.pop() is running
-    assert not queue.should_yield(running), "nobody of higher priority waits"
+    assert not queue.should_yield(running.qos), "nobody of higher priority waits"
     queue.add(request("owed", 10, qos="gold"))
-    assert queue.should_yield(running)
+    assert queue.should_yield(running.qos)
     queue.begin_scan()
     queue.prepend(running)
     before_s = queue.balance_s("free")
     assert queue.pop().id == "owed"
     queue.begin_scan()
     assert queue.pop() is running
-    earned_s = 0.5 * 10e-3
+    earned_s = 0.3 * 10e-3
     assert queue.balance_s("free") == pytest.approx(before_s + earned_s)
+
+
+GUARDING = (
+    QosClass(name="gold", reserved_fraction=0.5, priority=2),
+    QosClass(name="free", reserved_fraction=0.5, priority=1),
+)
+
+
+def guarding(*ids: str) -> WaitingQueue:
+    """A queue whose class `gold` is owed, with requests g.. of it and others of `free`."""
+    queue = queue_of()
+    queue.set_classes(GUARDING)
+    queue.add(request("paid", 1000, qos="free"))
+    queue.begin_scan()
+    queue.pop()
+    assert queue.balance_s("gold") > 0
+    for one in ids:
+        queue.add(request(one, 10, qos="gold" if one.startswith("g") else "free"))
+    queue.begin_scan()
+    return queue
+
+
+def test_nothing_of_lower_priority_joins_the_step_of_what_is_owed() -> None:
+    queue = guarding("g1", "f1")
+    assert queue.pop().id == "g1"
+    assert queue.may_end_early
+    assert queue.peek() is None
+    queue.add(request("g2", 10, qos="gold"))
+    assert queue.pop().id == "g2", "its own class may join"
+    queue.begin_scan(prefilling=["g1", "g2"])
+    assert queue.peek() is None, "nor a later step of its prefill"
+    queue.begin_scan(prefilling=["other"])
+    assert queue.pop().id == "f1"
+
+
+def test_full_batches_where_the_class_has_a_queue() -> None:
+    queue = guarding("g1", "g2", "f1")
+    queue.add(request("g3", 4000, qos="gold"))
+    assert queue.pop().id == "g1"
+    assert not queue.may_end_early
+
+
+def test_full_batches_beside_what_is_lent_or_was_not_started() -> None:
+    queue = guarding("g1", "f1")
+    queue.pop()
+    queue.skipped("g1")
+    assert queue.pop().id == "f1"
+    lent = queue_of()
+    lent.set_classes(GUARDING)
+    lent.add(request("g1", 10, qos="gold"))
+    lent.add(request("f1", 10, qos="free"))
+    lent.begin_scan()
+    assert [lent.pop().id for _ in range(2)] == ["g1", "f1"]
