@@ -24,11 +24,11 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from pd_kernels.decode.batch import Config, DecodeBatch
 from pd_kernels.decode.mla_batch import CODED_BYTES, MlaBatch
-from pd_kernels.decode.mla_batch import COSTS as MLA_COSTS
 from pd_kernels.decode.mla_kernel import launch_mla
 from pd_kernels.decode.mods import alibi, document
-from pd_kernels.decode.paged_batch import COSTS, Batch, Config
+from pd_kernels.decode.paged_batch import COSTS, Batch
 from pd_kernels.decode.paged_kernel import launch_paged
 from pd_kernels.decode.plan import Plan, launch_plan
 from pd_kernels.decode.schedule import Rows
@@ -88,6 +88,10 @@ def counts(kernel: Any) -> dict[str, int]:
     return found | {"spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop))}
 
 
+def plan_of(batch: DecodeBatch, workers: int) -> Plan:
+    return Plan.of(*(batch.rows, batch.costs, 2, workers, batch.height, batch.width, DEVICE))
+
+
 def paged_call(
     heads: int = 32,
     kv_heads: int = 8,
@@ -106,7 +110,7 @@ def paged_call(
         *(query, cache[..., :dim], cache[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
         *(mods.get("score"), mods.get("mask")),
     )
-    plan = Plan.of(batch.rows, COSTS, 2, 264, batch.height, dim, DEVICE)
+    plan = plan_of(batch, 264)
     lse = torch.zeros(2, queries, heads)
     launch_paged(batch, torch.zeros_like(query), lse, plan.tensors)
     tile = batch.config.tile * 2 * dim * dtype.itemsize
@@ -120,7 +124,7 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
     query = torch.zeros(2, queries, heads, 576, dtype=BF16)
     table = torch.zeros(2, 64, dtype=torch.int32)
     batch = MlaBatch(query, cache, table, torch.ones(2, dtype=torch.int32), 0.1, True)
-    plan = Plan.of(batch.rows, MLA_COSTS, 2, 132, batch.height, 512, DEVICE)
+    plan = plan_of(batch, 132)
     out, lse = torch.zeros(2, queries, heads, 512, dtype=BF16), torch.zeros(2, queries, heads)
     launch_mla(batch, out, lse, plan.tensors)
     # Scales are not read 16 bytes at a time.

@@ -7,10 +7,10 @@ from typing import Any
 import decode_interpreted  # noqa: F401 - before what it imports
 import torch
 
-from pd_kernels.decode.mla_batch import COSTS as MLA_COSTS
+from pd_kernels.decode.batch import DecodeBatch
 from pd_kernels.decode.mla_batch import MlaBatch
 from pd_kernels.decode.mla_kernel import launch_mla
-from pd_kernels.decode.paged_batch import COSTS, Batch
+from pd_kernels.decode.paged_batch import Batch
 from pd_kernels.decode.paged_kernel import launch_paged
 from pd_kernels.decode.plan import Plan, launch_plan
 from pd_kernels.decode.reference import reference_mla_decode, reference_paged_decode
@@ -88,31 +88,35 @@ def paged_batch(
     return batch
 
 
-def by_reference(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def by_reference(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Result and lse, float32."""
-    out = torch.full(batch.query.shape, 7.0)
+    out = torch.full((*batch.query.shape[:3], batch.width), 7.0)
     lse = torch.full(batch.query.shape[:3], 7.0)
-    reference_paged_decode(batch, out, lse)
+    if isinstance(batch, MlaBatch):
+        reference_mla_decode(batch, out, lse)
+    else:
+        reference_paged_decode(batch, out, lse)
     return out, lse
 
 
-def plan_of(batch: Batch, workers: int) -> Plan:
+def plan_of(batch: DecodeBatch, workers: int) -> Plan:
     plan = Plan.of(
-        *(batch.rows, COSTS, len(batch.lengths), workers),
-        *(batch.height, batch.query.shape[3], CPU),
+        *(batch.rows, batch.costs, len(batch.lengths), workers, batch.height, batch.width, CPU)
     )
     launch_plan(plan, batch.lengths)
     return plan
 
 
 def by_kernel(
-    batch: Batch, workers: int, dtype: torch.dtype | None = None
+    batch: DecodeBatch, workers: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `by_reference`, interpreted: all workers attend before one merges, since they run in turn."""
-    out = torch.full(batch.query.shape, 7.0, dtype=dtype or batch.query.dtype)
+    shape = (*batch.query.shape[:3], batch.width)
+    out = torch.full(shape, 7.0, dtype=dtype or batch.query.dtype)
     lse = torch.full(batch.query.shape[:3], 7.0)
     plan = plan_of(batch, workers)
-    launch_paged(batch, out, lse, plan.tensors, ((True, False), (False, True)))
+    launch = launch_mla if isinstance(batch, MlaBatch) else launch_paged
+    launch(batch, out, lse, plan.tensors, ((True, False), (False, True)))
     assert not plan.counters.any(), "counters are zero for the next launch"
     return out.float(), lse
 
@@ -153,20 +157,3 @@ def flash_mla_codes(latents: torch.Tensor) -> torch.Tensor:
     codes = (groups / scales[..., None]).to(FP8).flatten(-2)
     parts = (codes, scales, latents[..., 512:].contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
-
-
-def mla_by_reference(batch: MlaBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full((*batch.query.shape[:3], 512), 7.0)
-    lse = torch.full(batch.query.shape[:3], 7.0)
-    reference_mla_decode(batch, out, lse)
-    return out, lse
-
-
-def mla_by_kernel(batch: MlaBatch, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full((*batch.query.shape[:3], 512), 7.0, dtype=batch.query.dtype)
-    lse = torch.full(batch.query.shape[:3], 7.0)
-    plan = Plan.of(*(batch.rows, MLA_COSTS, len(batch.lengths), workers, batch.height, 512, CPU))
-    launch_plan(plan, batch.lengths)
-    launch_mla(batch, out, lse, plan.tensors, ((True, False), (False, True)))
-    assert not plan.counters.any(), "counters are zero for the next launch"
-    return out.float(), lse

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import decode_interpreted
 import pytest
 import torch
-from decode_batches import error, mla_batch, mla_by_kernel, mla_by_reference
+from decode_batches import by_kernel, by_reference, error, mla_batch
 
 from pd_kernels.decode import mla_decode, plan_mla_decode
 from pd_kernels.decode.mla_batch import MlaBatch
@@ -24,8 +24,8 @@ def _bfloat16_products() -> Iterator[None]:
 
 
 def check(batch: MlaBatch, workers: int = 4) -> None:
-    found, lse = mla_by_kernel(batch, workers)
-    wanted, sums = mla_by_reference(batch)
+    found, lse = by_kernel(batch, workers)
+    wanted, sums = by_reference(batch)
     empty = sums == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert not found[empty].any()
@@ -66,8 +66,8 @@ def test_a_wrong_page_is_noticed() -> None:
     batch = mla_batch([300, 200])
     wrong = batch.table.clone()
     wrong[0, 3] = wrong[0, 2]
-    found, _ = mla_by_kernel(dataclasses.replace(batch, table=wrong), 4)
-    assert error(found, mla_by_reference(batch)[0]) > 10 * BOUND
+    found, _ = by_kernel(dataclasses.replace(batch, table=wrong), 4)
+    assert error(found, by_reference(batch)[0]) > 10 * BOUND
 
 
 def test_a_wrong_scale_is_noticed() -> None:
@@ -75,8 +75,8 @@ def test_a_wrong_scale_is_noticed() -> None:
     wrong = batch.cache.clone()
     first = int(batch.table[0, 0])
     wrong[first, :, 515] ^= 1 << 0  # an exponent's bit of every token's first scale
-    found, _ = mla_by_kernel(dataclasses.replace(batch, cache=wrong), 4)
-    assert error(found, mla_by_reference(batch)[0]) > 2 * BOUND
+    found, _ = by_kernel(dataclasses.replace(batch, cache=wrong), 4)
+    assert error(found, by_reference(batch)[0]) > 2 * BOUND
 
 
 def test_codes_are_near_what_they_stand_for() -> None:
@@ -91,7 +91,7 @@ def test_codes_are_near_what_they_stand_for() -> None:
 def test_the_operator_takes_the_reference_for_tensors_on_a_cpu() -> None:
     batch = mla_batch([90, 200], queries=2)
     given = batch.query, batch.cache, batch.table, batch.lengths
-    wanted, sums = mla_by_reference(batch)
+    wanted, sums = by_reference(batch)
     out, lse = mla_decode(*given, scale=batch.scale, return_partials=True)
     assert torch.equal(out, wanted)
     assert torch.equal(lse, sums)

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from pd_kernels.decode.plan import COUNTERS
+from pd_kernels.decode.softmax import LOG2E, weigh
 
 PATIENCE = 64
 """Looks at a counter, each a round trip to the L2."""
 
 _COUNTERS = tl.constexpr(COUNTERS)
-_LN2 = tl.constexpr(0.6931471805599453)
+_LN2 = tl.constexpr(1 / LOG2E)
 
 
 @triton.jit
@@ -36,50 +37,45 @@ def result_lines(row, line, HEADS: tl.constexpr, LINES: tl.constexpr, HEIGHT: tl
 
 
 @triton.jit
-def output_index(
+def store_lines(
+    out,
+    lse,
     row,
     line,
+    results,
+    weight,
     HEADS: tl.constexpr,
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WITH_LSE: tl.constexpr,
 ):
-    """Of lines in an output `[batch, query, query head]`, int64, and which of them exist."""
+    """Write lines of a row, which are done, to the output `[batch, query, query head, DIM]`.
+
+    `results` are their elements, side by side in one or several tensors, float32 `[lines, BLOCK]`;
+    `weight` is their base-2 logarithm.
+    """
     BLOCKS: tl.constexpr = (LINES + HEIGHT - 1) // HEIGHT
     QUERIES: tl.constexpr = LINES // GROUP
     sequence, head, number = result_lines(row, line, HEADS, LINES, HEIGHT)
     query = sequence.to(tl.int64) * QUERIES + number // GROUP
-    return query * (HEADS // BLOCKS * GROUP) + head * GROUP + number % GROUP, number < LINES
+    index = query * (HEADS // BLOCKS * GROUP) + head * GROUP + number % GROUP
+    exists = (number < LINES) & (line < HEIGHT)
+    _store(out, index, results, exists, DIM)
+    if WITH_LSE:
+        tl.store(lse + index, weight * _LN2, mask=exists)
 
 
 @triton.jit
-def arrive(counters, first):
-    """Say that a piece of the row that worker `first` begins has been stored."""
-    tl.debug_barrier()  # the arrival is one thread's, the stores are everybody's
-    tl.atomic_add(counters + first * _COUNTERS, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def publish(
-    partials,
-    weights,
-    counters,
-    slot,
-    first,
-    result,
-    weight,
-    HEIGHT: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Store a piece's partial in its slot and arrive at the row that worker `first` begins."""
-    line = tl.arange(0, HEIGHT)
-    BLOCK: tl.constexpr = result.shape[1]
-    column = tl.arange(0, BLOCK)
-    place = slot * HEIGHT + line
-    tl.store(weights + place, weight)
-    there = partials + place.to(tl.int64)[:, None] * DIM + column[None, :]
-    tl.store(there, result, mask=(column < DIM)[None, :])
-    arrive(counters, first)
+def _store(out, index, results, exists, DIM: tl.constexpr):
+    """Write lines of DIM elements, those that exist, at `index`."""
+    BLOCK: tl.constexpr = results[0].shape[1]
+    column = tl.arange(0, BLOCK)[None, :]
+    for number in tl.static_range(len(results)):
+        place = out + index.to(tl.int64)[:, None] * DIM + number * BLOCK + column
+        mask = exists[:, None] & (number * BLOCK + column < DIM)
+        tl.store(place, results[number].to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -89,12 +85,12 @@ def finish_row(
     counters,
     out,
     lse,
-    row,
+    record,
     worker,
-    first,
+    row,
     start,
     whole,
-    result,
+    results,
     weight,
     HEADS: tl.constexpr,
     LINES: tl.constexpr,
@@ -103,22 +99,22 @@ def finish_row(
     DIM: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """Write a row's result, float32 `[HEIGHT, BLOCK]`, where it belongs: to the output if it is of the
-    whole row, else to a slot of the worker. `weight` is its base-2 logarithm, `start` its first tile."""
+    """Write what a worker has of a row (see `store_lines`) where it belongs: to the output if that is
+    the whole row, else to a slot of the worker. `start` is its first tile."""
+    line = tl.arange(0, HEIGHT)
     if whole:
-        line = tl.arange(0, HEIGHT)
-        column = tl.arange(0, result.shape[1])
-        index, exists = output_index(row, line, HEADS, LINES, HEIGHT, GROUP)
-        place = out + index[:, None] * DIM + column[None, :]
-        mask = exists[:, None] & (column < DIM)[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=mask)
-        if WITH_LSE:
-            tl.store(lse + index, weight * _LN2, mask=exists)
+        store_lines(
+            *(out, lse, row, line, results, weight),
+            *(HEADS, LINES, HEIGHT, GROUP, DIM, WITH_LSE),
+        )
     else:
         leaves = (start == 0).to(tl.int32)
-        owner = tl.where(leaves > 0, worker, first)
-        slot = worker * 2 + leaves
-        publish(partials, weights, counters, slot, owner, result, weight, HEIGHT, DIM)
+        place = (worker * 2 + leaves) * HEIGHT + line
+        _store(partials, place, results, line < HEIGHT, DIM)
+        tl.store(weights + place, weight)
+        first = tl.where(leaves > 0, worker, tl.load(record + 4))
+        tl.debug_barrier()  # the arrival is one thread's, the stores are everybody's
+        tl.atomic_add(counters + first * _COUNTERS, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
@@ -151,24 +147,8 @@ def merge_split_rows(
         first = tl.where(number == 0, tl.load(record + 4), worker)
         last = tl.where(number == 0, tl.load(record + 5), tl.load(record + 6))
         merge_row(
-            partials,
-            weights,
-            counters,
-            out,
-            lse,
-            row,
-            first,
-            last,
-            patience,
-            HEADS,
-            LINES,
-            HEIGHT,
-            GROUP,
-            DIM,
-            BLOCK,
-            DEPTH,
-            PART,
-            WITH_LSE,
+            *(partials, weights, counters, out, lse, row, first, last, patience),
+            *(HEADS, LINES, HEIGHT, GROUP, DIM, BLOCK, DEPTH, PART, WITH_LSE),
         )
 
 
@@ -209,14 +189,10 @@ def merge_row(
             result, weight = _merged(
                 partials, weights, first, pieces, line, HEIGHT, DIM, BLOCK, DEPTH, PART
             )
-            index, exists = output_index(row, line, HEADS, LINES, HEIGHT, GROUP)
-            exists = exists & (line < HEIGHT)
-            column = tl.arange(0, BLOCK)
-            mask = exists[:, None] & (column < DIM)[None, :]
-            place = out + index[:, None] * DIM + column[None, :]
-            tl.store(place, result.to(out.dtype.element_ty), mask=mask)
-            if WITH_LSE:
-                tl.store(lse + index, weight * _LN2, mask=exists)
+            store_lines(
+                *(out, lse, row, line, (result,), weight),
+                *(HEADS, LINES, HEIGHT, GROUP, DIM, WITH_LSE),
+            )
             part = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
     departed = tl.atomic_add(counter + 2, 1, sem="acq_rel", scope="gpu")
     if departed == pieces - 1:
@@ -253,12 +229,7 @@ def _merged(
         spot = partials + place.to(tl.int64)[:, :, None] * DIM + column[None, None, :]
         mask = there[:, :, None] & (column < DIM)[None, None, :]
         value = tl.load(spot, mask=mask, other=0.0, cache_modifier=".cg")
-        above = tl.maximum(top, tl.max(weight, 0))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        share = tl.exp2(weight - safe[None, :])
-        before = tl.exp2(top - safe)
+        share, before, top, total = weigh(weight, top, total, 0)
         result = result * before[:, None] + tl.sum(value * share[:, :, None], 0)
-        total = total * before + tl.sum(share, 0)
-        top = above
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     return result, top + tl.log2(total)

@@ -4,10 +4,9 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 
-from pd_kernels.decode.paged_batch import MAX_HEIGHT, Config
-from pd_kernels.decode.schedule import Costs, Rows
+from pd_kernels.decode.batch import MAX_HEIGHT, Config, DecodeBatch
+from pd_kernels.decode.schedule import Costs
 
 LATENT = 512
 ROPE = 64
@@ -33,13 +32,19 @@ def config_of(lines: int, coded: bool) -> Config:
 
 
 @dataclass(frozen=True, eq=False)
-class MlaBatch:
+class MlaBatch(DecodeBatch):
     """One call.
 
     Attributes:
         query: `[batch, queries, heads, 576]`.
         cache: `[page, token, 576]`, or uint8 `[page, token, 656]`.
     """
+
+    costs = COSTS
+    max_queries = MAX_QUERIES
+    caches = ("cache",)
+    kv_heads = 1
+    width = LATENT
 
     query: torch.Tensor
     cache: torch.Tensor
@@ -53,56 +58,30 @@ class MlaBatch:
         return bool(self.cache.dtype == torch.uint8)
 
     @property
-    def lines(self) -> int:
-        return int(self.query.shape[1] * self.query.shape[2])
-
-    @property
     def height(self) -> int:
-        """Of a row: lines, padded. Of codes in full: only for asynchronous products does the compiler
-        load them asynchronously, too."""
-        if self.coded:
-            return MAX_HEIGHT
-        return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
+        """Of codes in full: only for asynchronous products does the compiler load them asynchronously,
+        too."""
+        return MAX_HEIGHT if self.coded else super().height
 
     @property
     def config(self) -> Config:
         return config_of(self.lines, self.coded)
 
-    @property
-    def rows(self) -> Rows:
-        """What a plan for it must be made for."""
-        return Rows(-(-self.lines // self.height), self.config.tile, self.query.shape[1], 0)
-
     def check(self) -> None:
-        """Raise ValueError where arguments cannot belong together, or are not supported."""
-        batch, queries, _, dim = self.query.shape
+        dim = self.query.shape[3]
         if dim != LATENT + ROPE:
             raise ValueError(f"q of dim {dim}: must be {LATENT} of the latent and {ROPE} of RoPE")
-        if not 1 <= queries <= MAX_QUERIES:
-            raise ValueError(f"{queries} queries: must be 1 to {MAX_QUERIES}")
         width = CODED_BYTES if self.coded else dim
         if self.cache.dim() != 3 or self.cache.shape[2] != width:
             raise ValueError(f"cache {list(self.cache.shape)}: must be [pages, page, {width}]")
         wanted = torch.bfloat16 if self.coded else self.cache.dtype
         if self.query.dtype != wanted:
             raise ValueError(f"q of {self.query.dtype}: must be {wanted}, for this cache")
-        if self.table.dim() != 2 or len(self.table) != batch or self.lengths.shape != (batch,):
-            raise ValueError(
-                f"block_table {list(self.table.shape)}, lengths {list(self.lengths.shape)}: "
-                f"must be [{batch}, pages] and [{batch}]"
-            )
+        super().check()
 
     def check_kernel(self) -> None:
-        """Raise ValueError for what only the reference can do."""
-        if self.query.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"q of {self.query.dtype}: must be bfloat16 or float16")
-        for name in ("query", "cache"):
-            stride = getattr(self, name).stride(-1)
-            if stride != 1:
-                raise ValueError(f"{name}: elements {stride} apart, must be consecutive")
+        super().check_kernel()
         if self.coded and (self.cache.stride(1) % 16 or self.cache.data_ptr() % 16):
             raise ValueError(
                 f"cache: tokens {self.cache.stride(1)} bytes apart, must be aligned to 16 bytes"
             )
-        if self.table.dtype != torch.int32 or self.table.stride(1) != 1:
-            raise ValueError(f"block_table of {self.table.dtype}: must be int32, rows consecutive")

@@ -6,30 +6,21 @@ A row has up to 64 lines of query and head: what one product of the tensor cores
 registers of a multiprocessor hold of results (64 x 512, float32, is half of them).
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.decode.arrival import (
-    PATIENCE,
-    arrive,
-    merge_split_rows,
-    output_index,
-    result_lines,
-)
+from pd_kernels.decode.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
 from pd_kernels.decode.mla_batch import CODED_BYTES, LATENT, ROPE, MlaBatch
-from pd_kernels.decode.plan import current_piece
+from pd_kernels.decode.plan import current_piece, touched_rows
 from pd_kernels.decode.schedule import FIELDS
+from pd_kernels.decode.softmax import LOG2E, weigh
 
-LOG2E = math.log2(math.e)
 _FIELDS = tl.constexpr(FIELDS)
 _LATENT = tl.constexpr(LATENT)
 _ROPE = tl.constexpr(ROPE)
 _CHUNK = tl.constexpr(LATENT // 4)
 _CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and scales
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["table_stride", "scale", "patience"])
@@ -68,8 +59,7 @@ def latent_attention(
     worker = tl.program_id(0)
     record = records + worker * _FIELDS
     if WORK:
-        count = tl.load(record + 2) - tl.load(record) + (tl.load(record + 3) > 0).to(tl.int32)
-        for done in tl.range(0, count, disable_licm=True):
+        for done in tl.range(0, touched_rows(record), disable_licm=True):
             line = tl.arange(0, HEIGHT)
             row, start, stop, length, _ = current_piece(
                 record, done, lengths, HEADS, QUERIES, 0, TILE
@@ -89,16 +79,8 @@ def latent_attention(
                 cache,
                 table + sequence.to(tl.int64) * table_stride,
                 length - QUERIES + number // GROUP,
-                length,
-                start,
-                stop,
-                scale,
-                PAGE,
-                TILE,
-                CAUSAL,
-                CACHE,
-                CODED,
-                STAGES,
+                *(length, start, stop, scale),
+                *(PAGE, TILE, CAUSAL, CACHE, CODED, STAGES),
             )
             share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
@@ -106,46 +88,16 @@ def latent_attention(
             row, start, stop, length, tiles = current_piece(
                 record, done, lengths, HEADS, QUERIES, 0, TILE
             )
-            if (start == 0) & (stop == tiles):
-                index, there = output_index(row, line, HEADS, LINES, HEIGHT, GROUP)
-                spot = out + index[:, None] * _LATENT + column
-                dtype = out.dtype.element_ty
-                exists = there[:, None]
-                tl.store(spot, (result_0 * share).to(dtype), mask=exists)
-                tl.store(spot + _CHUNK, (result_1 * share).to(dtype), mask=exists)
-                tl.store(spot + 2 * _CHUNK, (result_2 * share).to(dtype), mask=exists)
-                tl.store(spot + 3 * _CHUNK, (result_3 * share).to(dtype), mask=exists)
-                if WITH_LSE:
-                    tl.store(lse + index, weight * _LN2, mask=there)
-            else:
-                leaves = (start == 0).to(tl.int32)
-                slot = (worker * 2 + leaves) * HEIGHT
-                room = partials + slot.to(tl.int64) * _LATENT + line[:, None] * _LATENT + column
-                tl.store(room, result_0 * share)
-                tl.store(room + _CHUNK, result_1 * share)
-                tl.store(room + 2 * _CHUNK, result_2 * share)
-                tl.store(room + 3 * _CHUNK, result_3 * share)
-                tl.store(weights + slot + line, weight)
-                arrive(counters, tl.where(leaves > 0, worker, tl.load(record + 4)))
+            finish_row(
+                *(partials, weights, counters, out, lse, record, worker, row),
+                *(start, (start == 0) & (stop == tiles)),
+                (result_0 * share, result_1 * share, result_2 * share, result_3 * share),
+                *(weight, HEADS, LINES, HEIGHT, GROUP, _LATENT, WITH_LSE),
+            )
     if MERGE:
         merge_split_rows(
-            partials,
-            weights,
-            counters,
-            out,
-            lse,
-            record,
-            worker,
-            patience,
-            HEADS,
-            LINES,
-            HEIGHT,
-            GROUP,
-            _LATENT,
-            _LATENT,
-            DEPTH,
-            PART,
-            WITH_LSE,
+            *(partials, weights, counters, out, lse, record, worker, patience),
+            *(HEADS, LINES, HEIGHT, GROUP, _LATENT, _LATENT, DEPTH, PART, WITH_LSE),
         )
 
 
@@ -208,17 +160,12 @@ def _attend(
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         score = tl.where(seen, score, float("-inf"))
-        above = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        exact = tl.exp2(score - safe[:, None])
-        before = tl.exp2(top - safe)
-        total = total * before + tl.sum(exact, 1)
-        share = exact.to(lines_0.dtype)
+        share, before, top, total = weigh(score, top, total, 1)
+        share = share.to(lines_0.dtype)
         result_0 = tl.dot(share, latent_0, result_0 * before[:, None])
         result_1 = tl.dot(share, latent_1, result_1 * before[:, None])
         result_2 = tl.dot(share, latent_2, result_2 * before[:, None])
         result_3 = tl.dot(share, latent_3, result_3 * before[:, None])
-        top = above
     return result_0, result_1, result_2, result_3, top, total
 
 
@@ -243,28 +190,15 @@ def launch_mla(
 ) -> None:
     """`mla_decode` by the kernel, with the tensors of a plan; `phases` as in `launch_paged`."""
     records, counters, partials, weights = scratch
-    config = batch.config
     for work, merge in phases:
         latent_attention[(records.shape[0],)](
             *(batch.query, batch.cache, batch.table, batch.lengths),
             *(out, out if lse is None else lse, records, counters, partials, weights),
             *(batch.table.stride(0), batch.scale * LOG2E, PATIENCE),
-            HEADS=batch.rows.heads,
-            LINES=batch.lines,
-            HEIGHT=batch.height,
-            GROUP=batch.query.shape[2],
+            **batch.constants(lse is not None),
             PAGE=batch.cache.shape[1],
-            TILE=config.tile,
-            CAUSAL=batch.causal and batch.query.shape[1] > 1,
-            QUERY=batch.query.stride()[:3],
             CACHE=batch.cache.stride()[:2],
             CODED=batch.coded,
-            DEPTH=config.depth,
-            PART=config.part,
-            WITH_LSE=lse is not None,
-            STAGES=config.stages,
             WORK=work,
             MERGE=merge,
-            num_warps=config.warps,
-            maxnreg=config.registers,
         )

@@ -29,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.decode.softmax import LOG2E
+
 _numbers = itertools.count()
 REGISTRY: dict[int, "Mod"] = {}
 """Of all mods: operators take no functions, so `torch.compile` passes numbers."""
@@ -82,12 +84,11 @@ def _soft_cap(score, b, h, q_idx, kv_idx, args):
 
 def soft_cap(cap: float) -> Mod:
     """`cap * tanh(score / cap)` (Gemma 2)."""
-    log2e = 1.4426950408889634
 
     def reference(score, b, h, q_idx, kv_idx, args):
         return cap * torch.tanh(score / cap)
 
-    return Mod.of(_soft_cap, (float(cap), 2 * log2e / cap), reference)
+    return Mod.of(_soft_cap, (float(cap), 2 * LOG2E / cap), reference)
 
 
 def _alibi(score, b, h, q_idx, kv_idx, args):

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-decorators
 """Attention of decode batches over a paged cache of keys and values, in one launch."""
 
 from typing import Any
 
 import torch
 
+from pd_kernels.decode.call import Results, attend, operator, planned, with_queries
 from pd_kernels.decode.mods import REGISTRY, Mod
-from pd_kernels.decode.paged_batch import COSTS, Batch
+from pd_kernels.decode.paged_batch import Batch
 from pd_kernels.decode.paged_kernel import launch_paged
-from pd_kernels.decode.plan import Plan, multiprocessors
+from pd_kernels.decode.plan import Plan
 from pd_kernels.decode.reference import reference_paged_decode
-from pd_kernels.decode.schedule import Rows
 
 
 def paged_decode(
@@ -66,26 +65,16 @@ def paged_decode(
     Raises:
         ValueError: shapes, dtypes or strides that do not belong together or are not supported.
     """
-    single = q.dim() == 3
-    query = q.unsqueeze(1) if single else q
-    dtype = torch.float32 if return_partials else q.dtype
-    if out is None:
-        out = torch.empty(query.shape, dtype=dtype, device=q.device)
-    elif out.shape != q.shape or not out.is_contiguous():
-        raise ValueError(f"out {list(out.shape)}: must be dense, {list(q.shape)} as q")
-    wanted = return_lse or return_partials
-    lse = torch.empty(query.shape[:3] if wanted else (0,), device=q.device)
-    call = _operator if torch.compiler.is_compiling() else _run
-    call(
-        *(query, k_cache, v_cache, block_table, lengths, out.view(query.shape), lse),
-        plan.tensors if plan else [],
-        list(plan.rows) if plan else [],
+    results = Results.of(q, q.shape[-1], out, return_lse, return_partials)
+    run = _operator if torch.compiler.is_compiling() else _run
+    run(
+        *(with_queries(q), k_cache, v_cache, block_table, lengths),
+        *(*results.by_query, *planned(plan)),
         q.shape[-1] ** -0.5 if scale is None else scale,
         *(k_scale, v_scale, causal, window),
         *(-1 if mod is None else mod.number for mod in (score_mod, mask_mod)),
     )
-    out = out.view(q.shape)
-    return (out, lse.squeeze(1) if single else lse) if wanted else out
+    return results.returned
 
 
 def plan_paged_decode(
@@ -100,11 +89,9 @@ def plan_paged_decode(
     Layers share it if they have the same heads, dims, cache dtype and window; batches up to
     `max_batch` (by default that of `q`) do, too.
     """
-    query = q.unsqueeze(1) if q.dim() == 3 else q
-    shape = Batch(query, k_cache, k_cache, query, query, 1.0, 1.0, 1.0, True, window, None, None)
-    workers = shape.config.programs * multiprocessors(q.device)
-    batch = query.shape[0] if max_batch is None else max_batch
-    return Plan.of(shape.rows, COSTS, batch, workers, shape.height, query.shape[3], q.device)
+    query = with_queries(q)
+    batch = Batch(query, k_cache, k_cache, query, query, 1.0, 1.0, 1.0, True, window, None, None)
+    return batch.plan(max_batch)
 
 
 def _run(
@@ -116,7 +103,7 @@ def _run(
     out: torch.Tensor,
     lse: torch.Tensor,
     scratch: list[torch.Tensor],
-    planned: list[int],
+    rows: list[int],
     scale: float,
     key_scale: float,
     value_scale: float,
@@ -128,25 +115,7 @@ def _run(
     mods = (REGISTRY.get(number) for number in (score_mod, mask_mod))
     scales = scale, key_scale, value_scale
     batch = Batch(query, keys, values, table, lengths, *scales, causal, window, *mods)
-    batch.check()
-    if planned and Rows(*planned) != batch.rows:
-        raise ValueError(f"plan for {Rows(*planned)}: must be for {batch.rows}")
-    wanted = lse if lse.numel() else None
-    if not query.is_cuda:
-        reference_paged_decode(batch, out, wanted)
-    elif query.numel():
-        batch.check_kernel()
-        with torch.cuda.device(query.device):
-            if not scratch:
-                scratch = plan_paged_decode(query, keys, window=window).fill(lengths).tensors
-            launch_paged(batch, out, wanted, scratch)
+    attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
 
 
-_operator = torch.library.custom_op(
-    "pd_kernels::paged_decode", _run, mutates_args=("out", "lse", "scratch")
-)
-
-
-@_operator.register_fake
-def _(*_: object) -> None:
-    return None
+_operator = operator("paged_decode", _run)

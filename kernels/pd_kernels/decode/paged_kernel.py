@@ -6,19 +6,17 @@ A row has the queries of one KV head: `lines` of query and head in the group, pa
 product takes, so that K and V are read once for all of them.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from pd_kernels.decode.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
 from pd_kernels.decode.paged_batch import Batch
-from pd_kernels.decode.plan import current_piece, first_tile
+from pd_kernels.decode.plan import current_piece, first_tile, touched_rows
 from pd_kernels.decode.schedule import FIELDS
+from pd_kernels.decode.softmax import LOG2E, weigh
 
 _FIELDS = tl.constexpr(FIELDS)
-LOG2E = math.log2(math.e)
 _LOG2E = tl.constexpr(LOG2E)
 
 
@@ -67,10 +65,9 @@ def paged_attention(
     worker = tl.program_id(0)
     record = records + worker * _FIELDS
     if WORK:
-        count = tl.load(record + 2) - tl.load(record) + (tl.load(record + 3) > 0).to(tl.int32)
         # Numbers that are the same for all rows or tiles are computed anew: kept, they cost the registers
         # with which one more program fits on a multiprocessor.
-        for done in tl.range(0, count, disable_licm=True):
+        for done in tl.range(0, touched_rows(record), disable_licm=True):
             line = tl.arange(0, HEIGHT)
             column = tl.arange(0, BLOCK)
             row, start, stop, length, _ = current_piece(
@@ -88,26 +85,12 @@ def paged_attention(
                 keys + head.to(tl.int64) * KEY[2],
                 values + head.to(tl.int64) * VALUE[2],
                 table + sequence.to(tl.int64) * table_stride,
-                score_args,
-                mask_args,
-                sequence,
+                *(score_args, mask_args, sequence),
                 head * GROUP + number % GROUP,
                 length - QUERIES + number // GROUP,
-                length,
-                unseen + start,
-                unseen + stop,
-                scale,
-                DIM,
-                BLOCK,
-                PAGE,
-                TILE,
-                WINDOW,
-                CAUSAL,
-                KEY,
-                VALUE,
-                SCORE_MOD,
-                MASK_MOD,
-                STAGES,
+                *(length, unseen + start, unseen + stop, scale),
+                *(DIM, BLOCK, PAGE, TILE, WINDOW, CAUSAL, KEY, VALUE),
+                *(SCORE_MOD, MASK_MOD, STAGES),
             )
             result = result * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
@@ -115,44 +98,15 @@ def paged_attention(
                 record, done, lengths, HEADS, QUERIES, WINDOW, TILE
             )
             finish_row(
-                partials,
-                weights,
-                counters,
-                out,
-                lse,
-                row,
-                worker,
-                tl.load(record + 4),
-                start,
-                (start == 0) & (stop == tiles),
-                result,
-                weight,
-                HEADS,
-                LINES,
-                HEIGHT,
-                GROUP,
-                DIM,
-                WITH_LSE,
+                *(partials, weights, counters, out, lse, record, worker, row),
+                *(start, (start == 0) & (stop == tiles)),
+                (result,),
+                *(weight, HEADS, LINES, HEIGHT, GROUP, DIM, WITH_LSE),
             )
     if MERGE:
         merge_split_rows(
-            partials,
-            weights,
-            counters,
-            out,
-            lse,
-            record,
-            worker,
-            patience,
-            HEADS,
-            LINES,
-            HEIGHT,
-            GROUP,
-            DIM,
-            BLOCK,
-            DEPTH,
-            PART,
-            WITH_LSE,
+            *(partials, weights, counters, out, lse, record, worker, patience),
+            *(HEADS, LINES, HEIGHT, GROUP, DIM, BLOCK, DEPTH, PART, WITH_LSE),
         )
 
 
@@ -222,14 +176,9 @@ def _attend(
             if MASK_MOD is not None:
                 seen = seen & MASK_MOD(sequence, head[:, None], asked, real, mask_args)
         score = tl.where(seen, score, float("-inf"))
-        above = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        share = tl.exp2(score - safe[:, None])
-        before = tl.exp2(top - safe)
-        total = total * before + tl.sum(share, 1)
+        share, before, top, total = weigh(score, top, total, 1)
         result = result * before[:, None]
         result = tl.dot(share.to(lines.dtype), value.to(lines.dtype), result)
-        top = above
     return result, top, total
 
 
@@ -246,36 +195,23 @@ def launch_paged(
         phases: of each launch, whether it attends and whether it merges. One launch does both.
     """
     records, counters, partials, weights = scratch
-    config, query = batch.config, batch.query
     score, mask = batch.score_mod, batch.mask_mod
     scale = batch.scale * batch.key_scale * (1.0 if score else LOG2E)
     for work, merge in phases:
         paged_attention[(records.shape[0],)](
-            *(query, batch.keys, batch.values, batch.table, batch.lengths),
+            *(batch.query, batch.keys, batch.values, batch.table, batch.lengths),
             *(out, out if lse is None else lse, records, counters, partials, weights),
             *(score.args if score else (), mask.args if mask else ()),
             *(batch.table.stride(0), scale, batch.value_scale, PATIENCE),
-            HEADS=batch.rows.heads,
-            LINES=batch.lines,
-            HEIGHT=batch.height,
-            GROUP=batch.group,
-            DIM=query.shape[3],
-            BLOCK=triton.next_power_of_2(query.shape[3]),
+            **batch.constants(lse is not None),
+            DIM=batch.width,
+            BLOCK=triton.next_power_of_2(batch.width),
             PAGE=batch.keys.shape[1],
-            TILE=config.tile,
             WINDOW=batch.window,
-            CAUSAL=batch.causal and query.shape[1] > 1,
-            QUERY=query.stride()[:3],
             KEY=batch.keys.stride()[:3],
             VALUE=batch.values.stride()[:3],
             SCORE_MOD=score.kernel if score else None,
             MASK_MOD=mask.kernel if mask else None,
-            DEPTH=config.depth,
-            PART=config.part,
-            WITH_LSE=lse is not None,
-            STAGES=config.stages,
             WORK=work,
             MERGE=merge,
-            num_warps=config.warps,
-            maxnreg=config.registers,
         )

@@ -70,8 +70,8 @@ class Plan:
             room(workers, FIELDS, dtype=torch.int32),
             room(batch + workers + 1, dtype=torch.int64),
             room(workers, COUNTERS, dtype=torch.int32),
-            torch.empty(workers, 2, height, dim, device=device),
-            torch.empty(workers, 2, height, device=device),
+            torch.empty(workers, 2, height, dim, dtype=torch.float32, device=device),
+            torch.empty(workers, 2, height, dtype=torch.float32, device=device),
         )
 
     @property
@@ -201,6 +201,12 @@ def first_tile(length, queries, window, TILE: tl.constexpr):
     """Of a sequence, that some query sees: int32. `window` 0 is for all tokens."""
     unseen = tl.maximum(length - queries - window + 1, 0) // TILE
     return tl.where(window > 0, unseen, 0)
+
+
+@triton.jit
+def touched_rows(record):
+    """How many rows a worker has something of."""
+    return tl.load(record + 2) - tl.load(record) + (tl.load(record + 3) > 0).to(tl.int32)
 
 
 @triton.jit

@@ -204,7 +204,7 @@ class PagedImpl(AttentionImpl):
         return self.window, int(self.num_heads)
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer's cache, `[page, token, kv head, dim]` each."""
+        """K and V of a layer's cache, which is of `stored_dtype`: `[page, token, kv head, dim]` each."""
         raise NotImplementedError
 
     def forward(
@@ -251,7 +251,9 @@ class PagedImpl(AttentionImpl):
         assert decodes is not None
         if query.dtype == FP8:  # as vLLM quantises queries for a cache in FP8
             query = query.to(output.dtype) * layer._q_scale
-        keys, values = self.pages(kv_cache)
+        keys, values = self.pages(
+            kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
+        )
         shape = (decodes.requests, decodes.queries, *query.shape[1:])
         paged_decode(
             *(query.view(shape), keys, values, decodes.block_table, decodes.lengths),

@@ -73,7 +73,7 @@ class PagedCpuImpl(PagedImpl, CPUAttentionBackendImpl):
         return dtype
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return halves(kv_cache.view(FP8) if self.stored_dtype else kv_cache)
+        return halves(kv_cache)
 
 
 def halves(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

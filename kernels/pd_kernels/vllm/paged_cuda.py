@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from pd_kernels.decode.paged_batch import DIMS
 from pd_kernels.vllm.limits import Layer, refusals
-from pd_kernels.vllm.paged import FP8, Allowed, PagedBuilder, PagedImpl
+from pd_kernels.vllm.paged import Allowed, PagedBuilder, PagedImpl
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -102,6 +102,5 @@ class PagedFlashImpl(PagedImpl, FlashAttentionImpl):
         return torch.get_default_dtype()  # the model's, while it is being made
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cache = kv_cache.view(FP8) if self.stored_dtype else kv_cache
-        key, value = cache.transpose(1, 2).split(self.head_size, dim=-1)
+        key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return key, value
