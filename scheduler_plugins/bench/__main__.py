@@ -45,6 +45,10 @@ def queue(
     svg: Annotated[Path | None, typer.Option(help="Draw the lambda sweep to this file.")] = None,
     json: Json = None,
     engine: Live = False,
+    load: Annotated[
+        list[float] | None,
+        typer.Option(min=0.1, help="With --engine: of what FCFS drains; may be repeated."),
+    ] = None,
     posts: Annotated[
         int, typer.Option(min=2, help="With --engine: posts that each of 20 users is asked about.")
     ] = 50,
@@ -59,7 +63,7 @@ def queue(
     if engine:
         from scheduler_plugins.bench import live_commands, live_queue
 
-        loads = (0.9,) if quick else order.LOADS
+        loads = load or ((0.9,) if quick else order.LOADS)
         live_commands.run(
             "baseline", partial(live_queue.compare, 4 if quick else posts, loads), json
         )
@@ -99,7 +103,7 @@ def qos(
     if engine:
         from scheduler_plugins.bench import live_commands, live_qos
 
-        durations = (6.0, 62.0) if quick else (45.0, 80.0)
+        durations = (6.0, 62.0) if quick else (75.0, 80.0)
         live_commands.run("baseline", partial(live_qos.compare, *durations), json)
         return
     _tell("Classes", classes.compare(range(seeds), minutes * 60), json)

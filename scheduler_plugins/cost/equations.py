@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step as one linear equation in the coefficients of the cost model."""
+"""Steps as linear equations in the coefficients of the cost model."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,11 +13,13 @@ from scheduler_plugins.cost.nnls import Floats
 COEFFICIENTS = 6
 
 
-def features(load: StepLoad) -> Floats:
-    """What `a, b, c, d0, d1, d2` are multiplied by in the duration of a step; float64 `[6]`."""
-    prefill = load.tokens > 0
-    row = (load.tokens, load.pairs, prefill, not prefill, load.batch, load.context)
-    return np.array(row, dtype=np.float64)
+def features(loads: Sequence[StepLoad]) -> Floats:
+    """What `a, b, c, d0, d1, d2` are multiplied by in the durations of steps; float64 `[step, 6]`."""
+    rows = [
+        (one.tokens, one.pairs, one.tokens > 0, not one.tokens, one.batch, one.context)
+        for one in loads
+    ]
+    return np.array(rows, dtype=np.float64)
 
 
 def from_coefficients(values: Floats, chunk_tokens: int, error: float | None) -> CostModel:

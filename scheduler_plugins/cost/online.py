@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 
-from scheduler_plugins.cost.equations import features, from_coefficients
+from scheduler_plugins.cost.equations import COEFFICIENTS, features, from_coefficients
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.nnls import nnls
 
@@ -25,6 +26,37 @@ _ERRORS = 64
 _MOVED = 0.05
 
 
+class _Equations:
+    """The least squares problem of all steps of one kind, the older the lighter.
+
+    Steps are only noted when they come, and summed up when the problem is to be solved: one product
+    of matrices costs an engine step less than a hundred small ones.
+    """
+
+    def __init__(self) -> None:
+        self.gram = np.zeros((COEFFICIENTS, COEFFICIENTS))
+        self.moment = np.zeros(COEFFICIENTS)
+        self._loads: list[StepLoad] = []
+        self._durations_s: list[float] = []
+
+    def add(self, load: StepLoad, duration_s: float) -> None:
+        self._loads.append(load)
+        self._durations_s.append(duration_s)
+
+    def settled(self) -> Self:
+        """With all that was added."""
+        if self._loads:
+            # Every equation is divided by its duration: relative errors count, and a step that took
+            # ten times as long as it should weighs no more than 1.
+            rows = features(self._loads) / np.array(self._durations_s)[:, None]
+            weighed = rows * _KEPT ** np.arange(len(rows) - 1, -1, -1)[:, None]
+            past = _KEPT ** len(rows)
+            self.gram = self.gram * past + weighed.T @ rows
+            self.moment = self.moment * past + weighed.sum(axis=0)
+            self._loads, self._durations_s = [], []
+        return self
+
+
 class OnlineFit:
     """Learns from every step and publishes a new model when costs have moved.
 
@@ -39,8 +71,7 @@ class OnlineFit:
         self._chunk_tokens = chunk_tokens
         # Steps with and without prefill are forgotten apart: an hour of decoding must not wipe out
         # what prefill costs.
-        self._gram = {True: np.zeros((6, 6)), False: np.zeros((6, 6))}
-        self._moment = {True: np.zeros(6), False: np.zeros(6)}
+        self._kinds = {True: _Equations(), False: _Equations()}
         self._candidate = self.model
         self._errors: deque[float] = deque(maxlen=_ERRORS)
         self._sizes: set[int] = set()
@@ -65,21 +96,15 @@ class OnlineFit:
             self._sizes.add(load.tokens.bit_length())
             self._tokens += load.tokens
             self._seconds += duration_s
-        # Every equation is divided by its duration: relative errors count, and a step that took
-        # ten times as long as it should weighs no more than 1.
-        row = features(load) / duration_s
-        self._gram[prefill] *= _KEPT
-        self._gram[prefill] += np.outer(row, row)
-        self._moment[prefill] *= _KEPT
-        self._moment[prefill] += row
+        self._kinds[prefill].add(load, duration_s)
         self._steps += 1
         if self._steps % (_FIT_EVERY_KNOWN if self.model.known else _FIT_EVERY) == 0:
             self._fit()
 
     def _fit(self) -> None:
         if self._prefills >= _ENOUGH and len(self._sizes) >= _SIZES:
-            gram = self._gram[True] + self._gram[False]
-            values = nnls(gram, self._moment[True] + self._moment[False])
+            prefills, decodes = self._kinds[True].settled(), self._kinds[False].settled()
+            values = nnls(prefills.gram + decodes.gram, prefills.moment + decodes.moment)
             self._candidate = from_coefficients(values, self._chunk_tokens, self.error)
         error = self.error
         if self._candidate is self._start:
@@ -94,8 +119,8 @@ class OnlineFit:
         if self._seconds:
             model = CostModel.token_count(self._tokens / self._seconds)
         if self._steps - self._prefills >= _ENOUGH:
-            values = nnls(self._gram[False], self._moment[False])
-            decode = from_coefficients(values, 0, None)
+            decodes = self._kinds[False].settled()
+            decode = from_coefficients(nnls(decodes.gram, decodes.moment), 0, None)
             model = replace(model, d0=decode.d0, d1=decode.d1, d2=decode.d2)
         return model
 

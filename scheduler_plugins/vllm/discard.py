@@ -93,6 +93,8 @@ class SuffixDiscard:
                 taken.append(block)
         for block_id in evicted:
             del self._spare[block_id]
+        if not taken:
+            return
         for block in taken:
             self._front[block.block_id] = self._spare.pop(block.block_id)
             queue.remove(block)
