@@ -87,7 +87,7 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
 
 def _row(one: Measurement, chunk_tokens: int) -> Floats:
     """Its equation: `row @ coefficients` should be 1."""
-    (row,) = features([one.load])
+    row: Floats = features([one.load])[0]
     if chunk_tokens:
         row[_PREFILL_STEPS] = -(-one.load.tokens // chunk_tokens)
     return row / one.duration_s

@@ -176,9 +176,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         prefixes, and only for a head that waits for nothing but its turn; for each head once, so
         that one which cannot start after all does not stop a prefill again and again.
         """
-        if not self._whole_cache or self._budget_left():
-            return
-        head = self.waiting.head()
+        head = self.waiting.head() if self._whole_cache else None
         if (
             head is None
             or head.request_id == self._gave_way_to
@@ -186,9 +184,11 @@ class PrefixAwareScheduler(AsyncScheduler):
         ):
             return
         for request in reversed(prefills):
-            if self._order.should_yield(qos_of(request)) and self._request_blocks_can_be_freed(
-                request
-            ):
+            if not self._order.should_yield(qos_of(request)):
+                continue
+            if self._fits_beside(head, request):
+                return
+            if self._request_blocks_can_be_freed(request):
                 self._gave_way_to = head.request_id
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)
@@ -196,16 +196,19 @@ class PrefixAwareScheduler(AsyncScheduler):
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 return
 
-    def _budget_left(self) -> bool:
-        """Whether another request can start beside those that run."""
+    def _fits_beside(self, head: Request, request: Request) -> bool:
+        """Whether all of `head` can be computed in this step, or nearly as much as without
+        `request`: a preempted prefill computes up to a block again."""
+        left = request.num_tokens - request.num_computed_tokens
         wanted = sum(
-            request.num_tokens_with_spec
-            + request.num_output_placeholders
-            - request.num_computed_tokens
-            for request in self.running
+            one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
+            for one in self.running
         )
+        spared = self._order.costing.spared_tokens(describe(head, self._cache))
+        room = self.max_num_scheduled_tokens - wanted
         full = len(self.running) >= self.max_num_active_reqs
-        return not full and bool(wanted < self.max_num_scheduled_tokens)
+        small = left <= 2 * self._cache.block_tokens and room > 0
+        return not full and (small or head.num_tokens - spared <= room)
 
     def _most_new_blocks(self) -> int:
         """Blocks that a step may take, but for the KV that a connector loads."""

@@ -272,6 +272,27 @@ def test_a_long_prefill_gives_way_to_a_class_that_is_owed_and_computes_nothing_t
     assert rig.worker.computed_tokens == 320 + 48
 
 
+@pytest.mark.parametrize(
+    ("left", "owed", "step"),
+    [
+        (48, 60, {"owed": 60}),
+        (48, 16, {"long": 48, "owed": 16}),  # it fits beside the rest
+        (32, 60, {"long": 32, "owed": 32}),  # so little is left that it would be computed again
+    ],
+)
+def test_the_rest_of_a_prefill_gives_way_to_what_does_not_fit_beside_it(
+    section, left: int, owed: int, step: dict[str, int]
+) -> None:
+    rig = Rig(budget=64, additional=section("  policy: fcfs" + CLASSES))
+    rig.add("long", words(1, 64 + left), qos="free")
+    rig.step()
+    rig.add("owed", words(2, owed), qos="premium")
+    rig.scheduler._order._shares._balances["premium"] = 0.5
+    assert rig.step() == step
+    rig.run()
+    rig.assert_served()
+
+
 def test_a_prefill_that_has_a_batch_by_itself_gives_way_too(section) -> None:
     rig = Rig(budget=64, additional=section("  policy: prefill_only" + CLASSES))
     rig.add("long", words(1, 320), qos="free")
