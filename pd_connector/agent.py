@@ -25,6 +25,7 @@ from pd_connector.handshake import Identity
 from pd_connector.incoming import Finished, Held, Load
 from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import PagedCache
+from pd_connector.pins import Pins
 from pd_connector.scheduling import prefer_own_threads, prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
 from pd_connector.serve import Server
@@ -36,6 +37,7 @@ from pd_connector.transport.registry import make_transports
 logger = logging.getLogger("pd_connector.agent")
 
 _RESTLESS_POLL_MS = 1
+_PREPARING_POLL_MS = 20
 _CLOSE_TIMEOUT_S = 5.0
 _UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_transfers")
 """Gauges that say so."""
@@ -98,6 +100,7 @@ class Agent:
         shared = "shm" in config.transports
         self._landing = Slab(config.slots, config.slot_bytes, shared=shared)
         self._sending = Slab(config.slots, config.slot_bytes, shared=shared)
+        self._pins = Pins(cache.device)
         self._transports: list[Transport] = []
         self._server: Server | None = None
         self._fetcher: Fetcher | None = None
@@ -187,7 +190,12 @@ class Agent:
         config = self._config
         keys = CurveKeys.derive(config.key) if config.key else None
         self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
-        made = make_transports(self._context, config, keys, self._landing, self._sending)
+        if consumes:
+            self._pins.add(self._landing.memory, "landing slots")
+        if produces:
+            self._pins.add(self._sending.memory, "send slots")
+        slabs = self._landing, self._sending
+        made = make_transports(self._context, config, keys, *slabs, self._pins)
         self._transports = [wrap(transport) for transport in made]
         common = self._context, config, keys, self.identity, self._cache, self._transports
         if produces:
@@ -222,7 +230,10 @@ class Agent:
             poller.register(pollable, zmq.POLLIN)
         halves = [half for half in (self._server, self._fetcher) if half]
         restless = any(t.restless for t in self._transports) and any(h.busy for h in halves)
-        poller.poll(_RESTLESS_POLL_MS if restless else int(self._config.heartbeat_s * 500))
+        timeout_ms = _RESTLESS_POLL_MS if restless else int(self._config.heartbeat_s * 500)
+        if any(half.preparing for half in halves):  # nobody tells when that has ended
+            timeout_ms = min(timeout_ms, _PREPARING_POLL_MS)
+        poller.poll(timeout_ms)
 
     def _step(self, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -289,6 +300,7 @@ class Agent:
         for owner in (self._server, self._fetcher, *self._transports, self._gatekeeper):
             if owner:
                 owner.close()
+        self._pins.release()
         self._landing.close()
         self._sending.close()
         self._context.destroy(linger=100)

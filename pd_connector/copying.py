@@ -103,7 +103,7 @@ class HostCopier:
 
 class DeviceCopier:
     """On the current stream, in plain torch: for a GPU without Triton, and for chunks that are not for
-    kernels."""
+    kernels. Copies from and to buffers may still be under way when a call returns."""
 
     def read(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
         index = torch.tensor([span.page for span in spans], device=view.device)
@@ -116,10 +116,11 @@ class DeviceCopier:
 
     def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
         picked = rows.index_select(0, torch.from_numpy(index).to(rows.device))
-        torch.from_numpy(buffer).copy_(picked)
+        torch.from_numpy(buffer).copy_(picked, non_blocking=True)
 
     def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
-        rows[torch.from_numpy(index).to(rows.device)] = as_tensor(buffer).to(rows.device)
+        found = as_tensor(buffer).to(rows.device, non_blocking=True)
+        rows[torch.from_numpy(index).to(rows.device)] = found
 
 
 def as_tensor(data: Words) -> torch.Tensor:

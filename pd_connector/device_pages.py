@@ -7,9 +7,10 @@ the same operators run as plain torch, so that all of this but the device's own 
 without a GPU. Importing this needs Triton.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from pd_connector.geometry import Group
 from pd_connector.layer_pages import LayerPages
 from pd_connector.plan import Chunk
 from pd_connector.route import Route
+from pd_connector.warm_up import WarmUp
 from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
 from pd_kernels.transfer.chunk import Chunk as Launch
 
@@ -52,6 +54,12 @@ class DevicePages:
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
         # A table on the device takes longer to make than most chunks take to move.
         self._part = functools.lru_cache(_KNOWN_BLOCKS)(self._make_part)
+        self._warm_up = WarmUp(self._compile_for)
+
+    def prepare(self, route: Route, *, gathers: bool) -> bool:
+        """Have the kernels compiled that gather, or scatter, chunks of this route. Returns whether they
+        are: until then a call for such a chunk waits for the compiler."""
+        return self._warm_up.begin(route, gathers)
 
     def gather(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
@@ -139,7 +147,7 @@ class DevicePages:
         part = self._part(route, chunk.first_layer, chunk.stop_layer, chunk.verbatim, gathers)
         if min(pages) < 0 or max(pages) >= part.pages:
             raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {part.pages}")
-        if part.blocks is None:
+        if part.blocks is None or not self._warm_up.usable(route, gathers):
             return None
         ids = torch.tensor(pages, dtype=torch.int32).to(self._device, non_blocking=True)
         first, tokens = 0, len(pages) * part.view_pages
@@ -149,6 +157,39 @@ class DevicePages:
         sums = new_sums(len(payload), self._device)
         launch = Launch(part.blocks, ids, payload, first, tokens, sums)
         return launch if launch.fits_kernels or self._device.type == "cpu" else None
+
+    def _compile_for(self, route: Route, gathers: bool) -> None:
+        """Launch every kernel that chunks of a route may need: once, on memory of its own."""
+        apart = route.source.dtype in DTYPES  # what is not passes as whole pages only
+        ways = [v for v in (True, False) if (route.verbatim if v else apart)]
+        with _own_stream(self._device):
+            for verbatim in ways:
+                for blocks in self._kinds(route, verbatim, gathers):
+                    room = torch.zeros(blocks.nbytes(1), dtype=torch.uint8, device=self._device)
+                    page = torch.zeros(1, dtype=torch.int32, device=self._device)
+                    sums = new_sums(len(room), self._device)
+                    _run(
+                        gather_pages if gathers else scatter_pages,
+                        Launch(blocks, page, room, 0, 1, sums),
+                    )
+
+    def _kinds(self, route: Route, verbatim: bool, gathers: bool) -> Iterator[Blocks]:
+        """Small blocks that take the kernels of every range of the route's layers. Ranges differ where
+        layers are not all aligned, or do not all convert: in these two respects each is like one of its
+        layers, or like all."""
+        count = len(route.layers)
+        whole = self._make_part(route, 0, count, verbatim, gathers).blocks
+        if whole is None:
+            return
+        known = {(whole.wide, whole.step)}
+        yield whole.stand_in()
+        if known == {(True, "none")}:
+            return
+        for layer in range(count):
+            blocks = self._make_part(route, layer, layer + 1, verbatim, gathers).blocks
+            if blocks is not None and (blocks.wide, blocks.step) not in known:
+                known.add((blocks.wide, blocks.step))
+                yield blocks.stand_in()
 
     def _make_part(
         self, route: Route, first_layer: int, stop_layer: int, verbatim: bool, gathers: bool
@@ -177,6 +218,18 @@ class DevicePages:
             logger.warning("layers %d-%d are not for kernels: %s", layers[0], layers[-1], error)
             return _Part(None, pages, view_pages)
         return _Part(blocks, pages, view_pages)
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """A stream of a GPU's that nobody else has, for the calling thread; at the end its work is done."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _run(operator: Callable[..., None], launch: Launch) -> torch.Tensor:

@@ -23,6 +23,7 @@ from pd_connector.incoming import (
     Load,
     Peer,
     Place,
+    Session,
     Source,
     Tell,
 )
@@ -44,6 +45,7 @@ class _Session:
     connection: Connection
     deadline: float  # for `Welcome`, then for any message
     way: Way | None = None  # since `Welcome`
+    agreed: Session | None = None  # since then, until kernels are compiled for its routes
 
 
 class Fetcher:
@@ -65,6 +67,7 @@ class Fetcher:
         ended: Callable[[Finished | Held], None],
     ) -> None:
         self._config = config
+        self._cache = cache
         self._telemetry = telemetry
         self._ended = ended
         self._pool = SlotPool(config.slots)
@@ -84,6 +87,11 @@ class Fetcher:
     def busy(self) -> bool:
         """Whether transfers are under way."""
         return self._consumer.transfers > 0
+
+    @property
+    def preparing(self) -> bool:
+        """Whether sessions wait for kernels to be compiled."""
+        return any(session.agreed for session in self._sessions.values())
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -152,6 +160,8 @@ class Fetcher:
             if session.deadline < now:
                 cause = Cause.UNREACHABLE if session.way is None else Cause.SESSION_LOST
                 self._end(source, cause, "the producer does not answer", now)
+            elif session.agreed is not None:
+                self._stand(source, session, now)
         self._act(self._consumer.tick(now), now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._config.heartbeat_s
@@ -193,10 +203,17 @@ class Fetcher:
         if session.way is not None:
             return self._end(source, Cause.MALFORMED_MESSAGE, "a second welcome", now)
         try:
-            session.way, known = self._dialler.welcomed(source, welcome)
+            session.way, session.agreed = self._dialler.welcomed(source, welcome)
         except RefusedError as refused:
             return self._end(source, refused.cause, str(refused), now)
-        return self._act(self._consumer.session_up(source, known, now), now)
+        return self._stand(source, session, now)
+
+    def _stand(self, source: Source, session: _Session, now: float) -> None:
+        """Ask for KV, if it can be scattered when it comes: until then heartbeats keep the session."""
+        agreed = session.agreed
+        if agreed is not None and self._cache.prepare(agreed.routes, gathers=False):
+            session.agreed = None
+            self._act(self._consumer.session_up(source, agreed, now), now)
 
     def _read(
         self,

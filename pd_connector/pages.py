@@ -78,6 +78,11 @@ class PagedCache:
         self._kernels = _kernels(self._layers, self._device) if wanted else None
 
     @property
+    def device(self) -> torch.device:
+        """Where all layers lie."""
+        return self._device
+
+    @property
     def on_host(self) -> bool:
         """Whether pages are read and written by this machine's processors themselves."""
         return self._stream is None and self._kernels is None
@@ -89,6 +94,14 @@ class PagedCache:
             len(self.geometry.heads(group)) * group.page_size * token_bytes(group)
             for group in self.geometry.groups
         )
+
+    def prepare(self, routes: Sequence[Route], *, gathers: bool) -> bool:
+        """Make ready to gather, or scatter, chunks of these routes. Returns whether that has been done;
+        it may take seconds where kernels must be compiled, which another thread does meanwhile."""
+        if self._kernels is None:
+            return True
+        done = [self._kernels.prepare(route, gathers=gathers) for route in routes]  # begin all
+        return all(done)
 
     def fence(self) -> torch.cuda.Event | None:
         """A point in the calling thread's stream; work before it is done when `gather` or
@@ -211,10 +224,12 @@ class PagedCache:
             stream = torch.cuda.stream(self._stream)
             if fence is not None:
                 self._stream.wait_event(fence)
-        with stream:
-            yield
-        if self._stream is not None:
-            self._stream.synchronize()
+        try:
+            with stream:
+                yield
+        finally:  # after an error, too: the slot is lent again, or unmapped
+            if self._stream is not None:
+                self._stream.synchronize()
 
     def _gather(self, route: Route, chunk: Chunk, pages: Sequence[int], buffer: Words) -> None:
         heads = slice(route.source_head, route.source_head + len(route.heads))
@@ -236,7 +251,7 @@ class PagedCache:
             source, wanted = _elements(route.source, block), _elements(route.destination, block)
             CODECS[route.codec].encode(block.part, x, source, wanted, coded)
             if coded is not out:
-                out.copy_(coded)
+                out.copy_(coded, non_blocking=True)
 
     def _scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], buffer: Words) -> None:
         heads = slice(route.destination_head, route.destination_head + len(route.heads))
@@ -249,7 +264,7 @@ class PagedCache:
             coded = as_tensor(buffer[block.offset : block.offset + block.nbytes])
             decoded = CODECS[route.codec].decode(
                 block.part,
-                coded.to(self._device),
+                coded.to(self._device, non_blocking=True),
                 block.shape,
                 _elements(route.source, block),
                 _elements(route.destination, block),

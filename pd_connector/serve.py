@@ -71,6 +71,7 @@ class Server:
         self._producer = Producer(config)
         self._listener = Listener(context, config.host, keys)
         self._sessions: dict[bytes, _Session] = {}
+        self._unprepared: set[bytes] = set()  # of these
         self._outbox = Outbox(config, identity.epoch, cache, sending, gate)
 
     @property
@@ -85,6 +86,11 @@ class Server:
     def busy(self) -> bool:
         """Whether chunks are under way."""
         return self._outbox.busy
+
+    @property
+    def preparing(self) -> bool:
+        """Whether consumers wait for kernels to be compiled."""
+        return bool(self._unprepared)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -149,8 +155,9 @@ class Server:
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
+        self._unprepared = {s for s in self._unprepared if not self._prepared(s)}
         while not self._outbox.full:
-            send = self._producer.next_send(self._outbox.sated)
+            send = self._producer.next_send({*self._outbox.sated, *self._unprepared})
             if send is None:
                 return
             self._send(send, now)
@@ -202,6 +209,8 @@ class Server:
             return self._reject(sender, refused.cause, str(refused))
         read = self._reads(transport) and transport.name in hello.readable
         self._sessions[sender] = _Session(hello.engine_id, Way(transport, link, read), paths, now)
+        if not self._prepared(sender):
+            self._unprepared.add(sender)
         welcome = wire.Welcome(
             schema=schema,
             engine_id=self._identity.engine_id,
@@ -216,6 +225,11 @@ class Server:
         )
         self._listener.send(sender, wire.encode(welcome))
         return None
+
+    def _prepared(self, sender: bytes) -> bool:
+        """Whether chunks for this consumer can be gathered at once; true of one that has gone."""
+        session = self._sessions.get(sender)
+        return session is None or self._cache.prepare(session.routes, gathers=True)
 
     def _reads(self, transport: Transport) -> bool:
         """Whether consumers read from here over this transport."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Hashable
 
 import numpy as np
+import numpy.typing as npt
 
 SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Shared slabs keep their size, so that nobody who maps one can be hurt by its owner."""
@@ -44,6 +45,11 @@ class Slab:
     @property
     def nbytes(self) -> int:
         return self.slots * self.slot_bytes
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """All of it, uint8 `[nbytes]`; empty once a shared slab is closed."""
+        return self._buffer
 
     def close(self) -> None:
         """Give up the handle. The memory goes when the last slot taken from it goes."""

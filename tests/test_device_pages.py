@@ -5,6 +5,7 @@ On CPU the operators run their references in torch; that the kernels equal these
 tests/kernels, and on a GPU by `python -m pd_kernels.bench transfer`.
 """
 
+import contextlib
 import random
 from collections.abc import Iterator
 
@@ -252,6 +253,40 @@ def test_without_triton_a_cache_moves_its_pages_all_the_same(
     assert cache.gather(route, chunk, [0, 1, 2], slots[0]) == rank.cache.gather(
         route, chunk, [0, 1, 2], slots[1]
     )
+
+
+class Stream:
+    """Of a GPU's that is not there: what was asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def wait_event(self, event: str) -> None:
+        self.calls.append(event)
+
+    def synchronize(self) -> None:
+        self.calls.append("done")
+
+
+def test_no_copy_is_under_way_when_a_call_has_ended_well_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are queued and not waited for one by one: what has been queued before an error, too, may
+    reach a slot that is lent again."""
+    rank, _, route, chunk = one_chunk()
+    slots = [memoryview(bytearray(chunk.nbytes(route))) for _ in range(2)]
+    rank.cache.gather(route, chunk, [0, 1, 2], slots[0])
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext())
+    monkeypatch.setattr(rank.cache, "_stream", stream)
+    rank.cache.gather(route, chunk, [0, 1, 2], slots[1], "computed")  # type: ignore[arg-type]
+    assert slots[1] == slots[0]
+    assert stream.calls == ["computed", "done"]
+    for move in (rank.cache.gather, rank.cache.scatter):
+        stream.calls.clear()
+        with pytest.raises(IndexError, match="cache of 5"):
+            move(route, chunk, [0, 1, 5], slots[1])
+        assert stream.calls == ["done"]
 
 
 # Whole transfers.

@@ -2,6 +2,7 @@
 """Makes the transports a config names."""
 
 from pd_connector.config import Config
+from pd_connector.pins import Pins
 from pd_connector.security import CurveKeys
 from pd_connector.session import Context
 from pd_connector.slab import Slab
@@ -11,7 +12,12 @@ from pd_connector.transport.tcp import TcpTransport
 
 
 def make_transports(
-    context: Context, config: Config, keys: CurveKeys | None, landing: Slab, sending: Slab
+    context: Context,
+    config: Config,
+    keys: CurveKeys | None,
+    landing: Slab,
+    sending: Slab,
+    pins: Pins,
 ) -> list[Transport]:
     """The transports of `config.transports`, in that order. Raises TransportError."""
     made: list[Transport] = []
@@ -21,7 +27,7 @@ def make_transports(
 
             made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":
-            made.append(ShmTransport(landing, sending))
+            made.append(ShmTransport(landing, sending, pins))
         elif name == "ucx":
             from pd_connector.transport.ucx import UcxTransport
 

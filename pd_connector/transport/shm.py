@@ -24,6 +24,7 @@ import numpy as np
 
 from pd_connector.errors import TransportError
 from pd_connector.memory import Pieces, read_memory
+from pd_connector.pins import Pins
 from pd_connector.slab import Slab
 from pd_connector.transport.base import Landed, Route, Transport, Written, check_fits
 from pd_connector.transport.lobby import (
@@ -56,6 +57,7 @@ class ShmTransport(Transport):
     Args:
         landing: slab that peers write into; must be shared (`Slab(..., shared=True)`).
         sending: slab that peers may read from, if it is shared.
+        pins: take the producers' slabs, out of which chunks are copied to a GPU.
     """
 
     name = "shm"
@@ -63,9 +65,10 @@ class ShmTransport(Transport):
     copies = True
     readable = True
 
-    def __init__(self, landing: Slab, sending: Slab) -> None:
+    def __init__(self, landing: Slab, sending: Slab, pins: Pins | None = None) -> None:
         self._landing = landing
         self._sending = sending
+        self._pins = pins or Pins()
         self._lobby = Lobby()
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._shown = np.frombuffer(self._token, np.uint8)  # its memory, which a peer may look at
@@ -231,6 +234,8 @@ class ShmTransport(Transport):
             producer.window = map_slab(guest.descriptor, nbytes, mmap.ACCESS_READ)
             if producer.window is None:
                 producer.problem = "shm: the producer has not handed over a slab as it announced"
+            else:
+                self._pins.add(producer.window, "slots of a producer", read_only=True)
 
     @staticmethod
     def _probed(producer: Producer) -> int:

@@ -2,7 +2,7 @@
 """Which part of a cache moves, and how it is coded: made once per cache, route and layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -162,6 +162,13 @@ class Blocks:
             "none",
             _wide(views),
         )
+
+    def stand_in(self) -> "Blocks":
+        """One layer of one page of memory of its own, zero, which takes the same kernels as these: to
+        compile them with a chunk of one token, before there are chunks."""
+        views = [view.new_zeros((1, *view.shape[1:])) for view in self.views[: self.parts]]
+        factors = self.factors[: self.parts]
+        return replace(self, views=tuple(views), table=_table(views), factors=factors)
 
     @property
     def layers(self) -> int:
