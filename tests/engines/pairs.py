@@ -9,25 +9,26 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness import Answer, Prompt, assert_idle, completion
+from recipes import (
+    COMPILE_NOTHING,
+    EXACT_ARGS,
+    MODEL,
+    NAME_ARGS,
+    PROBE_ARGS,
+    PROBE_ENVIRONMENT,
+    WORKER_IN_CORE,
+    Recipe,
+    frozen,
+)
 
 from pd_connector.launch import RouterProcess, Service, VllmEngine
 from pd_connector.launch.progress import wait_all
 from pd_connector.launch.service import stop_services
 
-MODEL = Path(__file__).parents[2] / "pd_connector" / "demo" / "model"
-
-# In bfloat16 an engine differs from itself by a hundredth when it computes a prompt in other
-# portions; in float32 a comparison can be a thousand times sharper.
-EXACT_ARGS = ("--dtype", "float32")
-NAME_ARGS = ("--served-model-name", "tiny")  # one for all: a port may be taken by another model
-PROBE_ARGS = ("--worker-extension-cls", "probe.Probe")
-PROBE_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # for the route /collective_rpc
-    "PYTHONPATH": str(Path(__file__).parent),
-}
+Side = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Setup:
     model: str = str(MODEL)
     reference_args: tuple[str, ...] = ()
     """Arguments of the one engine that this pair's answers are held to."""
+    worker_apart: bool = False
+    """Each engine's worker in a process of its own, as vLLM's CPU build has it, and not in the
+    engine core's. Engines of several ranks have it so in any case."""
 
     @classmethod
     def of(
@@ -61,6 +65,7 @@ class Setup:
         both: bool = False,
         model: str | Path = MODEL,
         reference_args: Sequence[str] = (),
+        worker_apart: bool = False,
         **extra: Any,
     ) -> Setup:
         """PDConnector with these config keys."""
@@ -75,58 +80,75 @@ class Setup:
             both=both,
             model=str(model),
             reference_args=tuple(reference_args),
+            worker_apart=worker_apart,
         )
 
     def __str__(self) -> str:
         said = (self.extra_config, *self.args, *self.prefill_args, *self.decode_args)
         return " ".join([self.connector, *(word for word in said if word != "{}")])
 
-    def engine(self, side: str, role: Any, logs: Path) -> VllmEngine:
-        """One engine of the pair, not started."""
-        prefill = role == "kv_producer"
+    def recipe(self, side: Side) -> Recipe:
+        """One engine of the pair."""
+        prefill = side == "prefill"
         own = self.prefill_args if prefill else self.decode_args
         own_extra = self.prefill_extra if prefill else self.decode_extra
-        return VllmEngine(
+        role = "kv_both" if self.both else "kv_producer" if prefill else "kv_consumer"
+        extra = json.loads(self.extra_config) | json.loads(own_extra)
+        place = {} if self.worker_apart else WORKER_IN_CORE
+        args = (*EXACT_ARGS, *NAME_ARGS, *PROBE_ARGS, *self.args, *own)
+        compiled = {} if "--no-enforce-eager" in args else COMPILE_NOTHING
+        return Recipe(
             self.model,
-            "kv_both" if self.both else role,
+            args,
+            frozen(PROBE_ENVIRONMENT, compiled, place),
+            role,
             self.connector,
-            json.loads(self.extra_config) | json.loads(own_extra),
-            json.loads(self.kv_transfer),
-            name=side,
-            args=[*EXACT_ARGS, *NAME_ARGS, *PROBE_ARGS, *self.args, *own],
-            env=PROBE_ENVIRONMENT,
-            log_path=logs / f"{side}.log",
+            json.dumps(extra, sort_keys=True),
+            self.kv_transfer,
         )
 
     @property
-    def asks(self) -> tuple[str, tuple[str, ...]]:
-        """Which reference this setup asks: pairs that agree in it share one."""
-        return self.model, self.reference_args
-
-    def reference(self, logs: Path) -> VllmEngine:
-        """The engine that this pair's answers are held to, not started."""
-        return VllmEngine(
-            self.model,
-            connector=None,
-            name="reference",
-            args=[*EXACT_ARGS, *NAME_ARGS, *self.reference_args],
-            log_path=logs / "reference.log",
-        )
+    def reference(self) -> Recipe:
+        """The engine that this pair's answers are held to."""
+        args = (*EXACT_ARGS, *NAME_ARGS, *self.reference_args)
+        return Recipe(self.model, args, frozen(COMPILE_NOTHING, WORKER_IN_CORE))
 
 
 class Pair:
-    """A prefill engine, a decode engine, and a router in front of them when it is asked for."""
+    """A prefill engine, a decode engine, and a router in front of them when it is asked for.
 
-    def __init__(self, setup: Setup, logs: Path) -> None:
+    Args:
+        former: a pair that is not used any more. What runs there and has a recipe that is wanted
+            here goes on running here; the rest of it is stopped.
+    """
+
+    def __init__(self, setup: Setup, logs: Path, former: Pair | None = None) -> None:
         self.setup = setup
-        self.p = setup.engine("prefill", "kv_producer", logs)
-        self.d = setup.engine("decode", "kv_consumer", logs)
+        self._recipes: dict[VllmEngine, Recipe] = {}
+        free = dict(former._recipes) if former else {}
+        self.p = self._engine("prefill", logs, free)
+        self.d = self._engine("decode", logs, free)
+        if former:
+            stop_services([*free, former._router])
         self._router = RouterProcess(
             [self.p.base_url],
             [self.d.base_url],
             hands_over=setup.connector == "PDConnector",
             log_path=logs / "router.log",
         )
+
+    def _engine(self, side: Side, logs: Path, free: dict[VllmEngine, Recipe]) -> VllmEngine:
+        """Take a running engine out of `free`, or make a new one."""
+        recipe = self.setup.recipe(side)
+        for engine, its_recipe in free.items():
+            if its_recipe == recipe and engine.running:
+                del free[engine]
+                engine.name = side
+                break
+        else:
+            engine = recipe.engine(side, logs / f"{side}.log")
+        self._recipes[engine] = recipe
+        return engine
 
     @property
     def engines(self) -> tuple[VllmEngine, VllmEngine]:
@@ -176,51 +198,63 @@ class Pair:
 
 
 class EnginePool:
-    """All engines of a test session: one pair at a time, and the engine its answers are held to."""
+    """All engines of a test session: one pair at a time, and the engines its answers are held to."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._pair: Pair | None = None
         self._number = itertools.count(1)
-        self._asked = Setup().asks
-        self._reference = Setup().reference(logs)
+        self._usual = Setup().reference
+        self._asked = self._usual
+        self._references: dict[Recipe, VllmEngine] = {}
         self._answers: dict[str, Answer] = {}
 
     @property
     def services(self) -> list[Service]:
         """Everything that has been started and not stopped."""
-        all_services = [self._reference, *(self._pair.services if self._pair else ())]
-        return [service for service in all_services if service.family is not None]
+        pair = self._pair.services if self._pair else ()
+        return [one for one in (*self._references.values(), *pair) if one.family is not None]
 
     def pair(self, setup: Setup, *, with_reference: bool = True) -> Pair:
-        """The pair with this setup, both engines running; another pair is stopped first.
+        """The pair with this setup, both engines running; what it cannot use of the last one is
+        stopped first.
 
         Args:
             with_reference: the reference will be asked, too: beside others its start costs less.
         """
-        if self._pair is not None and self._pair.setup != setup:
-            self._pair.stop()
-            self._pair = None
-        if self._pair is None:
-            self._pair = Pair(setup, self._logs / f"pair{next(self._number)}")
-        if setup.asks != self._asked:
-            self._asked = setup.asks
-            self._reference.stop()
-            self._reference = setup.reference(self._logs)
-        beside = with_reference and not self._reference.running
-        self._pair.start([self._reference.start()] if beside else [])
+        if self._pair is None or self._pair.setup != setup:
+            self._pair = Pair(setup, self._folder("pair"), self._pair)
+        self._asked = setup.reference
+        beside = with_reference and not self._asked_engine().running
+        self._pair.start([self._asked_engine().start()] if beside else [])
         return self._pair
 
     def reference(self, prompt: Prompt, max_tokens: int = 32, **extra: Any) -> Answer:
-        """What one engine without a connector answers; each question is asked once a session."""
+        """What one engine without a connector answers; each question is asked once a session.
+
+        While the engine runs, from any thread.
+        """
         question = [self._asked, prompt, max_tokens, extra]
         key = json.dumps(question, sort_keys=True, default=list)
         if key not in self._answers:
-            if not self._reference.running:
-                self._reference.kill()
-                self._reference.start().wait_ready()
-            self._answers[key] = completion(self._reference, prompt, max_tokens, **extra)
+            engine = self._asked_engine()
+            if not engine.running:
+                engine.kill()
+                engine.start().wait_ready()
+            self._answers[key] = completion(engine, prompt, max_tokens, **extra)
         return self._answers[key]
 
     def stop(self) -> None:
         stop_services(self.services)
+
+    def _asked_engine(self) -> VllmEngine:
+        """The reference that is asked now. The usual one is kept, of others there is one."""
+        for recipe in self._references.keys() - {self._usual, self._asked}:
+            self._references.pop(recipe).stop()
+        if self._asked not in self._references:
+            log = self._folder("reference") / "reference.log"
+            self._references[self._asked] = self._asked.engine("reference", log)
+        return self._references[self._asked]
+
+    def _folder(self, name: str) -> Path:
+        return self._logs / f"{name}{next(self._number)}"

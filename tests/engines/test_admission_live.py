@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness import wait_until
-from pairs import MODEL, NAME_ARGS
+from recipes import COMPILE_NOTHING, MODEL, NAME_ARGS, WORKER_IN_CORE
 from typer.testing import CliRunner
 
 from pd_connector.cli.app import app
@@ -47,6 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
         MODEL,
         connector=None,
         args=[*NAME_ARGS, *OURS, *MIDDLEWARE, "--additional-config", settings, *ARGS],
+        env={**COMPILE_NOTHING, **WORKER_IN_CORE},
         log_path=folder / "engine.log",
     ) as running:
         yield running.wait_ready()

@@ -33,7 +33,7 @@ BFLOAT16 = ("--dtype", "bfloat16")
 FP8_CACHE = ("--kv-cache-dtype", "fp8")
 
 TO_AND_FROM_FP8 = Setup.of(args=BFLOAT16, decode_args=FP8_CACHE, both=True)
-FP8 = Setup.of(args=(*BFLOAT16, *FP8_CACHE), decode_args=("--block-size", str(2 * PAGE)))
+FP8 = Setup.of(args=(*BFLOAT16, *FP8_CACHE), decode_args=("--block-size", str(2 * PAGE)), both=True)
 INT8_CODEC = Setup.of(args=BFLOAT16, codec="int8")
 FP8_CODEC = Setup.of(codec="fp8_e4m3")
 

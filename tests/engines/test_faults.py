@@ -38,6 +38,7 @@ from tools import TOLERANCE, delta, leaving_client
 from pd_connector.launch import Census
 
 SETUP = Setup.of(
+    worker_apart=True,  # more processes that can die
     transports=["tcp"],
     key="a key for tests, shared by both",
     lease_s=6,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,12 +20,17 @@ from harness import (
     two_step,
 )
 from pairs import (
-    MODEL,
     Pair,
+    Setup,
 )
+from recipes import MODEL
 from tools import TOLERANCE, delta, probe, streamed_chat
 
 PAGE = 32
+SHORT_LEASE = {"lease_s": 6}
+"""For a producer whose peers refuse what it keeps for them: it keeps it until the lease ends."""
+# Workers are apart, as vLLM's CPU build is used.
+SETUP = Setup.of(worker_apart=True, prefill_extra=SHORT_LEASE)
 
 
 @cache
@@ -161,3 +167,29 @@ def test_a_description_names_the_address_and_keeps_nothing(pair: Pair) -> None:
     assert found["remote_host"] == "127.0.0.1"
     assert 0 < found["remote_port"] < 65536
     assert pair.p.metrics().total("pd_connector:leased_pages") == 0
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with one weight changed."""
+    folder = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(MODEL, folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_another_model_on_the_other_side_is_refused(engines, other_weights, reference) -> None:
+    setup = Setup.of(
+        worker_apart=True,
+        prefill_args=["--model", str(other_weights)],
+        prefill_extra=SHORT_LEASE,
+    )
+    pair = engines.pair(setup)
+    prompt = prompt_of(100)
+    with delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused:
+        answer = two_step(pair.p, pair.d, prompt)
+    assert refused.amount == 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    pair.assert_idle()

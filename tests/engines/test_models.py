@@ -20,17 +20,22 @@ from pairs import (
     Pair,
     Setup,
 )
-from test_handoff import PAGE, prompt_of
+from test_handoff import PAGE, SHORT_LEASE, prompt_of
 from tiny_models import WINDOW, build
 from told import told_at_once
 from tools import TOLERANCE, delta, probe_all
 
 MLA_PAGE = 16
 
+# Pairs of one model run one after the other, in the order of the tests that ask for them first, and
+# hand on what they have in common.
 EXTRA = {
     "window": {},
-    "hybrid": {"decode_args": ["--block-size", str(2 * PAGE)]},
-    "hybrid on one side": {"decode_args": ["--disable-hybrid-kv-cache-manager"]},
+    "hybrid": {"decode_args": ["--block-size", str(2 * PAGE)], "prefill_extra": SHORT_LEASE},
+    "hybrid on one side": {
+        "decode_args": ["--disable-hybrid-kv-cache-manager"],
+        "prefill_extra": SHORT_LEASE,
+    },
     "latent": {
         "args": ["--block-size", str(MLA_PAGE)],
         "reference_args": ["--block-size", str(MLA_PAGE)],
@@ -51,7 +56,7 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
     path = folder / kind
     if not path.exists():
         build(kind, path)
-    return Setup.of(model=path, both=name in ("hybrid on one side", "latent"), **EXTRA[name])
+    return Setup.of(model=path, both=name != "window", **EXTRA[name])
 
 
 def only(*names: str) -> pytest.MarkDecorator:
@@ -74,6 +79,27 @@ def test_the_answer_is_that_of_one_engine(pair: Pair, reference, tokens: int) ->
             answer = ask()
         assert received.amount == 1
         assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@only("hybrid on one side")
+def test_a_window_kept_on_one_side_only_is_refused_by_name(pair: Pair, reference) -> None:
+    prompt = prompt_of(20 * PAGE + 7, start=30)
+    with delta(pair.d, "pd_connector:failed_transfers_total", cause="geometry") as refused:
+        answer = two_step(pair.p, pair.d, prompt)
+    assert refused.amount == 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    log = "".join(engine.log_path.read_text() for engine in pair.engines)
+    assert f"producer keeps a window of {WINDOW} tokens, consumer wants all" in log
+    assert "start both engines with the hybrid KV cache manager, or both without it" in log
+
+
+@only("hybrid on one side")
+def test_who_keeps_everything_serves_who_keeps_a_window(pair: Pair, reference) -> None:
+    prompt = prompt_of(20 * PAGE + 7, start=30)
+    with delta(pair.p, "pd_connector:received_transfers_total") as received:
+        answer = two_step(pair.d, pair.p, prompt)
+    assert received.amount == 1
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
 
 
 @only("latent")
@@ -137,25 +163,4 @@ def test_a_part_of_the_prompt_is_cached_already(pair: Pair, reference) -> None:
     prompt, salt = prompt_of(20 * PAGE + 7, start=900), fresh_salt()
     completion(pair.d, [*prompt[: 8 * PAGE], 0], 1, cache_salt=salt)
     answer = two_step(pair.p, pair.d, prompt, cache_salt=salt)
-    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
-
-
-@only("hybrid on one side")
-def test_a_window_kept_on_one_side_only_is_refused_by_name(pair: Pair, reference) -> None:
-    prompt = prompt_of(20 * PAGE + 7, start=30)
-    with delta(pair.d, "pd_connector:failed_transfers_total", cause="geometry") as refused:
-        answer = two_step(pair.p, pair.d, prompt)
-    assert refused.amount == 1
-    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
-    log = "".join(engine.log_path.read_text() for engine in pair.engines)
-    assert f"producer keeps a window of {WINDOW} tokens, consumer wants all" in log
-    assert "start both engines with the hybrid KV cache manager, or both without it" in log
-
-
-@only("hybrid on one side")
-def test_who_keeps_everything_serves_who_keeps_a_window(pair: Pair, reference) -> None:
-    prompt = prompt_of(20 * PAGE + 7, start=30)
-    with delta(pair.p, "pd_connector:received_transfers_total") as received:
-        answer = two_step(pair.d, pair.p, prompt)
-    assert received.amount == 1
     assert_same_logprobs(answer, reference(prompt), TOLERANCE)

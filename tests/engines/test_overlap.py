@@ -40,6 +40,7 @@ STEP = Setup.of(
     args=PORTIONS,
     prefill_args=FEW_PAGES,
     both=True,
+    worker_apart=True,
 )
 # A whole prompt in one step: only layer by layer can anything be sent early.
 LAYER = Setup.of(
@@ -47,6 +48,7 @@ LAYER = Setup.of(
     decode_extra={"overlap": "step"},
     args=("--max-num-batched-tokens", "4096"),
     both=True,
+    worker_apart=True,
 )
 in_steps = pytest.mark.parametrize("setup", [STEP], indirect=True, ids=["step"])
 in_one_step = pytest.mark.parametrize("setup", [LAYER], indirect=True, ids=["layer"])

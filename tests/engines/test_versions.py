@@ -11,18 +11,10 @@ from harness import (
     assert_same_logprobs,
     two_step,
 )
-from pairs import (
-    EXACT_ARGS,
-    MODEL,
-    PROBE_ENVIRONMENT,
-    EnginePool,
-    Pair,
-    Setup,
-)
+from pairs import EnginePool, Pair, Setup, Side
+from recipes import COMPILE_NOTHING, PROBE_ENVIRONMENT, Recipe, frozen
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta
-
-from pd_connector.launch import VllmEngine
 
 OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
 """Where `ci/setup` puts vLLM 0.31 beside the 0.32 of the environment."""
@@ -31,16 +23,10 @@ OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
 class MixedSetup(Setup):
     """Both engines in both roles, the prefill engine with the older vLLM."""
 
-    def engine(self, side: str, role: object, logs: Path) -> VllmEngine:
+    def recipe(self, side: Side) -> Recipe:
+        usual = Setup.of(both=True).recipe(side)
         older = {"PYTHONPATH": f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"}
-        return VllmEngine(
-            MODEL,
-            "kv_both",
-            name=side,
-            args=EXACT_ARGS,
-            env=older if role == "kv_producer" else {},
-            log_path=logs / f"{side}.log",
-        )
+        return usual._replace(env=frozen(older, COMPILE_NOTHING)) if side == "prefill" else usual
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pairs import (
-    MODEL,
-)
+from recipes import MODEL
 
 WINDOW = 128
 """Tokens that a sliding window spans, the current one included."""

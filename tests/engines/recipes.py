@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine of the tests is started with. Engines of one recipe can stand in for each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_connector.launch import VllmEngine
+from pd_connector.launch.engine import Role
+
+MODEL = Path(__file__).parents[2] / "pd_connector" / "demo" / "model"
+
+# In bfloat16 an engine differs from itself by a hundredth when it computes a prompt in other
+# portions; in float32 a comparison can be a thousand times sharper.
+EXACT_ARGS = ("--dtype", "float32")
+NAME_ARGS = ("--served-model-name", "tiny")  # one for all: a port may be taken by another model
+PROBE_ARGS = ("--worker-extension-cls", "probe.Probe")
+PROBE_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # for the route /collective_rpc
+    "PYTHONPATH": str(Path(__file__).parent),
+}
+# --enforce-eager leaves vLLM's helpers compiled, each at its first use: the one that ranks logprobs
+# costs every engine seconds.
+COMPILE_NOTHING = {"TORCH_COMPILE_DISABLE": "1"}
+# An engine's start is the import of vLLM, once in each of its processes. On a GPU a single rank's
+# worker is in the engine core's process; vLLM's CPU build gives it a third one unless told this.
+WORKER_IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+class Recipe(NamedTuple):
+    """Everything that an engine is told except its name, its log and its port."""
+
+    model: str
+    args: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    role: Role | None = None
+    connector: str | None = None
+    extra_config: str = "{}"
+    """JSON, and so is the next: a recipe can be a key."""
+    kv_transfer: str = "{}"
+
+    def engine(self, name: str, log_path: Path) -> VllmEngine:
+        """An engine of this recipe, not started."""
+        return VllmEngine(
+            self.model,
+            self.role,
+            self.connector,
+            json.loads(self.extra_config),
+            json.loads(self.kv_transfer),
+            name=name,
+            args=self.args,
+            env=dict(self.env),
+            log_path=log_path,
+        )
+
+
+def frozen(*environments: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Variables as a recipe has them; a later one wins."""
+    return tuple(sorted({k: v for one in environments for k, v in one.items()}.items()))
