@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scheduler_plugins.bench`: `queue`, `qos`, `admission` and `replay`, in simulation or in
-real engines, and `hybrid`."""
+real engines, `overhead` and `hybrid`."""
 
 from __future__ import annotations
 
@@ -125,6 +125,18 @@ def admission(
         live_commands.run("baseline", compare, json)
         return
     _tell("Admission at twice the capacity", overload.compare(range(seeds), minutes * 60), json)
+
+
+@app.command("overhead")
+def added(json: Json = None) -> None:
+    """What our scheduler adds to a step of vLLM's, with 100 and 10,000 requests waiting."""
+    from scheduler_plugins.bench.live import check_possible
+
+    with exit_codes(Console(stderr=True)):
+        check_possible()
+        from scheduler_plugins.bench import live_overhead
+
+        _tell("Time added to a step of vLLM's scheduler", live_overhead.compare(), json)
 
 
 @app.command()
