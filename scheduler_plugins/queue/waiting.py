@@ -14,7 +14,7 @@ from scheduler_plugins.queue.lane import Lane
 from scheduler_plugins.queue.place import Place
 from scheduler_plugins.queue.prefixes import Prefixes
 
-LOOKS_PER_PEEK = 64
+LOOKS_PER_PEEK = 32
 """Places that are evaluated anew before one is chosen. The order is exact unless the cache made
 more requests than that cheaper, or more than that at the head dearer, since the last choice."""
 
