@@ -183,18 +183,22 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "threading", fake)
 
 
-@pytest.mark.parametrize("threaded", [True, False])
+@pytest.fixture(params=[True, False])
+def threaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether kernels are compiled in a thread of their own; else in the one that asks."""
+    if not request.param:
+        inline(monkeypatch)
+    return bool(request.param)
+
+
 def test_a_producer_answers_while_its_kernels_are_compiled(
     ranks: Ranks,
     kernels_at: list[bool],
     compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
     threaded: bool,
 ) -> None:
     """It does not where its own thread compiles."""
     kernels_at += SIDES["the producer"]
-    if not threaded:
-        inline(monkeypatch)
     producer, consumer = started(ranks, compiler)
     producer.offer("u", [2])
     peers = (Peer(producer.source, agents.WHOLE),)
@@ -213,18 +217,14 @@ def test_a_producer_answers_while_its_kernels_are_compiled(
     assert producer.freed("u")
 
 
-@pytest.mark.parametrize("threaded", [True, False])
 def test_a_consumer_obeys_while_its_kernels_are_compiled(
     ranks: Ranks,
     kernels_at: list[bool],
     compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
     threaded: bool,
 ) -> None:
     """It does not where its own thread compiles."""
     kernels_at += SIDES["the consumer"]
-    if not threaded:
-        inline(monkeypatch)
     producer, consumer = started(ranks, compiler)
     producer.offer("u", [2])
     consumer.load(producer.source, "u", [7])

@@ -14,25 +14,21 @@ from statistics import fmean, median
 from time import monotonic, thread_time
 from typing import Any
 
-import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from pd_connector.bench.report import Comparison
 from pd_connector.bench.sample import Sample
-from pd_connector.demo import MODEL_DIR
+from scheduler_plugins.bench.bare import BLOCK_TOKENS, config_of, scheduler_of
 from scheduler_plugins.bench.overhead import LIMITS_S
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
-_BLOCK = 16
 _BLOCKS = 4000
 _PROFILE_TOKENS = 480
 _OWN_TOKENS = 20
@@ -77,7 +73,7 @@ def compare(steps: int = 300) -> list[Comparison]:
 
 def step_times(scheduler: Callable[..., Scheduler], waiting: int, steps: int) -> list[float]:
     """Seconds of this thread's CPU that `schedule` and `update_from_output` take in each step."""
-    engine, requests = _made(scheduler), _requests(max(2, waiting // _REQUESTS_PER_PROFILE))
+    engine, requests = _engine(scheduler), _requests(max(2, waiting // _REQUESTS_PER_PROFILE))
     for _ in range(waiting):
         engine.add_request(next(requests))
     times = []
@@ -99,47 +95,22 @@ def step_times(scheduler: Callable[..., Scheduler], waiting: int, steps: int) ->
     return times
 
 
+def _engine(scheduler: Callable[..., Scheduler]) -> Scheduler:
+    config = config_of(budget=512, seqs=1, max_model_len=4096)
+    return scheduler_of(scheduler, config, StructuredOutputManager(config), blocks=_BLOCKS)
+
+
 def _spin() -> None:
     end_s = monotonic() + _STEP_S
     while monotonic() < end_s:
         pass
 
 
-def _made(scheduler: Callable[..., Scheduler]) -> Scheduler:
-    config = VllmConfig(
-        model_config=ModelConfig(model=str(MODEL_DIR), dtype="float32", max_model_len=4096, seed=0),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=512,
-            max_num_seqs=1,
-            max_model_len=4096,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            watermark=0.0,
-        ),
-        cache_config=CacheConfig(block_size=_BLOCK, enable_prefix_caching=True),
-        device_config=DeviceConfig("cpu"),
-    )
-    config.scheduler_config.async_scheduling = False
-    config.cache_config.num_gpu_blocks = _BLOCKS
-    spec = FullAttentionSpec(block_size=_BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return scheduler(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=_BLOCKS,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        ),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=_BLOCK,
-        log_stats=True,
-    )
-
-
 def _requests(profiles: int) -> Iterator[Request]:
     """Requests for one token that share so many profiles, in turn."""
     chosen = random.Random(1)
     init_none_hash(sha256)
-    hasher: Any = get_request_block_hasher(_BLOCK, sha256)
+    hasher: Any = get_request_block_hasher(BLOCK_TOKENS, sha256)
     shared = [_words(chosen, _PROFILE_TOKENS) for _ in range(profiles)]
     for n in count():
         yield Request(

@@ -13,25 +13,22 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from scheduler_plugins.bench.bare import BLOCK_TOKENS, config_of, scheduler_of
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
-MODEL = Path(__file__).parents[3] / "pd_connector" / "demo" / "model"
-BLOCK = 16
+BLOCK = BLOCK_TOKENS
 VOCABULARY = 251
 
 init_none_hash(sha256)
@@ -141,39 +138,17 @@ class Rig:
         additional: dict[str, Any] | None = None,
         seconds_per_token: float | None = 1e-3,
     ) -> None:
-        self.config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(MODEL), dtype="float32", max_model_len=max_model_len, seed=0
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=budget,
-                max_num_seqs=seqs,
-                max_model_len=max_model_len,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                async_scheduling=depth > 1,
-                policy=policy,
-                watermark=0.0,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
-            device_config=DeviceConfig("cpu"),
-            additional_config=additional or {},
+        self.config = config_of(
+            budget=budget,
+            seqs=seqs,
+            max_model_len=max_model_len,
+            caching=caching,
+            async_scheduling=depth > 1,
+            policy=policy,
+            additional=additional,
         )
-        self.config.scheduler_config.async_scheduling = depth > 1
-        self.config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        self.scheduler = scheduler(
-            vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[
-                    KVCacheGroupSpec([f"layer{n}"], one) for n, one in enumerate(groups or [spec])
-                ],
-            ),
-            structured_output_manager=Grammars(),
-            block_size=BLOCK,
-            log_stats=True,
+        self.scheduler = scheduler_of(
+            scheduler, self.config, Grammars(), blocks=blocks, specs=groups or ()
         )
         if seconds_per_token and isinstance(self.scheduler, PrefixAwareScheduler):
             # Times of a worker that takes none teach nothing.
@@ -181,8 +156,8 @@ class Rig:
             self.scheduler._steps.fit = SimpleNamespace(model=fixed, observe=lambda *_: None)
             self.scheduler._order.costing._costs = self.scheduler._steps.fit
         self.worker = Worker()
-        whole = [isinstance(one, FullAttentionSpec) for one in groups or [spec]]
-        self._group = whole.index(True)
+        whole = [isinstance(one, FullAttentionSpec) for one in groups or ()]
+        self._group = whole.index(True) if whole else 0
         self.answers: dict[str, list[int]] = {}
         self.ended: list[str] = []
         self._depth = depth
