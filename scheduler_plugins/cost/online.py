@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
 
 import numpy as np
 
@@ -26,42 +26,37 @@ _ERRORS = 64
 _MOVED = 0.05
 
 
-class _Equations:
-    """The least squares problem of all steps of one kind, the older the lighter.
+_Step = tuple[StepLoad, float]
+"""What a step computed, and how long it took in seconds."""
 
-    Steps are only noted when they come, and summed up when the problem is to be solved: one product
-    of matrices costs an engine step less than a hundred small ones.
-    """
+
+class _Equations:
+    """The least squares problem of all steps of one kind, the older the lighter."""
 
     def __init__(self) -> None:
         self.gram = np.zeros((COEFFICIENTS, COEFFICIENTS))
         self.moment = np.zeros(COEFFICIENTS)
-        self._loads: list[StepLoad] = []
-        self._durations_s: list[float] = []
 
-    def add(self, load: StepLoad, duration_s: float) -> None:
-        self._loads.append(load)
-        self._durations_s.append(duration_s)
-
-    def settled(self) -> Self:
-        """With all that was added."""
-        if self._loads:
-            # Every equation is divided by its duration: relative errors count, and a step that took
-            # ten times as long as it should weighs no more than 1.
-            rows = features(self._loads) / np.array(self._durations_s)[:, None]
-            weighed = rows * _KEPT ** np.arange(len(rows) - 1, -1, -1)[:, None]
-            past = _KEPT ** len(rows)
-            self.gram = self.gram * past + weighed.T @ rows
-            self.moment = self.moment * past + weighed.sum(axis=0)
-            self._loads, self._durations_s = [], []
-        return self
+    def add(self, steps: Sequence[_Step]) -> None:
+        """Add steps in the order in which they ran: one product of matrices for all."""
+        if not steps:
+            return
+        loads, durations_s = zip(*steps, strict=True)
+        # Every equation is divided by its duration: relative errors count, and a step that took ten
+        # times as long as it should weighs no more than 1.
+        rows = features(loads) / np.array(durations_s)[:, None]
+        weighed = rows * _KEPT ** np.arange(len(rows) - 1, -1, -1)[:, None]
+        past = _KEPT ** len(rows)
+        self.gram = self.gram * past + weighed.T @ rows
+        self.moment = self.moment * past + weighed.sum(axis=0)
 
 
 class OnlineFit:
     """Learns from every step and publishes a new model when costs have moved.
 
     `model` is replaced, never changed, and only when the cost of a prompt or a step has moved by
-    5 % or belief in it has changed: who orders by it must order anew then.
+    5 % or belief in it has changed: who orders by it must order anew then. Steps are only noted when
+    they come; of every 32 (128 once a model is known) one pays for all.
     """
 
     def __init__(self, *, start: CostModel | None = None, chunk_tokens: int = 0) -> None:
@@ -71,11 +66,12 @@ class OnlineFit:
         self._chunk_tokens = chunk_tokens
         # Steps with and without prefill are forgotten apart: an hour of decoding must not wipe out
         # what prefill costs.
-        self._kinds = {True: _Equations(), False: _Equations()}
+        self._of_prefills, self._of_decodes = _Equations(), _Equations()
         self._candidate = self.model
         self._errors: deque[float] = deque(maxlen=_ERRORS)
         self._sizes: set[int] = set()
-        self._steps = self._prefills = 0
+        self._new: list[_Step] = []
+        self._prefills = self._decodes = 0
         self._tokens = self._seconds = 0.0
 
     @property
@@ -85,25 +81,31 @@ class OnlineFit:
 
     def observe(self, load: StepLoad, duration_s: float) -> None:
         """Learn from one step. An empty step, or one without a duration, teaches nothing."""
-        if not duration_s > 0 or not (load.tokens or load.batch):
-            return
-        prefill = load.tokens > 0
-        if prefill:
+        if duration_s > 0 and (load.tokens or load.batch):
+            self._new.append((load, duration_s))
+            if len(self._new) >= (_FIT_EVERY_KNOWN if self.model.known else _FIT_EVERY):
+                self._learn()
+                self._fit()
+
+    def _learn(self) -> None:
+        steps, self._new = self._new, []
+        prefills = [step for step in steps if step[0].tokens]
+        decodes = [step for step in steps if not step[0].tokens]
+        for load, duration_s in prefills:
             if self._candidate.known:
                 missed = abs(self._candidate.step_s(load) - duration_s) / duration_s
                 self._errors.append(missed)
-            self._prefills += 1
             self._sizes.add(load.tokens.bit_length())
             self._tokens += load.tokens
             self._seconds += duration_s
-        self._kinds[prefill].add(load, duration_s)
-        self._steps += 1
-        if self._steps % (_FIT_EVERY_KNOWN if self.model.known else _FIT_EVERY) == 0:
-            self._fit()
+        self._prefills += len(prefills)
+        self._decodes += len(decodes)
+        self._of_prefills.add(prefills)
+        self._of_decodes.add(decodes)
 
     def _fit(self) -> None:
         if self._prefills >= _ENOUGH and len(self._sizes) >= _SIZES:
-            prefills, decodes = self._kinds[True].settled(), self._kinds[False].settled()
+            prefills, decodes = self._of_prefills, self._of_decodes
             values = nnls(prefills.gram + decodes.gram, prefills.moment + decodes.moment)
             self._candidate = from_coefficients(values, self._chunk_tokens, self.error)
         error = self.error
@@ -118,9 +120,9 @@ class OnlineFit:
         model = self._start or CostModel.token_count()
         if self._seconds:
             model = CostModel.token_count(self._tokens / self._seconds)
-        if self._steps - self._prefills >= _ENOUGH:
-            decodes = self._kinds[False].settled()
-            decode = from_coefficients(nnls(decodes.gram, decodes.moment), 0, None)
+        if self._decodes >= _ENOUGH:
+            gram, moment = self._of_decodes.gram, self._of_decodes.moment
+            decode = from_coefficients(nnls(gram, moment), 0, None)
             model = replace(model, d0=decode.d0, d1=decode.d1, d2=decode.d2)
         return model
 

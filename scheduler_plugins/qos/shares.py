@@ -69,8 +69,6 @@ class DeficitShares:
             What was booked on each class, for `refund`.
         """
         before = self._balances
-        if len(before) == 1:
-            return {}  # all of it is everybody's
         if waiting:
             self._balances = self._paid(name, cost_s, waiting)
         else:

@@ -24,6 +24,7 @@ class Lane:
         """Prompt tokens of all places."""
         self._by_key: dict[int, LazyHeap] = {}
         self._by_arrival = LazyHeap(_stays)
+        self._oldest: Place | None = None  # known until it leaves or an older one comes
         self._size = 0
         self._next_seq = 0
         self._group: int | None = None
@@ -46,10 +47,12 @@ class Lane:
         """Let a place in as the first to have arrived."""
         oldest = self.oldest()
         place.seq = (oldest.seq if oldest else self._next_seq) - 1
+        self._oldest = None
         self._enter(place)
 
     def put_back(self, place: Place) -> None:
         """Let a place in again where it was: its key and `seq` are what they were."""
+        self._oldest = None
         self._enter(place)
 
     def move(self, place: Place, key: float, cost_s: float) -> None:
@@ -64,6 +67,8 @@ class Lane:
 
     def take(self, place: Place) -> None:
         """Let a place go."""
+        if place is self._oldest:
+            self._oldest = None
         self._size -= 1
         place.push = place.stay = 0
         self.tokens -= place.request.tokens
@@ -71,8 +76,10 @@ class Lane:
 
     def oldest(self) -> Place | None:
         """The place that arrived first."""
-        entry = self._by_arrival.first()
-        return entry[3] if entry else None
+        if self._oldest is None and self._size:
+            entry = self._by_arrival.first()
+            self._oldest = entry[3] if entry else None
+        return self._oldest
 
     def overtaken(self) -> int:
         """How many that arrived after the oldest place have left before it.
@@ -89,9 +96,8 @@ class Lane:
         A group is served until it is empty, or `turn` ends its turn. The next is that of the oldest
         place when a turn begins, else the nearest by number.
         """
-        if self._group is None:
-            oldest = self.oldest()
-            self._group = oldest.group if oldest else None
+        if self._group is None and (oldest := self.oldest()):
+            self._group = oldest.group
         while self._group is not None:
             heap = self._by_key.get(self._group)
             entry = heap.first() if heap else None

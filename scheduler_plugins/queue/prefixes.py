@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from scheduler_plugins.policy.queue.request import BlockHash
 from scheduler_plugins.queue.place import Place
@@ -90,13 +90,15 @@ class Prefixes:
         """Everything has to be evaluated anew."""
         self.stale = deque(places)
 
-    def drain(self, most: int) -> Iterator[Place]:
+    def drain(self, most: int) -> Sequence[Place]:
         """Take up to `most` places from `stale`; those that wait no more are dropped."""
-        while most > 0 and self.stale:
-            place = self.stale.popleft()
+        stale = self.stale
+        drained: list[Place] = []
+        while stale and len(drained) < most:
+            place = stale.popleft()
             if place.push:
-                most -= 1
-                yield place
+                drained.append(place)
+        return drained
 
     def _walk(self, hashes: Sequence[BlockHash], start: int, usable: int) -> int:
         """Index of the first block at or after `start` that is not cached.

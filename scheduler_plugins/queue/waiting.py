@@ -140,7 +140,9 @@ class WaitingQueue:
 
     def recalibrate(self) -> int:
         """Evaluate anew whom the cache has made cheaper, as many as a look does; their number."""
-        places = list(self._prefixes.drain(LOOKS_PER_PEEK))
+        if not self._prefixes.stale:
+            return 0
+        places = self._prefixes.drain(LOOKS_PER_PEEK)
         for place in places:
             self._rescore(place)
         return len(places)
@@ -234,7 +236,7 @@ class WaitingQueue:
         cost_s = 0.0 if place.resumed else cost_s
         if self._deserves_guard(place.lane):
             self._guarded[request.id] = self._classes[place.lane].priority
-        self._out[request.id] = place, self._shares.charge(place.lane, cost_s, self._waiting())
+        self._out[request.id] = place, self._charge(place.lane, cost_s)
         self._started.add(request.id)
         if self.policy.alone(request):
             self._alone = request.id
@@ -269,25 +271,25 @@ class WaitingQueue:
             return None
         looks = LOOKS_PER_PEEK - self.recalibrate()
         reserved = self._places.get(self._reserved or "")
-        name = reserved.lane if reserved else self._shares.choose(self._waiting())
+        name = reserved.lane if reserved else self._next_class()
         if self._guarded and self._classes[name].priority < max(self._guarded.values()):
             return None
         place = self._first(self._lanes[name], max(looks, 8), reserved)
         return None if self._started and self.policy.alone(place.request) else place
 
     def _first(self, lane: Lane, looks: int, reserved: Place | None) -> Place:
-        oldest = lane.oldest()
-        if oldest is not None and lane.overtaken() >= self._max_overtaken:
+        if lane.overtaken() >= self._max_overtaken and (oldest := lane.oldest()):
             return oldest
         if reserved is not None:
             return reserved
         place = lane.first()
-        # Keys computed before an eviction are lower bounds: whoever comes first with a key that is
-        # true is the true first.
-        while place and looks and self.policy.calibrated and self._prefixes.outdated(place):
-            self._rescore(place)
-            looks -= 1
-            place = lane.first()
+        if self.policy.calibrated:
+            # Keys computed before an eviction are lower bounds: whoever comes first with a key that
+            # is true is the true first.
+            while place and looks and self._prefixes.outdated(place):
+                self._rescore(place)
+                looks -= 1
+                place = lane.first()
         assert place is not None, "a lane was chosen that has no request"
         return place
 
@@ -298,6 +300,16 @@ class WaitingQueue:
         """
         above = self._classes[name].priority > self._lowest
         return above and self._shares.balance_s(name) > 0 and not len(self._lanes[name])
+
+    def _next_class(self) -> str:
+        if len(self._lanes) == 1:
+            return self._default
+        return self._shares.choose(self._waiting())
+
+    def _charge(self, name: str, cost_s: float) -> Mapping[str, float]:
+        if len(self._lanes) == 1:
+            return {}  # all work is everybody's
+        return self._shares.charge(name, cost_s, self._waiting())
 
     def _waiting(self) -> list[str]:
         return [name for name, lane in self._lanes.items() if len(lane)]

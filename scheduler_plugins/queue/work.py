@@ -34,7 +34,7 @@ class WorkByCost:
     @property
     def waiting_s(self) -> tuple[float, ...]:
         """Work that waits, in each bucket."""
-        return tuple(max(0.0, work) for work in self._waiting)
+        return tuple([work if work > 0.0 else 0.0 for work in self._waiting])
 
     def add(self, bucket: int, cost_s: float) -> None:
         """Count work in a bucket; what leaves it is negative."""
@@ -48,7 +48,7 @@ class WorkByCost:
     def arriving(self, now_s: float) -> tuple[float, ...]:
         """Seconds of work that come per second, in each bucket, averaged exponentially."""
         self._age(now_s)
-        return tuple(work / WINDOW_S for work in self._arrived)
+        return tuple([work / WINDOW_S for work in self._arrived])
 
     def _age(self, now_s: float) -> None:
         if self._arrived_at_s is not None and now_s > self._arrived_at_s:

@@ -2,8 +2,9 @@
 """Where an engine core writes its load, and the API servers of its machine read it.
 
 Engine core side: `BoardWriter`, one per scheduler. API server side: `Board`. Between them lies one
-small file, replaced as a whole, in a directory that only this user may enter; so a reader sees
-either the old post or the new one, and neither side ever waits for the other.
+small file, in a directory that only this user may enter. It is written by a single system call, as
+the engine waits for it, and carries a checksum: a reader that meets a post half written reads again.
+Neither side ever waits for the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import stat
+import struct
 import tempfile
 import time
 from bisect import bisect_left
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
+from zlib import crc32
 
 import msgspec
 
@@ -105,8 +108,8 @@ class Board:
     def posted(self) -> Posted | None:
         """The whole post, under the same conditions as `read`."""
         for path in (self._path,) if self._path else self._candidates():
-            with suppress(OSError, msgspec.MsgspecError):
-                posted = _DECODER.decode(path.read_bytes())
+            posted = _read(path)
+            if posted is not None:
                 self._path = path
                 return posted if _holds(posted) else None
         self._path = None
@@ -142,7 +145,7 @@ class BoardWriter:
             _clear_away(path)
         instance = _plain(instance_id.removesuffix(f"_dp{rank}"))
         self.path = folder / f"{instance}.{os.getppid()}.dp{rank}"
-        self._draft = folder / f"{self.path.name}.draft"
+        self._file: int | None = None
         self._pid = os.getpid()
         self._next_s = 0.0
         self._idle = False
@@ -175,18 +178,42 @@ class BoardWriter:
             classes=classes or {},
         )
         self._next_s, self._idle = now_s + EVERY_S, idle
-        self._draft.write_bytes(_ENCODER.encode(posted))
-        self._draft.replace(self.path)
+        if self._file is None:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.pwrite(self._file, _sealed(_ENCODER.encode(posted)), 0)
 
     def close(self) -> None:
         """Take the post down. May be called twice; a fork of the engine takes nothing down."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
         if os.getpid() == self._pid:
             self.path.unlink(missing_ok=True)
-            self._draft.unlink(missing_ok=True)
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Posted)
+
+
+_SEAL = struct.Struct("<II")  # bytes of the post, their CRC-32
+_READS = 3
+
+
+def _sealed(post: bytes) -> bytes:
+    return _SEAL.pack(len(post), crc32(post)) + post
+
+
+def _read(path: Path) -> Posted | None:
+    """The post in a file; None if there is none, or none that is whole."""
+    for _ in range(_READS):
+        with suppress(OSError, struct.error, msgspec.MsgspecError):
+            data = path.read_bytes()
+            size, checksum = _SEAL.unpack_from(data)
+            # An earlier post may have been longer: what is left of it lies behind this one.
+            post = data[_SEAL.size : _SEAL.size + size]
+            if len(post) == size and crc32(post) == checksum:
+                return _DECODER.decode(post)
+    return None
 
 
 def default_folder() -> Path:
@@ -228,6 +255,6 @@ def _make_private(folder: Path) -> None:
 
 
 def _clear_away(path: Path) -> None:
-    with suppress(OSError, msgspec.MsgspecError):
-        if not _lives(_DECODER.decode(path.read_bytes()).pid):
-            path.unlink()
+    posted = _read(path)
+    if posted is not None and not _lives(posted.pid):
+        path.unlink(missing_ok=True)

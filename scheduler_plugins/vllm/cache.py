@@ -9,7 +9,7 @@ the last block of a hit for EAGLE.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -78,6 +78,7 @@ class CacheView:
         self.enabled = manager.enable_caching and counted is not None
         self.block_tokens = counted.block_size if counted else manager.block_pool.hash_block_size
         self.group = counted.kv_cache_group_id if counted else 0
+        self._held: Mapping[str, Sequence[KVCacheBlock]] = counted.req_to_blocks if counted else {}
         self.pool: BlockPool = counted.block_pool if counted else manager.block_pool
         self._scale = self.block_tokens // self.pool.hash_block_size
         self._suffix = self.group.to_bytes(4, "big")
@@ -95,6 +96,10 @@ class CacheView:
         if not self.enabled or request.skip_reading_prefix_cache:
             return ()
         return tuple(request.block_hashes[self._scale - 1 :: self._scale])
+
+    def blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The blocks of the group that counts which a request holds, in the order of its prompt."""
+        return self._held.get(request_id, ())
 
     def block_hash(self, block: KVCacheBlock) -> BlockHash:
         """The hash of a cached block of the group that counts, as `hashes` gives it."""

@@ -21,6 +21,8 @@ from scheduler_plugins.vllm.cache import CacheView
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
+_AHEAD = 4
+
 Spare = Sequence[tuple["KVCacheBlock", "BlockHashWithGroupId"]]
 """Blocks, the last of a prompt first, and the hashes that they have."""
 
@@ -42,6 +44,7 @@ class SuffixDiscard:
         """By number of the block, the oldest first."""
         self._front: dict[int, BlockHashWithGroupId] = {}
         """Those that lie at the front of the free queue already."""
+        self._ready = 0  # blocks at the front that hold nothing or are spare, at least
 
     def found(self, blocks: Sequence[KVCacheBlock]) -> None:
         """A request started with these blocks from the cache, in the order of its prompt."""
@@ -49,9 +52,11 @@ class SuffixDiscard:
             return
         self._found[blocks[-1].block_id] = blocks[-1].block_hash
         for block in reversed(blocks):
-            spare = self._spare.pop(block.block_id, None)
-            if spare is None and self._front.pop(block.block_id, None) is None:
+            if self._spare.pop(block.block_id, None) is not None:
+                continue
+            if self._front.pop(block.block_id, None) is None:
                 break
+            self._ready -= 1
 
     def suffix(self, blocks: Sequence[KVCacheBlock]) -> Spare:
         """The cached blocks of a request after the last shared one. Call before they are freed."""
@@ -71,15 +76,25 @@ class SuffixDiscard:
             self._spare.pop(block.block_id, None)
             self._spare[block.block_id] = key
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything spare that does not lie at the front yet."""
+        return bool(self._spare)
+
+    def took(self, blocks: int | None) -> None:
+        """A step took at most so many blocks from the front; None: it is not known."""
+        self._ready = 0 if blocks is None else self._ready - blocks
+
     def make_room(self, blocks: int) -> None:
         """A step may take `blocks` blocks: let it take none that is shared while one is spare.
 
-        Costs nothing while nothing is spare, else a walk over so many blocks.
+        Does so for `_AHEAD` such steps, by a walk over their blocks, and then nothing until they
+        may be used up.
         """
-        if not self._spare:
+        if not self._spare or self._ready >= blocks:
             return
         queue = self._pool.free_block_queue
-        free = min(blocks, queue.num_free_blocks)
+        free = min(_AHEAD * blocks, queue.num_free_blocks)
         leading = self._leading(free)
         taken: list[KVCacheBlock] = []
         evicted = []
@@ -93,6 +108,7 @@ class SuffixDiscard:
                 taken.append(block)
         for block_id in evicted:
             del self._spare[block_id]
+        self._ready = leading + len(taken)
         if not taken:
             return
         for block in taken:

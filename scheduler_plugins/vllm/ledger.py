@@ -27,6 +27,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.classes: dict[str, ClassRecord] = {}
+        self.awaited: dict[str, None] = {}
+        """Ids of requests that have no token yet."""
         self.generated = 0.0
         """Tokens that a request which generates more than one generates, on average; 0: unknown."""
         self._open: dict[str, _Open] = {}
@@ -35,12 +37,14 @@ class Ledger:
     def arrived(self, request_id: str, qos: str, arrival_s: float, predicted_s: float) -> None:
         """A request came. `predicted_s` is its TTFT, counted from its arrival."""
         self._open[request_id] = _Open(qos, arrival_s, predicted_s)
+        self.awaited[request_id] = None
 
     def token(self, request_id: str, now_s: float) -> None:
         """It has a token; the first one counts."""
-        one = self._open.get(request_id)
-        if one is None or one.first_token_s is not None:
+        if request_id not in self.awaited:
             return
+        del self.awaited[request_id]
+        one = self._open[request_id]
         one.first_token_s = now_s
         record = self.classes.setdefault(one.qos, ClassRecord())
         record.predicted_ttft.observe(one.predicted_s)
@@ -54,6 +58,7 @@ class Ledger:
     def gone(self, request_id: str, tokens: int, most_tokens: int) -> None:
         """It has ended with `tokens` tokens of at most `most_tokens`, or was aborted."""
         one = self._open.pop(request_id, None)
+        self.awaited.pop(request_id, None)
         if one is None or one.first_token_s is None or most_tokens < 2:
             return
         # A mean of what there was: a plain decay from 0 would take a hundred requests to grow up.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -57,6 +58,10 @@ class PrefixAwareScheduler(AsyncScheduler):
             QosError, ProfileError: the settings or the cost model named cannot be used.
         """
         super().__init__(*args, **kwargs)
+        if not self.scheduler_config.async_scheduling:
+            # vLLM would not have taken its async scheduler: neither may its bookkeeping be used.
+            for name in ("_update_after_schedule", "_update_request_with_output"):
+                setattr(self, name, MethodType(getattr(Scheduler, name), self))
         self._live = LiveSettings(self.vllm_config)
         self._cache = CacheView(self.kv_cache_manager)
         start = start_model(self.vllm_config)
@@ -90,11 +95,13 @@ class PrefixAwareScheduler(AsyncScheduler):
             self._give_way(prefills)
             if self._prefills_alone():
                 self.waiting.begin_scan(full=True, prefilling=ids)
-        self._discard.make_room(self._most_new_blocks())
+        if self._discard.pending:
+            self._discard.make_room(self._most_blocks(self.max_num_scheduled_tokens))
         output = super().schedule(*args, **kwargs)
         self.waiting.end_scan()
         self._steps.scheduled(output, self.requests, time.monotonic())
-        self._note_hits(output)
+        if self._whole_cache:
+            self._note_blocks(output)
         self._reporter.publish(self.running, idle=False)
         return output
 
@@ -106,9 +113,12 @@ class PrefixAwareScheduler(AsyncScheduler):
         now_s, ledger = time.time(), self._reporter.ledger
         for per_client in outputs.values():
             for one in per_client.outputs:
-                if one.new_token_ids or one.pooling_output is not None:
+                if one.request_id in ledger.awaited and (
+                    one.new_token_ids or one.pooling_output is not None
+                ):
                     ledger.token(one.request_id, now_s)
-        self._reporter.publish(self.running, idle=self.get_num_unfinished_requests() == 0)
+        if not self.running and self.get_num_unfinished_requests() == 0:
+            self._reporter.publish(self.running, idle=True)
         return outputs
 
     def add_request(self, request: Request) -> None:
@@ -137,22 +147,9 @@ class PrefixAwareScheduler(AsyncScheduler):
         # Blocks of this step's prefill may not have been told to the queue yet.
         self._cache.tell(self._order)
         self._order.recalibrate()
-        (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
-        suffix = self._discard.suffix(blocks)
+        suffix = self._discard.suffix(self._cache.blocks(request.request_id))
         super()._free_blocks(request)
         self._discard.freed(suffix)
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        # vLLM would not have taken its async scheduler: neither may its bookkeeping be used.
-        if self.scheduler_config.async_scheduling:
-            super()._update_after_schedule(scheduler_output)
-        else:
-            Scheduler._update_after_schedule(self, scheduler_output)
-
-    def _update_request_with_output(self, *args: Any, **kwargs: Any) -> Any:
-        if self.scheduler_config.async_scheduling:
-            return super()._update_request_with_output(*args, **kwargs)
-        return Scheduler._update_request_with_output(self, *args, **kwargs)
 
     def _apply_settings(self) -> None:
         self._order.set_policy(self._live.policy(), self._live.max_overtaken)
@@ -210,20 +207,31 @@ class PrefixAwareScheduler(AsyncScheduler):
         small = left <= 2 * self._cache.block_tokens and room > 0
         return not full and (small or head.num_tokens - spared <= room)
 
-    def _most_new_blocks(self) -> int:
-        """Blocks that a step may take, but for the KV that a connector loads."""
-        tokens = self.max_num_scheduled_tokens + self.num_lookahead_tokens
-        return int(tokens // self._cache.block_tokens + 2 * self.max_num_running_reqs)
+    def _most_blocks(self, tokens: int, requests: int | None = None) -> int:
+        """Blocks that a step takes at most, but for the KV that a connector loads.
 
-    def _note_hits(self, output: SchedulerOutput) -> None:
-        """Which blocks the requests that start in this step found in the cache."""
-        if not self._whole_cache:
-            return
+        Args:
+            tokens: that it computes.
+            requests: whose tokens these are; as many as there may be by default.
+        """
+        if requests is None:
+            requests = min(len(self.requests), self.max_num_running_reqs)
+        block_tokens = self._cache.block_tokens
+        ahead = -(-self.num_lookahead_tokens // block_tokens)
+        return int(tokens // block_tokens + requests * (1 + ahead))
+
+    def _note_blocks(self, output: SchedulerOutput) -> None:
+        """Which blocks the requests that start in this step found in the cache, and how many new
+        ones the step has taken."""
+        sizes, discard = output.num_scheduled_tokens, self._discard
         started = [one.req_id for one in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
         for request_id in started:
             request = self.requests[request_id]
-            found = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
+            found = request.num_computed_tokens - sizes[request_id]
             if found > 0 and not is_loaded(request):
-                (blocks,) = self.kv_cache_manager.get_blocks(request_id).blocks
-                self._discard.found(blocks[: found // self._cache.block_tokens])
+                discard.found(self._cache.blocks(request_id)[: found // self._cache.block_tokens])
+        if self.connector is None and not output.preempted_req_ids:
+            discard.took(self._most_blocks(output.total_num_scheduled_tokens, len(sizes)))
+        else:
+            discard.took(None)

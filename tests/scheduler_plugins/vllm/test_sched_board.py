@@ -159,10 +159,30 @@ def test_ranks_have_boards_of_their_own(folder: Path, writer: BoardWriter) -> No
     assert Board("17", 1, folder=folder).read() == REPORT
 
 
-def test_a_broken_file_is_no_report(folder: Path, writer: BoardWriter) -> None:
+@pytest.mark.parametrize("kept", [0, 4, 20, -3])
+def test_a_broken_file_is_no_report(folder: Path, writer: BoardWriter, kept: int) -> None:
     post(writer)
-    writer.path.write_bytes(writer.path.read_bytes()[:-3])
+    writer.path.write_bytes(writer.path.read_bytes()[:kept])
     assert Board("17", folder=folder).read() is None
+
+
+def test_a_post_half_of_which_is_an_earlier_one_is_no_report(
+    folder: Path, writer: BoardWriter
+) -> None:
+    post(writer, step_s=1.0)
+    earlier = writer.path.read_bytes()
+    post(writer, step_s=2.0)
+    later = writer.path.read_bytes()
+    assert len(earlier) == len(later)
+    assert earlier[8:] != later[8:]
+    writer.path.write_bytes(later[:8] + earlier[8:])  # the seal of one, the post of the other
+    assert Board("17", folder=folder).read() is None
+
+
+def test_a_post_may_be_shorter_than_the_one_before(folder: Path, writer: BoardWriter) -> None:
+    writer.write(REPORT, time.monotonic(), idle=True, classes={"free": ClassRecord()})
+    post(writer)
+    assert Board("17", folder=folder).read() == REPORT
 
 
 def test_an_instance_id_cannot_lead_out_of_the_folder(folder: Path) -> None:

@@ -105,8 +105,9 @@ def test_the_engines_own_steps_teach_the_model() -> None:
     for n in range(40):
         rig.add(f"r{n}", words(n, 8 * (1 + n)), 4)
         rig.run()
+    rig.scheduler._steps.fit._learn()
     assert rig.scheduler._steps.fit._prefills == 40 + 8, "eight are cut into two chunks"
-    assert rig.scheduler._steps.fit._steps == 40 + 8 + 40 * 3
+    assert rig.scheduler._steps.fit._decodes == 40 * 3
 
 
 def test_predicted_and_actual_times_are_kept_for_each_class() -> None:

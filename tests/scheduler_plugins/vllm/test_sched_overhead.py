@@ -21,7 +21,7 @@ def test_one_request_starts_in_every_step(scheduler: type, monkeypatch: pytest.M
         return output
 
     monkeypatch.setattr(scheduler, "schedule", noted)
-    times = step_times(scheduler, 20, 6)
+    (times,) = step_times([scheduler], 20, 6)
     assert len(times) == 6
     assert min(times) > 0
     assert started == [1] * 6
