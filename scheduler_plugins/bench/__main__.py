@@ -103,7 +103,7 @@ def qos(
     if engine:
         from scheduler_plugins.bench import live_commands, live_qos
 
-        durations = (6.0, 62.0) if quick else (75.0, 80.0)
+        durations = (18.0, 62.0) if quick else (180.0, 80.0)
         live_commands.run("baseline", partial(live_qos.compare, *durations), json)
         return
     _tell("Classes", classes.compare(range(seeds), minutes * 60), json)

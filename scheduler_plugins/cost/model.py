@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple, Self
 
 ASSUMED_TOKENS_PER_S = 10_000.0
@@ -81,6 +82,11 @@ class CostModel:
         fresh = tokens - cached
         steps = -(-fresh // self.chunk_tokens) if self.chunk_tokens else 1
         return fresh * (self.a + self.b * (tokens + cached)) + self.c * steps
+
+    def step_tokens(self, overhead: float) -> int:
+        """Prompt tokens that a step needs so that what it costs without any is at most `overhead`
+        times what they cost."""
+        return ceil(self.c / (overhead * self.a)) if self.a else 0
 
     def decode_step_s(self, batch: int, context: int) -> float:
         """Time of one step that decodes `batch` sequences of `context` tokens together."""

@@ -36,7 +36,8 @@ class WaitingQueue:
 
     **Batches.** The only request of a class that is owed is prefilled without new ones of lower
     priority beside it: they would make its steps longer. That costs the others a step's fixed time,
-    which the class pays for as part of its work.
+    which the class pays for as part of its work. Before it comes, steps can be kept short for it
+    (`expects_higher`).
     """
 
     def __init__(
@@ -254,6 +255,18 @@ class WaitingQueue:
         first = self._shares.choose(waiting)
         mine = self._classes[self.class_of(qos)]
         return self._shares.balance_s(first) > 0 and self._classes[first].priority > mine.priority
+
+    def expects_higher(self, prefilling: Iterable[str]) -> bool:
+        """Whether a class is owed, and has priority over all that waits and over these classes: the
+        next step may be what its next request waits for."""
+        if len(self._classes) == 1:
+            return False
+        here = {*self._waiting(), *map(self.class_of, prefilling)}
+        highest = max((self._classes[name].priority for name in here), default=self._lowest)
+        return any(
+            one.priority > highest and self._shares.balance_s(one.name) > 0
+            for one in self._classes.values()
+        )
 
     def remove(self, request_id: str) -> bool:
         """Forget a request; False if it does not wait."""

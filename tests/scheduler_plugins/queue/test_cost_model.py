@@ -73,6 +73,14 @@ def test_a_prefill_in_chunks_costs_its_steps() -> None:
     assert whole.prefill_s(1100, 64) == pytest.approx(steps_s)
 
 
+@pytest.mark.parametrize(("overhead", "tokens"), [(0.1, 1000), (0.5, 200), (0.3, 334)])
+def test_a_step_of_so_many_tokens_has_little_overhead(overhead: float, tokens: int) -> None:
+    model = CostModel(a=1e-4, b=1e-9, c=0.01)
+    assert model.step_tokens(overhead) == tokens
+    assert CostModel(a=1e-4).step_tokens(overhead) == 0
+    assert CostModel(a=0.0, c=0.01).step_tokens(overhead) == 0
+
+
 def test_a_profile_gives_the_coefficients_and_the_error_of_what_was_held_out() -> None:
     random = Random(1)
     asked = loads(longest_tokens=32_768, block_tokens=16, most_batch=128)

@@ -223,3 +223,13 @@ def test_full_batches_beside_what_is_lent_or_was_not_started() -> None:
     lent.add(request("f1", 10, qos="free"))
     lent.begin_scan()
     assert [lent.pop().id for _ in range(2)] == ["g1", "f1"]
+
+
+def test_a_class_that_is_owed_is_expected_unless_it_is_here() -> None:
+    queue = guarding("f1")
+    assert queue.expects_higher([])
+    assert queue.expects_higher(["free"])
+    assert not queue.expects_higher(["gold"]), "it is being prefilled"
+    queue.add(request("g1", 10, qos="gold"))
+    assert not queue.expects_higher(["free"])
+    assert not queue_of().expects_higher(["default"]), "there is one class only"
