@@ -52,6 +52,9 @@ def queue(
     posts: Annotated[
         int, typer.Option(min=2, help="With --engine: posts that each of 20 users is asked about.")
     ] = 50,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="With --engine: repetitions with other arrivals.")
+    ] = 3,
     quick: Quick = False,
 ) -> None:
     """Order, classes, admission and overhead of the queue, each against its bar.
@@ -64,9 +67,8 @@ def queue(
         from scheduler_plugins.bench import live_commands, live_queue
 
         loads = load or ((0.9,) if quick else order.LOADS)
-        live_commands.run(
-            "baseline", partial(live_queue.compare, 4 if quick else posts, loads), json
-        )
+        sizes = (4, loads, 1) if quick else (posts, loads, rounds)
+        live_commands.run("baseline", partial(live_queue.compare, *sizes), json)
         return
     console = Console()
     workload = order.Workload(cached_profiles=cached_profiles)

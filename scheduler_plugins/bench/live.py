@@ -106,8 +106,9 @@ class Running:
     contender: Contender
     client: EngineClient
     settings: Path
+    pids: Sequence[int]
     noise: Noise
-    """What other programs do meanwhile."""
+    """What programs other than this engine do meanwhile."""
     _pool: list[int] = field(default_factory=list)
 
     async def serve(
@@ -264,8 +265,8 @@ async def running(contender: Contender, stage: Stage, say: Say) -> AsyncIterator
         wait_all([engine])
         async with connect(engine.base_url) as client:
             processes = engine.family.members() if engine.family else []
-            noise = Noise([process.pid for process in processes])
-            found = Running(contender, client, settings, noise)
+            pids = [process.pid for process in processes]
+            found = Running(contender, client, settings, pids, Noise(pids))
             await _warm_up(found, stage.max_model_len)
             yield found
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
 
+from pd_connector.bench.machine import Noise
 from scheduler_plugins.bench import order
 from scheduler_plugins.bench.live import OURS, Contender, Findings, Say, Stage, outcome, running
 from scheduler_plugins.bench.replay import Outcome, per_second
@@ -27,38 +31,44 @@ CONTENDERS = (
 )
 
 
-async def compare(posts: int, loads: Sequence[float], folder: Path, say: Say) -> Findings:
+async def compare(
+    posts: int, loads: Sequence[float], rounds: int, folder: Path, say: Say
+) -> Findings:
     """PrefillOnly's shape, 20 users x `posts`, at `loads` times what vLLM's FCFS drains.
 
-    One run of each contender and load; the arrivals are the same for all contenders.
+    All engines are there from the start and take turns, so that whatever the machine does meanwhile
+    hits each of them. In each round the arrivals are the same for all contenders, and others than in
+    the rounds before; what FCFS drains is measured anew.
     """
-    requests = shared_profiles(
-        _SEED, posts=posts, profile_tokens=PROFILE_TOKENS, post_tokens=POST_TOKENS
-    )
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
     stage = Stage(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
-    rate, found, others_cores = 0.0, dict[tuple[str, float], Outcome](), 0.0
-    for contender in CONTENDERS:
-        async with running(contender, stage, say) as engine:
-            if not rate:
-                records = await engine.serve(requests, block_tokens=BLOCK_TOKENS)
-                rate = per_second([one.ttft_s for one in records])
-                say(f"capacity of {contender.name}: {rate:.1f} requests a second")
-            for load in loads:
-                timed = poisson(requests, load * rate, _SEED)
-                records, hit = await engine.hit(timed, block_tokens=BLOCK_TOKENS)
-                found[contender.name, load] = outcome(records, hit)
-                say(_line(contender.name, load, found[contender.name, load]))
-            others_cores = max(others_cores, engine.noise.cores())
+    found = defaultdict[tuple[str, float], list[Outcome]](list)
+    rates = []
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(running(one, stage, say)) for one in CONTENDERS]
+        noise = Noise([pid for engine in engines for pid in engine.pids])
+        for seed in range(_SEED, _SEED + rounds):
+            requests = shared_profiles(
+                seed, posts=posts, profile_tokens=PROFILE_TOKENS, post_tokens=POST_TOKENS
+            )
+            drained = await engines[0].serve(requests, block_tokens=BLOCK_TOKENS)
+            rates.append(per_second([one.ttft_s for one in drained]))
+            say(f"capacity of {CONTENDERS[0].name}: {rates[-1]:.1f} requests a second")
+            for load, engine in product(loads, engines):
+                timed = poisson(requests, load * rates[-1], seed)
+                name = engine.contender.name
+                found[name, load].append(outcome(*await engine.hit(timed, block_tokens=BLOCK_TOKENS)))
+                say(_line(name, load, found[name, load][-1]))
+        others_cores = noise.cores()
     comparisons = [
         comparison
-        for load in loads
-        for baseline in order.BASELINES
+        for load, baseline in product(loads, order.BASELINES)
         for comparison in order.comparisons(
-            load, baseline, [found[MINE, load]], [found[baseline, load]]
+            load, baseline, found[MINE, load], found[baseline, load]
         )
     ]
-    return Findings(comparisons, [f"capacity: {rate:.1f} requests a second"], others_cores)
+    drains = ", ".join(f"{rate:.1f}" for rate in rates)
+    return Findings(comparisons, [f"capacity: {drains} requests a second"], others_cores)
 
 
 def _line(name: str, load: float, found: Outcome) -> str:

@@ -57,6 +57,8 @@ class PrefixAwareScheduler(AsyncScheduler):
     Works with and without async scheduling, alone and on either engine of a pair.
     """
 
+    max_num_scheduled_tokens: int  # vLLM's budget of a step, less only during `schedule`
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's.
 
@@ -234,7 +236,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             return most
         few = max(model.step_tokens(STEP_OVERHEAD), most // MOST_CUT)
         decoding = len(self.running) - len(prefills)
-        return min(most, few + decoding * (1 + self.num_spec_tokens))
+        return int(min(most, few + decoding * (1 + self.num_spec_tokens)))
 
     def _most_blocks(self, tokens: int, requests: int | None = None) -> int:
         """Blocks that a step takes at most, but for the KV that a connector loads.
