@@ -57,7 +57,9 @@ async def compare(
             for load, engine in product(loads, engines):
                 timed = poisson(requests, load * rates[-1], seed)
                 name = engine.contender.name
-                found[name, load].append(outcome(*await engine.hit(timed, block_tokens=BLOCK_TOKENS)))
+                found[name, load].append(
+                    outcome(*await engine.hit(timed, block_tokens=BLOCK_TOKENS))
+                )
                 say(_line(name, load, found[name, load][-1]))
         others_cores = noise.cores()
     comparisons = [

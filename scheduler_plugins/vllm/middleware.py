@@ -19,6 +19,7 @@ from typing import Any
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.vllm.admission_metrics import metrics
 from scheduler_plugins.vllm.board import Board
+from scheduler_plugins.vllm.collecting import collect_less
 from scheduler_plugins.vllm.middleware_answers import Answer, refusal, respond, too_large
 from scheduler_plugins.vllm.middleware_asgi import App, Message, Receive, Scope, Send, headers_of
 from scheduler_plugins.vllm.middleware_gate import Gate
@@ -100,6 +101,7 @@ class AdmissionMiddleware:
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the settings when the server starts, which fails if they cannot be used."""
+        collect_less()
         try:
             if "app" in scope:
                 self._gate_of(scope)
