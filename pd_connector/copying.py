@@ -107,12 +107,13 @@ class DeviceCopier:
 
     def read(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
         index = torch.tensor([span.page for span in spans], device=view.device)
-        picked = view.index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
-        block.copy_(picked[:, spans[0].first : spans[0].first + block.shape[1]])
+        picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
+        _bits(block).copy_(picked[:, spans[0].first : spans[0].first + block.shape[1]])
 
     def write(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+        target, source = _bits(view), _bits(block)
         for page, first, stop, start in spans:
-            view[page, :, first:stop] = block[:, start : start + stop - first]
+            target[page, :, first:stop] = source[:, start : start + stop - first]
 
     def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
         picked = rows.index_select(0, torch.from_numpy(index).to(rows.device))
@@ -162,6 +163,10 @@ def _words(view: torch.Tensor) -> Words:
 
 def _like(x: torch.Tensor, words: Words | None) -> Words:
     """A tensor as words, of the same width as `words` where that is given and `x` dense."""
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    found: Words = x.view(signed).numpy()
+    found: Words = _bits(x).numpy()
     return found if words is None else found.view(words.dtype)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: numpy has no bfloat16, and torch on a GPU does not index FP8."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])

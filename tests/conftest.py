@@ -8,7 +8,9 @@ or with nohup, has inherited some as ignored.
 
 import os
 import signal
+import sys
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile(
@@ -24,3 +26,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for number in (signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def compiled_kernels() -> None:
+    """Skips a test that launches kernels on a GPU in a process whose kernels are interpreted."""
+    copying = sys.modules.get("pd_kernels.transfer.copying")
+    if copying is not None and type(copying.copy_pages).__name__ == "InterpretedFunction":
+        pytest.skip(
+            "tests/kernels runs in this process, with Triton's interpreter: run this file alone"
+        )

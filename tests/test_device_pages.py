@@ -154,6 +154,7 @@ def test_what_random_engines_exchange_is_the_same_on_both_paths(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("codec", ["raw", "int8", "fp8_e4m3"])
 @pytest.mark.parametrize("theirs", list(DTYPES))
 @pytest.mark.parametrize("dtype", list(DTYPES))

@@ -15,9 +15,10 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.caches import LATENT, LAYOUTS, Layer, Model, Rank, Setup, everything
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_connector.codec import DTYPES
-from pd_connector.copying import DeviceCopier, HostCopier
+from pd_connector.copying import DeviceCopier, HostCopier, Span
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import pages_for
 from pd_connector.pages import LayerPages, PagedCache
@@ -434,8 +435,39 @@ def test_a_layer_without_v_where_the_geometry_has_one_is_refused() -> None:
         PagedCache({0: LayerPages(half, None, None)}, geometry)
 
 
+class Dtypes(TorchDispatchMode):
+    """Remembers what torch's operations were called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        self.found |= {(name, x.dtype) for x in args if isinstance(x, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_moves_fp8_as_integers() -> None:
+    """Some of its operations do not exist for FP8 on a GPU."""
+    view = torch.randn(6, 2, 16, 8).to(torch.float8_e4m3fn)
+    pages = [Span(4, 3, 16, 0), Span(1, 0, 14, 13)]
+    block, other = torch.zeros(2, 27, 8).to(view.dtype), torch.zeros_like(view)
+    copier = DeviceCopier()
+    with Dtypes() as dtypes:
+        copier.read(view, pages, block)
+        copier.write(other, pages, block)
+    moved = {dtype for name, dtype in dtypes.found if name in ("index_select", "copy_")}
+    assert torch.int8 in moved
+    assert view.dtype not in moved
+    for page, tokens in ((4, slice(3, 16)), (1, slice(0, 14))):
+        assert torch.equal(other[page, :, tokens].float(), view[page, :, tokens].float())
+    assert not other[4, :, :3].float().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("theirs", ["HND", "NHD", "packed", ""])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
 def test_pages_of_a_gpu_go_through_host_slots(theirs: str, dtype: str) -> None:

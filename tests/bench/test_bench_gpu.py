@@ -173,10 +173,16 @@ def test_the_baseline_runs_first_and_last_and_ours_must_be_two_and_a_half_times_
     assert missed(good) == []
     assert [(one.name, one.params["codec"], one.bar) for one in good] == [
         ("handoff", "raw", 0.4),
+        ("rate", "raw", None),
         ("descriptors", "raw", None),
         ("handoff", "int8", None),
+        ("rate", "int8", None),
         ("descriptors", "int8", None),
     ]
+    rate = good[1]
+    kv_bytes = 7_500 * 128 * 1024  # in bfloat16, whatever the codec
+    assert (rate.ours.median, rate.unit) == (pytest.approx(kv_bytes / 8e-3 / 1e9), "GB/s")
+    assert rate.ratio == pytest.approx(20 / 8)
     _, bad = measured("cuda:0", 7_500, pages=20.0, raw=8.1, int8=1.0)
     assert [one.params["codec"] for one in missed(bad)] == ["raw"]
 

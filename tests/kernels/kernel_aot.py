@@ -130,11 +130,12 @@ def chunk(
     return Chunk(blocks, torch.arange(8, dtype=torch.int32), slot, 5, 100, sums)
 
 
-def verbatim() -> Chunk:
+def verbatim(check: bool = False) -> Chunk:
     rows = torch.zeros(8, 8, 16 * 512, dtype=torch.uint8)
     blocks = Blocks.of_rows([rows], 1)
     slot = torch.zeros(blocks.nbytes(4), dtype=torch.uint8)
-    return Chunk(blocks, torch.arange(4, dtype=torch.int32), slot, 0, 4, None)
+    sums = new_sums(len(slot), slot.device) if check else None
+    return Chunk(blocks, torch.arange(4, dtype=torch.int32), slot, 0, 4, sums)
 
 
 def reshard() -> None:
@@ -146,21 +147,29 @@ def reshard() -> None:
     launch_reshard(Resharding.of(*slabs, payload))
 
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 MLA: dict[str, Any] = {"heads": 1, "dims": (576,)}
+UNLIKE: dict[str, Any] = {"dims": (192, 128)}
 KERNELS: dict[str, Callable[[], None]] = {
     "gather raw": lambda: launch_gather(chunk("raw", BF16, BF16, True)),
     "gather raw, sums": lambda: launch_gather(chunk("raw", BF16, BF16, True, True)),
     "gather raw, MLA": lambda: launch_gather(chunk("raw", BF16, BF16, True, **MLA)),
     "gather raw, odd rows": lambda: launch_gather(chunk("raw", BF16, BF16, True, odd=True)),
+    "gather raw, 192 and 128": lambda: launch_gather(chunk("raw", BF16, BF16, True, **UNLIKE)),
     "gather verbatim": lambda: launch_gather(verbatim()),
+    "gather verbatim, sums": lambda: launch_gather(verbatim(check=True)),
     "gather fp8": lambda: launch_gather(chunk("fp8_e4m3", BF16, BF16, True)),
     "gather fp8, sums": lambda: launch_gather(chunk("fp8_e4m3", BF16, BF16, True, True)),
     "gather fp8, MLA": lambda: launch_gather(chunk("fp8_e4m3", BF16, BF16, True, **MLA)),
     "gather fp8, scale given": lambda: launch_gather(chunk("fp8_e4m3", BF16, FP8, True)),
+    "gather fp8, 192 and 128": lambda: launch_gather(chunk("fp8_e4m3", BF16, BF16, True, **UNLIKE)),
+    "gather fp8, float16": lambda: launch_gather(chunk("fp8_e4m3", FP16, FP16, True, True)),
+    "gather fp8, float32": lambda: launch_gather(chunk("fp8_e4m3", FP32, FP32, True, True)),
     "gather int8": lambda: launch_gather(chunk("int8", BF16, BF16, True)),
     "gather int8, sums": lambda: launch_gather(chunk("int8", BF16, BF16, True, True)),
     "gather int8, MLA": lambda: launch_gather(chunk("int8", BF16, BF16, True, **MLA)),
+    "gather int8, 80": lambda: launch_gather(chunk("int8", BF16, BF16, True, True, dims=(80, 80))),
+    "gather int8, float32": lambda: launch_gather(chunk("int8", FP32, FP32, True, True)),
     "scatter raw": lambda: launch_scatter(chunk("raw", BF16, BF16, False)),
     "scatter raw, sums": lambda: launch_scatter(chunk("raw", BF16, BF16, False, True)),
     "scatter fp8": lambda: launch_scatter(chunk("fp8_e4m3", BF16, BF16, False)),
@@ -169,6 +178,11 @@ KERNELS: dict[str, Callable[[], None]] = {
     "scatter int8, sums": lambda: launch_scatter(chunk("int8", BF16, BF16, False, True)),
     "scatter int8, MLA": lambda: launch_scatter(chunk("int8", BF16, BF16, False, **MLA)),
     "scatter raw FP8 to bfloat16": lambda: launch_scatter(chunk("raw", FP8, BF16, False)),
+    "scatter int8, 192 and 128": lambda: launch_scatter(chunk("int8", BF16, BF16, False, **UNLIKE)),
+    "scatter raw to FP8": lambda: launch_scatter(chunk("raw", BF16, FP8, False)),
+    "scatter int8 to FP8, sums": lambda: launch_scatter(chunk("int8", FP16, FP8, False, True)),
+    "scatter raw, odd rows": lambda: launch_scatter(chunk("raw", BF16, BF16, False, odd=True)),
+    "scatter int8, odd rows": lambda: launch_scatter(chunk("int8", BF16, BF16, False, odd=True)),
     "reshard": reshard,
     "payload sums": lambda: launch_payload_sums(
         torch.zeros(1 << 16, dtype=torch.uint8), new_sums(1 << 16, torch.device("cpu"))

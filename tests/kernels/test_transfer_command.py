@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one command for a GPU: what it does without one, and its check with one."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -101,15 +102,58 @@ def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("small")
 def test_it_measures_every_codec_both_ways_and_every_reshard() -> None:
-    rows = transfer.measure_transfer((70,))
+    rows = list(transfer.measure_transfer((70,)))
     names = {row.name for row in rows}
     assert names == {
         "gather",
         "gather with sums / without",
         "gather / torch",
+        "gather / raw",
         "scatter",
+        "scatter / raw",
         "reshard",
     }
     gathers = [row.params for row in rows if row.name == "gather"]
     assert len({tuple(params.values()) for params in gathers}) == len(gathers) == 2 * 2 * 3
     assert len([row for row in rows if row.name == "reshard"]) == 16
+
+
+@pytest.mark.usefixtures("small")
+def test_a_fused_codec_is_held_to_raw_and_raw_to_a_copy() -> None:
+    rows = list(itertools.islice(transfer.measure_transfer((70,)), 16))  # of one layout
+    assert len({(row.name, row.params["codec"]) for row in rows}) == 16
+    held = [(row.name, row.params["codec"], row.bar) for row in rows if row.bar]
+    assert [each for each in held if each[0] != "gather / torch"] == [
+        ("gather", "raw", transfer.BAR),
+        ("scatter", "raw", transfer.BAR),
+        *(
+            (f"{name} / raw", codec, 1.0)
+            for codec in ("fp8_e4m3", "int8")
+            for name in ("gather", "scatter")
+        ),
+    ]
+    speeds = {(row.name, row.params["codec"]): row.ours for row in rows}
+    for row in rows:
+        if row.name == "gather / raw":
+            wanted = speeds["gather", row.params["codec"]] / speeds["gather", "raw"]
+            assert row.ratio == pytest.approx(wanted)
+            assert row.ok == (wanted >= 1)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_row_comes_when_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what ends a run early leaves the rows before it."""
+    rows = transfer.measure_transfer((70,))
+    found = [next(rows)]
+    monkeypatch.setattr(transfer, "seconds", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        found.extend(rows)
+    assert [row.name for row in found] == ["gather"]
+
+
+def test_in_this_process_tests_that_launch_kernels_on_a_gpu_are_skipped(
+    request: pytest.FixtureRequest,
+) -> None:
+    """They would hand a GPU's addresses to the interpreter, which reads them as the host's."""
+    with pytest.raises(pytest.skip.Exception, match="run this file alone"):
+        request.getfixturevalue("compiled_kernels")

@@ -169,9 +169,9 @@ def test_cpu_tensors_take_the_reference_and_operators_pass_torchs_own_checks() -
     assert torch.equal(slot, by_kernel)
     scatter_pages(blocks, pages, slot, FIRST, TOKENS)
     args = (
-        *(list(blocks.views), blocks.table, blocks.factors, pages, slot, None, blocks.parts),
+        *(list(blocks.views), blocks.factors, pages, slot, None, blocks.parts),
         *(blocks.page_size, FIRST, TOKENS, blocks.codec, blocks.source, blocks.destination),
-        *(blocks.step, blocks.wide),
+        blocks.step,
     )
     for module in (pd_kernels.transfer.gather, pd_kernels.transfer.scatter):
         torch.library.opcheck(module._operator, args, test_utils=("test_schema", "test_faketensor"))

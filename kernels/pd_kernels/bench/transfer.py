@@ -22,6 +22,8 @@ from pd_kernels.transfer import (
 )
 
 BAR = 0.80
+FUSED_BAR = 1.00
+"""Of a fused codec's rate of bytes read and written, to that of `raw` with the same pages."""
 RESHARD_BAR = 0.75
 TORCH_BAR = 0.50
 BF16 = torch.bfloat16
@@ -29,19 +31,18 @@ DEVICE = "cuda"
 LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
 
 
-def measure_transfer(token_counts: Sequence[int]) -> list[Row]:
-    """All rows; a line of progress for each model and token count."""
+def measure_transfer(token_counts: Sequence[int]) -> Iterator[Row]:
+    """All rows, each as it is measured; a line of progress for each model and token count."""
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
-    rows: list[Row] = []
     for model, tokens in itertools.product(MODELS, token_counts):
         print(f"{model.name}, {tokens:,} tokens", flush=True)
         for page_size, order in LAYOUTS:
-            rows += _paged(model, tokens, page_size, order, copy)
+            yield from _paged(model, tokens, page_size, order, copy)
             torch.cuda.empty_cache()
     sizes = (1, 2, 4, 8)
-    rows += [_reshard(LLAMA_8B, 7_500, (p, d), copy) for p in sizes for d in sizes]
-    return rows
+    for ranks in itertools.product(sizes, sizes):
+        yield _reshard(LLAMA_8B, 7_500, ranks, copy)
 
 
 def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -> Iterator[Row]:
@@ -50,6 +51,7 @@ def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -
     sets = copies(2 * raw_bytes)
     caches = [make_cache(model, pages + 8, page_size, order, BF16, DEVICE) for _ in range(sets)]
     tables = [torch.randperm(pages + 8, device=DEVICE)[:pages].int() for _ in range(sets)]
+    raw: dict[str, Row] = {}  # by direction
     for codec in ("raw", "fp8_e4m3", "int8"):
         stored = Stored(BF16)
         blocks = [Blocks.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
@@ -66,13 +68,13 @@ def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -
         moved = raw_bytes + nbytes
         args = list(zip(blocks, tables, slots, strict=True))
         ours_s = seconds([_call(gather_pages, *each, 0, tokens) for each in args])
-        yield _speed("gather", params, moved, ours_s, copy, BAR)
+        yield from _rates("gather", params, moved / ours_s, copy, raw)
         checked_s = seconds(
             [_call(gather_pages, *each, 0, tokens, s) for each, s in zip(args, sums, strict=True)]
         )
         yield duration("gather with sums / without", params, checked_s, ours_s, None)
         scatter_s = seconds([_call(scatter_pages, *each, 0, tokens) for each in args])
-        yield _speed("scatter", params, moved, scatter_s, copy, BAR)
+        yield from _rates("scatter", params, moved / scatter_s, copy, raw)
         del slots, sums, args
         theirs_s = _torch_seconds(model, caches[:2], tables[:2], tokens, codec)
         yield duration("gather / torch", params, ours_s, theirs_s, TORCH_BAR)
@@ -113,13 +115,23 @@ def _reshard(model: Model, tokens: int, ranks: tuple[int, int], copy: float) -> 
         "torch_us": round(theirs_s * 1e6),
     }
     moved = 2 * model.bytes_of(tokens, 2)
-    return _speed("reshard", params, moved, ours_s, copy, RESHARD_BAR)
+    return throughput("reshard", params, moved / ours_s / 1e9, copy / 1e9, RESHARD_BAR)
 
 
-def _speed(
-    name: str, params: Mapping[str, Param], moved: int, ours_s: float, copy: float, bar: float
-) -> Row:
-    return throughput(name, params, moved / ours_s / 1e9, copy / 1e9, bar)
+def _rates(
+    name: str, params: Mapping[str, Param], rate: float, copy: float, raw: dict[str, Row]
+) -> Iterator[Row]:
+    """Bytes per second beside a copy's, to which `raw` is held; of the codecs beside `raw`, too.
+
+    `raw` holds the rows of that codec by their names, and takes them when they come.
+    """
+    fused = params["codec"] != "raw"
+    row = throughput(name, params, rate / 1e9, copy / 1e9, None if fused else BAR)
+    yield row
+    if fused:
+        yield throughput(f"{name} / raw", params, row.ours, raw[name].ours, FUSED_BAR)
+    else:
+        raw[name] = row
 
 
 def _call(function: Callable[..., None], *args: object) -> Callable[[], None]:

@@ -121,9 +121,8 @@ class Blocks:
             if scales and len(scales) != len(views):
                 raise ValueError(f"{len(scales)} scales of the {name}: wanted {len(views)}")
         factors = [_factor(source, destination, block) for block in range(len(views))]
-        return cls(
-            tuple(views),
-            _table(views),
+        return cls.at(
+            views,
             torch.tensor(factors, dtype=torch.float32, device=views[0].device),
             parts,
             page_size,
@@ -131,7 +130,6 @@ class Blocks:
             source.dtype,
             destination.dtype,
             _step(source, destination, len(views)),
-            _wide(views),
         )
 
     @classmethod
@@ -150,18 +148,30 @@ class Blocks:
         for view in views:
             if view.shape[1:] != views[0].shape[1:] or view.dtype != torch.uint8:
                 raise ValueError(f"rows {tuple(view.shape)} of {view.dtype}: must be alike, uint8")
-        return cls(
-            tuple(views),
-            _table(views),
-            torch.ones(len(views), device=views[0].device),
-            1,
-            parts_per_page,
-            "verbatim",
-            torch.uint8,
-            torch.uint8,
-            "none",
-            _wide(views),
-        )
+        ones = torch.ones(len(views), device=views[0].device)
+        bytes_of = torch.uint8, torch.uint8
+        return cls.at(views, ones, 1, parts_per_page, "verbatim", *bytes_of, "none")
+
+    @classmethod
+    def at(
+        cls,
+        views: Sequence[torch.Tensor],
+        factors: torch.Tensor,
+        parts: int,
+        page_size: int,
+        codec: str,
+        source: torch.dtype,
+        destination: torch.dtype,
+        step: str,
+    ) -> "Blocks":
+        """Blocks with these attributes, wherever the views lie.
+
+        Raises:
+            ValueError: pages more than 2 GiB apart.
+        """
+        table, wide = _table(views), _wide(views)
+        kinds = codec, source, destination, step
+        return cls(tuple(views), table, factors, parts, page_size, *kinds, wide)
 
     def stand_in(self) -> "Blocks":
         """One layer of one page of memory of its own, zero, which takes the same kernels as these: to

@@ -21,7 +21,9 @@ TRITON: dict[torch.dtype, Any] = {
 WORDS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _MAX_ELEMENTS = 1 << 28
-"""Of a block: with it 32-bit indices within a block hold, and its tiles fit a launch's extent."""
+"""Of a block: with it 32-bit indices within a block hold."""
+_MAX_HEAD_ELEMENTS = 1 << 26
+"""Of a head of a block: with it tiles, of 2,048 elements at least, fit a launch's second extent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +80,17 @@ class Chunk:
             and self.slot.is_cuda
             and self.slot.data_ptr() % SECTION_BYTES == 0
             and self.whole_sections
-            and self.tokens * blocks.heads * max(blocks.dims) <= _MAX_ELEMENTS
-            and blocks.layers <= MAX_LAYERS
+            and self.indexable
+        )
+
+    @property
+    def indexable(self) -> bool:
+        """Whether launches can have as many programs, and kernels count the elements in 32 bits."""
+        head = self.tokens * max(self.blocks.dims)
+        return (
+            head <= _MAX_HEAD_ELEMENTS
+            and head * self.blocks.heads <= _MAX_ELEMENTS
+            and self.blocks.layers <= MAX_LAYERS
         )
 
     @property

@@ -19,7 +19,7 @@ LANES = 1024
 WARPS = 4
 UNSPECIALISED = (
     *("first", "tokens", "layer_sections", "key_sections", "key_scales", "value_scales"),
-    *("tiles", "patience", "super_pages"),
+    *("tiles", "ahead", "patience", "super_pages"),
 )
 """Integers that change from chunk to chunk: a kernel is compiled once for all of them."""
 

@@ -17,9 +17,18 @@ from pd_kernels.transfer.sums import add_section, add_words
 LANES = 512
 WARPS = 8
 REGISTERS = 64
-CHECK_REGISTERS = 80  # sums take some
+MORE_REGISTERS = 80  # for sums, and for rows of K and V that are not as long
+MOST_REGISTERS = 128  # where each element has an address of its own
 
 _SUPER_PAGE = tl.constexpr(SUPER_PAGE)
+
+
+def registers(wide: bool, check: bool, alike: bool) -> int:
+    """Of a thread, so that nothing is spilled and no fewer programs than needed fit on a
+    multiprocessor. `alike` says that rows of K and V are as long."""
+    if not wide:
+        return MOST_REGISTERS
+    return REGISTERS if alike and not check else MORE_REGISTERS
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

@@ -4,10 +4,15 @@
 
 A lane is 8 elements, which are one word of the payload. The scale of a head needs the largest
 magnitude of all its tokens, which several programs have: each publishes its own and keeps its
-elements in registers until all have, so that the cache is read once. A program that has waited long
-(others may not run at the same time) reads what is missing itself: none depends on another.
+elements in registers until all have, so that the cache is read once. Where these are more than can
+run at the same time, as many programs go before them that only publish: those that wait then find
+all of it soon. A program that has waited long all the same (others may have the device) reads what
+is missing itself, tile by tile: none depends on another.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
@@ -26,12 +31,26 @@ from pd_kernels.transfer.sums import add_pieces, add_words
 LANES = 1024
 WARPS = 8
 REGISTERS = 64  # of a thread: so many programs must fit on a multiprocessor that loads overlap
+PROGRAMS = 4  # that fit on a multiprocessor, by their registers
 PATIENCE = 64
 """Looks at what others have published, about a microsecond each."""
 
 _LOOK = tl.constexpr(256)  # tiles looked at, at once
 _PIECES = tl.constexpr(4)  # what is missing is read in parts: registers are taken
 _INFINITE = tl.constexpr(0x7F800000)
+
+
+def lanes(element: int) -> int:
+    """Of a program: half as many where an element has 4 bytes, or registers would not hold them."""
+    return LANES if element <= 2 else LANES // 2
+
+
+@functools.cache
+def resident(device: torch.device) -> int:
+    """How many programs a device runs at once; an H200's number where it is no GPU."""
+    if device.type != "cuda":
+        return PROGRAMS * 132
+    return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -96,16 +115,19 @@ def _finite(value):
 
 
 @triton.jit
-def _look(published, tiles):
-    """How many tiles have published, and the largest of what they have."""
-    count, largest = 0, 0
+def _look(published, tiles, start):
+    """How many tiles have not published, the largest of what the others have, and how far it is from
+    `start` to the next one that has not."""
+    missing, largest, distance = 0, 0, tiles
     for first in range(0, tiles, _LOOK):
         place = first + tl.arange(0, _LOOK)
         # Volatile: past the multiprocessor's own cache. A word says all, so that no order matters.
-        found = tl.load(published + place, mask=place < tiles, other=0, volatile=True)
-        count += tl.sum((found > 0).to(tl.int32))
+        found = tl.load(published + place, mask=place < tiles, other=1, volatile=True)
+        missing += tl.sum((found == 0).to(tl.int32))
         largest = tl.maximum(largest, tl.max(found))
-    return count, largest
+        away = tl.where(place < start, place + tiles, place) - start
+        distance = tl.minimum(distance, tl.min(tl.where(found > 0, tiles, away)))
+    return missing, largest, distance
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -123,6 +145,7 @@ def gather_fp8(
     key_scales,  # sections of K's scales
     value_scales,
     tiles,  # of the longer of K and V
+    ahead,  # programs of a head that come before the others and only publish: `tiles` or 0
     patience,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -137,7 +160,8 @@ def gather_fp8(
     LANES: tl.constexpr,
 ):
     if COMPUTE:  # the programs of a head are launched together
-        tile, column = tl.program_id(0), tl.program_id(1)
+        place, column = tl.program_id(0), tl.program_id(1)
+        tile = tl.where(place < ahead, place, place - ahead)
     else:
         column, tile = tl.program_id(0), tl.program_id(1)
     layer = tl.program_id(2)
@@ -175,23 +199,25 @@ def gather_fp8(
         published = state + (layer * tl.num_programs(1) + column) * tiles
         own, value = _finite(value)
         tl.atomic_xchg(published + tile, own + 1, sem="relaxed")
-        count, largest, looks = 0, 0, 0
-        while count < tiles:
-            count, largest = _look(published, tiles)
+        if place < ahead:
+            return
+        missing, largest, looks = tiles, 0, 0
+        while missing > 0:
+            # Somewhere else for each program and each look, so that they seldom read the same.
+            start = ((tile * 40_503 + looks * 30_103) & 0x7FFFFFFF) % tiles
+            missing, largest, distance = _look(published, tiles, start)
             looks += 1
-            if (count < tiles) & (looks > patience):
-                for other in range(tiles):
-                    if tl.atomic_add(published + other, 0, sem="relaxed") == 0:
-                        theirs = 0
-                        for piece in range(other * _PIECES, (other + 1) * _PIECES):
-                            missing = _read_lanes(
-                                cached, pages, piece, first, limit, width, page_stride,
-                                token_stride, dim_stride, VIEW, PAGES, WIDE, LANES // _PIECES,
-                            )  # fmt: skip
-                            bits = magnitude_bits(missing.to(tl.float32))
-                            bits = tl.where(bits < _INFINITE, bits, 0)
-                            theirs = tl.maximum(theirs, tl.max(bits))
-                        tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
+            if (missing > 0) & (looks > patience):
+                other = (start + distance) % tiles
+                theirs = 0
+                for piece in range(other * _PIECES, (other + 1) * _PIECES):
+                    unread = _read_lanes(
+                        cached, pages, piece, first, limit, width, page_stride, token_stride,
+                        dim_stride, VIEW, PAGES, WIDE, LANES // _PIECES,
+                    )  # fmt: skip
+                    bits = magnitude_bits(unread.to(tl.float32))
+                    theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
+                tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
         power = power_scale(largest - 1)
         codes = (value.to(tl.float32) * power_of_two(-power)).to(tl.float8e4nv)
         _write_codes(

@@ -26,7 +26,7 @@ def gather_pages(
 
     On a GPU this queues one kernel on the current stream (a small buffer is zeroed before where
     `fp8_e4m3` computes its scales) and returns; on CPU, and where rows are not multiples of 16
-    bytes or blocks have more than 2^28 elements, it takes plain torch.
+    bytes, a head has more than 2^26 elements or a block more than 2^28, it takes plain torch.
 
     Args:
         blocks: of the producer's cache, whose memory is only read.
@@ -43,9 +43,9 @@ def gather_pages(
     """
     if torch.compiler.is_compiling():
         _operator(
-            *(list(blocks.views), blocks.table, blocks.factors, pages, slot, sums),
+            *(list(blocks.views), blocks.factors, pages, slot, sums),
             *(blocks.parts, blocks.page_size, first_token, tokens),
-            *(blocks.codec, blocks.source, blocks.destination, blocks.step, blocks.wide),
+            *(blocks.codec, blocks.source, blocks.destination, blocks.step),
         )
     else:  # a list of 160 views through the dispatcher takes longer than most chunks
         _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
@@ -63,7 +63,6 @@ def _run(chunk: Chunk) -> None:
 @torch.library.custom_op("pd_kernels::gather_pages", mutates_args=("slot", "sums"))
 def _operator(
     views: list[torch.Tensor],
-    table: torch.Tensor,
     factors: torch.Tensor,
     pages: torch.Tensor,
     slot: torch.Tensor,
@@ -76,11 +75,9 @@ def _operator(
     source: torch.dtype,
     destination: torch.dtype,
     step: str,
-    wide: bool,
 ) -> None:
-    blocks = Blocks(
-        tuple(views), table, factors, parts, page_size, codec, source, destination, step, wide
-    )
+    # What a compiler gives may be copies, and a kernel goes where the table says: made of these.
+    blocks = Blocks.at(views, factors, parts, page_size, codec, source, destination, step)
     _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
 
 
@@ -103,9 +100,12 @@ def _launch_fp8(chunk: Chunk, patience: int) -> None:
     blocks = chunk.blocks
     compute = blocks.step == "none"
     widths = chunk.lanes(8)
-    tiles = triton.cdiv(chunk.tokens * max(widths), fp8.LANES)
+    lanes = fp8.lanes(blocks.source.itemsize)
+    tiles = triton.cdiv(chunk.tokens * max(widths), lanes)
     columns = blocks.parts * blocks.heads
-    grid = (tiles, columns, blocks.layers) if compute else (columns, tiles, blocks.layers)
+    ahead = tiles if compute and tiles > fp8.resident(chunk.slot.device) else 0
+    programs = tiles + ahead
+    grid = (programs, columns, blocks.layers) if compute else (columns, tiles, blocks.layers)
     words = columns * blocks.layers * tiles if compute else 1
     state = torch.zeros(words, dtype=torch.int32, device=chunk.slot.device)
     fp8.gather_fp8[grid](
@@ -114,6 +114,7 @@ def _launch_fp8(chunk: Chunk, patience: int) -> None:
         *(chunk.first_token, chunk.tokens),
         **chunk.places(),
         tiles=tiles,
+        ahead=ahead,
         patience=patience,
         **chunk.paging(),
         HEADS=blocks.heads,
@@ -122,7 +123,7 @@ def _launch_fp8(chunk: Chunk, patience: int) -> None:
         SOURCE=TRITON[blocks.source],
         COMPUTE=compute,
         CHECK=chunk.sums is not None,
-        LANES=fp8.LANES,
+        LANES=lanes,
         num_warps=fp8.WARPS,
         maxnreg=fp8.REGISTERS,
     )

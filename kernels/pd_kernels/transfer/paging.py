@@ -19,7 +19,9 @@ def block_row(table, block, WIDE: tl.constexpr, ELEMENT: tl.constexpr):
     row = table + block * 5
     address = tl.load(row)
     page = (tl.load(row + 1) // ELEMENT).to(tl.int32)
-    head = tl.load(row + 2) // ELEMENT
+    head = tl.load(row + 2)
+    if ELEMENT > 1:  # a division by 1 would be folded away, and what `multiple_of` says of it too
+        head = head // ELEMENT
     token = (tl.load(row + 3) // ELEMENT).to(tl.int32)
     dim = (tl.load(row + 4) // ELEMENT).to(tl.int32)
     if WIDE:

@@ -130,7 +130,7 @@ def reshard(resharding: Resharding) -> None:
     """
     if torch.compiler.is_compiling():
         sources, destinations = list(resharding.sources), list(resharding.destinations)
-        _operator(sources, destinations, resharding.table, *resharding.payload)
+        _operator(sources, destinations, *resharding.payload)
     else:
         _run(resharding)
 
@@ -151,7 +151,6 @@ def _run(resharding: Resharding) -> None:
 def _operator(
     sources: list[torch.Tensor],
     destinations: list[torch.Tensor],
-    table: torch.Tensor,
     codec: str,
     heads: int,
     layers: int,
@@ -161,7 +160,8 @@ def _operator(
     element: int,
 ) -> None:
     payload = Payload(codec, heads, layers, tokens, key_dim, value_dim, element)
-    _run(Resharding(tuple(sources), tuple(destinations), payload, table))
+    # What a compiler gives may be copies, and the kernel goes where the table says: made of these.
+    _run(Resharding.of(sources, destinations, payload))
 
 
 @_operator.register_fake

@@ -25,7 +25,8 @@ def scatter_pages(
     """Write the tokens of a payload into the pages of `blocks`, in all its layers.
 
     On a GPU this queues one kernel on the current stream and returns; on CPU, and where rows are
-    not multiples of 16 bytes or blocks have more than 2^28 elements, it takes plain torch.
+    not multiples of 16 bytes, a head has more than 2^26 elements or a block more than 2^28, it takes
+    plain torch.
 
     Args:
         blocks: of the consumer's cache: only the tokens of the chunk are written.
@@ -43,9 +44,9 @@ def scatter_pages(
     """
     if torch.compiler.is_compiling():
         _operator(
-            *(list(blocks.views), blocks.table, blocks.factors, pages, slot, sums),
+            *(list(blocks.views), blocks.factors, pages, slot, sums),
             *(blocks.parts, blocks.page_size, first_token, tokens),
-            *(blocks.codec, blocks.source, blocks.destination, blocks.step, blocks.wide),
+            *(blocks.codec, blocks.source, blocks.destination, blocks.step),
         )
     else:  # a list of 160 views through the dispatcher takes longer than most chunks
         _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
@@ -63,7 +64,6 @@ def _run(chunk: Chunk) -> None:
 @torch.library.custom_op("pd_kernels::scatter_pages", mutates_args=("views", "sums"))
 def _operator(
     views: list[torch.Tensor],
-    table: torch.Tensor,
     factors: torch.Tensor,
     pages: torch.Tensor,
     slot: torch.Tensor,
@@ -76,11 +76,9 @@ def _operator(
     source: torch.dtype,
     destination: torch.dtype,
     step: str,
-    wide: bool,
 ) -> None:
-    blocks = Blocks(
-        tuple(views), table, factors, parts, page_size, codec, source, destination, step, wide
-    )
+    # What a compiler gives may be copies, and a kernel goes where the table says: made of these.
+    blocks = Blocks.at(views, factors, parts, page_size, codec, source, destination, step)
     _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
 
 
@@ -116,7 +114,7 @@ def launch_scatter(chunk: Chunk) -> None:
         CHECK=chunk.sums is not None,
         LANES=decoding.LANES,
         num_warps=decoding.WARPS,
-        maxnreg=decoding.CHECK_REGISTERS if chunk.sums is not None else decoding.REGISTERS,
+        maxnreg=decoding.registers(blocks.wide, chunk.sums is not None, widths[0] == widths[1]),
     )
 
 

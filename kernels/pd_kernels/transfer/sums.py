@@ -145,7 +145,8 @@ def payload_sums(payload: torch.Tensor, sums: torch.Tensor) -> None:
         )
     whole = payload.numel() % 16 == 0 and payload.data_ptr() % 16 == 0
     if payload.is_cuda and whole:
-        launch_payload_sums(payload, sums)
+        with torch.cuda.device(payload.device):
+            launch_payload_sums(payload, sums)
     else:
         sums += reference_payload_sums(payload)
 
