@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,28 @@ from harness import (
 from pairs import (
     Pair,
     Setup,
+    Side,
 )
+from recipes import Recipe, frozen
 from test_handoff import PAGE, SHORT_LEASE, prompt_of
 from tiny_models import WINDOW, build
 from told import told_at_once
 from tools import TOLERANCE, delta, probe_all
 
 MLA_PAGE = 16
+OURS = "Decoding with pd_kernels.mla_decode"
+
+
+@dataclass(frozen=True)
+class DecodesWithOurs(Setup):
+    """The decode engine's MLA backend is that of pd_kernels."""
+
+    def recipe(self, side: Side) -> Recipe:
+        recipe = super().recipe(side)
+        if side == "prefill":
+            return recipe
+        return recipe._replace(env=frozen(dict(recipe.env), {"PD_KERNELS_MLA": "CPU_MLA"}))
+
 
 # Pairs of one model run one after the other, in the order of the tests that ask for them first, and
 # hand on what they have in common.
@@ -56,7 +72,8 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
     path = folder / kind
     if not path.exists():
         build(kind, path)
-    return Setup.of(model=path, both=name != "window", **EXTRA[name])
+    kind_of_pair = DecodesWithOurs if kind == "latent" else Setup
+    return kind_of_pair.of(model=path, both=name != "window", **EXTRA[name])
 
 
 def only(*names: str) -> pytest.MarkDecorator:
@@ -114,10 +131,18 @@ def test_a_long_prompt_is_decoded_as_one_engine_decodes_it(pair: Pair, reference
 
 
 @only("latent")
+def test_the_decode_engine_has_our_backend_and_the_others_have_not(pair: Pair, reference) -> None:
+    """So that what its answers are held to is vLLM's own."""
+    assert OURS in pair.d.log_path.read_text()
+    assert OURS not in pair.p.log_path.read_text()
+
+
+@only("latent")
 @pytest.mark.parametrize("tokens", [20, 20 * PAGE + 7])
 def test_every_way_of_handing_over_gives_the_same_answer(pair: Pair, tokens: int) -> None:
-    """On a CPU, vLLM's own MLA prefill looks at later tokens, too (`prompt_logprobs` of a prompt
-    change with its end), and decoding does not: no other engine has an answer to compare with."""
+    """Pd_kernels' decoding and, turned round, vLLM's own. On a CPU, vLLM's own MLA prefill looks at
+    later tokens, too (`prompt_logprobs` of a prompt change with its end), and decoding does not: no
+    engine that does both has an answer to compare with."""
     prompt, turned = prompt_of(tokens, start=30), pair.turned()
     with delta(pair.d, "pd_connector:received_transfers_total") as received:
         answers = [two_step(pair.p, pair.d, prompt), told_at_once(pair, prompt)]

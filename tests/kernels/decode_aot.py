@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of them.
 
-A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON. Arguments are
-specialised by Triton itself, for a driver that only names its target.
+A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON; without a
+name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only names
+its target.
 """
 
 import functools
@@ -27,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from pd_kernels.decode.batch import Config, DecodeBatch
 from pd_kernels.decode.mla_batch import CODED_BYTES, MlaBatch
 from pd_kernels.decode.mla_kernel import launch_mla
-from pd_kernels.decode.mods import alibi, document
+from pd_kernels.decode.mods import alibi, document, soft_cap
 from pd_kernels.decode.paged_batch import COSTS, Batch
 from pd_kernels.decode.paged_kernel import launch_paged
 from pd_kernels.decode.plan import Plan, launch_plan
@@ -160,13 +161,26 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "paged, few registers": starved_call,
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
+    "paged, dim 80": functools.partial(paged_call, dim=80),
+    "paged, dim 256, 8 queries, fp8": functools.partial(
+        paged_call, dim=256, queries=8, heads=64, dtype=FP8, page=64
+    ),
+    "mla, 128 heads, page 16": functools.partial(mla_call, 128, page=16),
 }
+MORE: dict[str, Callable[[], Launched]] = {
+    "paged, dim 64": functools.partial(paged_call, dim=64),
+    "paged, dim 256": functools.partial(paged_call, dim=256),
+    "paged, page 256, soft cap": functools.partial(paged_call, page=256, score=soft_cap(30.0)),
+    "mla, 128 heads, page 16, fp8": functools.partial(mla_call, 128, page=16, coded=True),
+    "mla, 24 heads, page 16": functools.partial(mla_call, 24, page=16),
+}
+"""Like those, so that not every test run compiles them."""
 
 
 def main() -> None:
     found: dict[str, Any] = {}
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name, call in KERNELS.items():
+    for name, call in (KERNELS | MORE if wanted else KERNELS).items():
         if wanted in name:
             kernel, launched = compiled(call)
             found[name] = {

@@ -64,6 +64,7 @@ class Shape:
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    shared: bool = False  # its KV is another layer's: it gets no new keys and values
 
     def layer(self, backend: str | None) -> "Layer":
         """An attention layer as vLLM makes it for `--attention-backend`."""
@@ -99,10 +100,9 @@ class Layer:
     """A layer with its builder, to run batches through."""
 
     def __init__(self, module: Any, config: Any) -> None:
-        self.module = module
-        spec = module.get_kv_cache_spec(config)
-        builder = module.attn_backend.get_builder_cls()
-        self.builder = builder(spec, [NAME], config, torch.device("cpu"))
+        self.module, spec = module, module.get_kv_cache_spec(config)
+        made = module.attn_backend.get_builder_cls()
+        self.builder = made(spec, [NAME], config, torch.device("cpu"))
 
     def forward(self, batch: "Batch") -> torch.Tensor:
         """Attention of a batch, `[token, heads, dim]`."""
@@ -114,7 +114,8 @@ class Layer:
             kv = batch.kv[:, row, :tokens].unbind()
             module.impl.do_kv_cache_update(module, *kv, cache, batch.slots(row)[:tokens])
         output = torch.full_like(batch.query, torch.nan)
-        module.impl.forward(*(module, batch.query, *batch.new_kv(), cache, metadata), output=output)
+        new = (None, None) if shape.shared else batch.new_kv()
+        module.impl.forward(*(module, batch.query, *new, cache, metadata), output=output)
         return output
 
 
@@ -194,6 +195,7 @@ SHAPES = {
     "ALiBi": Shape(alibi=True),
     "bfloat16": Shape(dtype=torch.bfloat16),
     "an FP8 cache": Shape(cache_dtype="fp8"),
+    "the KV of another layer": Shape(shared=True),
 }
 
 
@@ -258,9 +260,8 @@ def test_a_step_is_planned_once_for_all_layers_with_one_window() -> None:
 
 
 def test_a_batch_that_is_not_causal_is_left_to_the_stock_backend() -> None:
-    shape = Shape()
-    layer = shape.layer("CUSTOM")
-    metadata = layer.builder.build(0, Batch(shape, DECODES).common().replace(causal=False))
+    common = Batch(Shape(), DECODES).common().replace(causal=False)
+    metadata = Shape().layer("CUSTOM").builder.build(0, common)
     assert metadata.decodes is None
     assert metadata.rest.num_actual_tokens == len(DECODES)
 
@@ -279,11 +280,10 @@ def test_a_wrong_page_is_noticed() -> None:
 
 
 def test_only_an_engine_that_selects_custom_gets_our_backend() -> None:
-    shape = Shape()
-    assert type(shape.layer("CUSTOM").module.impl) is PagedCpuImpl
-    assert shape.layer("CUSTOM").module.attn_backend is PagedCpu
+    ours = Shape().layer("CUSTOM").module
+    assert (type(ours.impl), ours.attn_backend) == (PagedCpuImpl, PagedCpu)
     for backend in (None, "CPU_ATTN"):
-        assert type(shape.layer(backend).module.impl) is CPUAttentionBackendImpl
+        assert type(Shape().layer(backend).module.impl) is CPUAttentionBackendImpl
 
 
 @pytest.mark.parametrize(

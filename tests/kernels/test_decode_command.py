@@ -2,6 +2,7 @@
 """`python -m pd_kernels.bench decode`: its parts on this machine, small and interpreted."""
 
 import functools
+import json
 import os
 import random
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 import decode_interpreted
 import pytest
 import torch
-from decode_batches import error
 
+from pd_kernels.bench import __main__ as command
 from pd_kernels.bench import decode, decode_baselines, decode_cases, decode_check
+from pd_kernels.bench.report import Row
+from pd_kernels.decode import batch
+from pd_kernels.decode.merge import launch_merge
 from pd_kernels.decode.mla_kernel import launch_mla
 from pd_kernels.decode.paged_kernel import launch_paged
 
@@ -87,12 +91,67 @@ def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
     assert "lse differs" in problems[2]
 
 
-def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_check_sees_shards_that_are_merged_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(outs, lses, out):  # type: ignore[no-untyped-def]
+        lse = launch_merge(outs, lses, out)
+        out *= 1 + 2e-6
+        return lse
+
+    monkeypatch.setattr(decode_check, "launch_merge", wrong)
+    monkeypatch.setattr(decode_check, "_paged", lambda _: "")
+    (problem,) = decode_check.check_decode(1, seed=3)
+    assert problem.startswith("merge, case 0 of seed 3: 2 shards of")
+    assert "at most 1e-06" in problem
+
+
+def test_its_check_sees_a_plan_that_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a CUDA graph had kept the lengths it was captured with."""
+
+    def kept(step: Callable[[], None]) -> Callable[[], None]:
+        step()
+        return lambda: None
+
+    monkeypatch.setattr(batch, "multiprocessors", lambda _: 8)  # one would have all in any plan
+    monkeypatch.setattr(decode_check, "captured", kept)
+    (problem,) = decode_check.check_decode(1, seed=3)
+    assert "replayed with lengths" in problem
+    assert problem.endswith("the plan differs from its definition")
+
+
+def test_its_check_sees_what_only_a_replay_does_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(step: Callable[[], None]) -> Callable[[], None]:
+        """The second replay writes nothing."""
+        left = [step]
+        return lambda: left.pop()() if left else None
+
+    monkeypatch.setattr(decode_check, "captured", forgetful)
+    (problem,) = decode_check.check_decode(1, seed=3)
+    assert "replayed with lengths" in problem
+    assert ": error " in problem
+
+
+def test_a_case_that_raises_is_a_line_of_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of resource\nat some place")
+
+    monkeypatch.setattr(decode_check, "launch_paged", broken)
+    problems = decode_check.check_decode(2, seed=3)
+    assert problems == [
+        f"paged, case {case} of seed 3: RuntimeError: out of resource" for case in range(2)
+    ]
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = functools.partial(decode_baselines.flex_attention_calls, compiled=False)
     monkeypatch.setattr(decode_baselines, "flex_attention_calls", eager)
-    rows = decode.measure_decode(quick=True)
+
+
+@pytest.mark.usefixtures("eager_flex")
+def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = list(decode.measure_decode(quick=True))
     counts = {name: sum(row.name == name for row in rows) for name in {row.name for row in rows}}
     assert counts == {
         "paged_decode": 2 * 2 * 2,
@@ -102,18 +161,12 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "merge_partials / paged_decode": 2,
         "mla_decode": 2,
         "planning / mla_decode": 1,
+        "mean of paged_decode / FlexAttention": 1,
     }
+    assert all(row.ratio == 1 for row in rows if row.unit == "us")
     printed = capsys.readouterr().out
     assert printed.count("not run: FlashInfer (ModuleNotFoundError") == 1
     assert printed.count("not run: sgl-flash-mla (ModuleNotFoundError") == 1
-
-
-def test_flex_attention_is_asked_for_the_same() -> None:
-    """So that the comparison is one: as it is called here, it gives what the kernel gives."""
-    given = decode_cases.paged_set([200, 3, 129], TINY, 128, torch.bfloat16)
-    (ours,), _ = decode.paged_calls([given])
-    (theirs,) = decode_baselines.flex_attention_calls([given], compiled=False)
-    assert error(theirs().transpose(1, 2).float(), ours().float()) < 0.01
 
 
 @pytest.mark.parametrize("name", decode_cases.LENGTHS)
@@ -122,3 +175,30 @@ def test_lengths_are_the_same_each_time(name: str) -> None:
     lengths = make(random.Random(1))
     assert lengths == make(random.Random(1))
     assert 0 < min(lengths) <= max(lengths) <= 131_072
+
+
+@pytest.mark.usefixtures("eager_flex")
+def test_a_case_of_ours_that_raises_is_a_row_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of resource")
+
+    monkeypatch.setattr(decode, "paged_decode", broken)
+    rows = command.report(decode.measure_decode(quick=True), tmp_path / "rows.json")
+    bad = [row for row in rows if not row.ok]
+    assert {row.name for row in bad} == {
+        "paged_decode",
+        "paged_decode / FlexAttention",
+        "merge_partials / paged_decode",
+    }
+    assert [row.name for row in rows if row.ok] == [
+        *("mla_decode", "planning / mla_decode", "mla_decode")
+    ]
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert [set(row) for row in written] == [set(Row.__annotations__)] * len(rows)
+    assert written[0]["params"]["failed"] == "RuntimeError: out of resource"
+    assert (written[0]["ours"], written[0]["ok"]) == (None, False)
+    assert "paged_decode: heads=4/2 x 64 lengths=uniform page=16: FAILED: " in (
+        capsys.readouterr().out
+    )

@@ -282,3 +282,6 @@ def test_what_does_not_belong_together_is_refused() -> None:
         paged_decode(query, keys, values, table, lengths, plan=other)
     with pytest.raises(ValueError, match=r"q of torch.float32: must be bfloat16 or float16"):
         dataclasses.replace(batch, query=query.float()).check_kernel()
+    apart = batch.lengths.repeat_interleave(3)[::3]
+    with pytest.raises(ValueError, match="lengths: 3 elements apart, must be consecutive"):
+        dataclasses.replace(batch, lengths=apart).check_kernel()

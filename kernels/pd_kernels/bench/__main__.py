@@ -2,7 +2,11 @@
 """The command: checks, then measures, prints a table, and says by its exit code what became of it."""
 
 import argparse
+import shlex
 import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -10,24 +14,27 @@ import torch
 from pd_kernels.bench.check import check_transfer
 from pd_kernels.bench.decode import measure_decode
 from pd_kernels.bench.decode_check import check_decode
-from pd_kernels.bench.report import print_rows, write_json
+from pd_kernels.bench.report import Row, line, print_rows, write_json
 from pd_kernels.bench.transfer import measure_transfer
+
+PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: all bars reached; 1: a check failed or a bar was missed; 2: there is no GPU."""
+    """0: all bars reached; 1: a check or a case failed, or a bar was missed; 2: there is no GPU."""
     parser = argparse.ArgumentParser("python -m pd_kernels.bench", description=__doc__)
     parser.add_argument("what", choices=["decode", "transfer"])
     parser.add_argument("--check", action="store_true", help="only check, on random shapes")
     parser.add_argument("--cases", type=int, default=60, help="random cases of the check")
     parser.add_argument("--seed", type=int, default=0, help="of the check")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--json", type=Path, help="also write all rows to this file")
+    parser.add_argument("--json", type=Path, help="also write all rows to this file, as they come")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
         return 2
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    given = sys.argv[1:] if arguments is None else arguments
+    print(header(torch.cuda.get_device_name(), given), flush=True)
     check = check_decode if options.what == "decode" else check_transfer
     problems = check(options.cases, options.seed)
     for problem in problems:
@@ -36,13 +43,38 @@ def main(arguments: list[str] | None = None) -> int:
     if problems or options.check:
         return int(bool(problems))
     if options.what == "decode":
-        rows = measure_decode(options.quick)
+        rows = report(measure_decode(options.quick), options.json)
     else:
-        rows = measure_transfer((512, 7_500) if options.quick else (512, 7_500, 32_000))
-    print_rows(rows)
-    if options.json:
-        write_json(options.json, rows)
+        counts = (512, 7_500) if options.quick else (512, 7_500, 32_000)
+        rows = report(measure_transfer(counts), options.json)
     return int(not all(row.ok for row in rows))
+
+
+def header(gpu: str, arguments: list[str]) -> str:
+    """What figures mean nothing without: hardware, versions, date, command."""
+    found = [gpu, f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    now = datetime.now(UTC).isoformat(" ", "minutes")
+    return f"{', '.join(found)}; {now}; python -m pd_kernels.bench {shlex.join(arguments)}"
+
+
+def report(measured: Iterable[Row], json: Path | None) -> list[Row]:
+    """Print rows, and write all there are to `json`, as they come: what ends the run costs none.
+
+    At the end there is a table of them.
+    """
+    rows: list[Row] = []
+    for row in measured:
+        rows.append(row)
+        print(line(row), flush=True)
+        if json:
+            write_json(json, rows)
+    print_rows(rows)
+    return rows
 
 
 if __name__ == "__main__":

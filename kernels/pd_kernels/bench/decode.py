@@ -19,7 +19,8 @@ from pd_kernels.bench.decode_cases import (
     latent_set,
     paged_set,
 )
-from pd_kernels.bench.report import Param, Row, duration, throughput
+from pd_kernels.bench.decode_goals import geometric_means
+from pd_kernels.bench.report import Param, Row, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.decode import (
     merge_partials,
@@ -43,6 +44,7 @@ FLASHINFER_BARS = {True: 1 / 0.95, False: 1.0}
 MLA_BAR = 1.0
 MANY_HEADS_BAR = 1 / 0.55
 
+PAGES = (16, 64)
 LLAMA = Heads(32, 8, 128)
 HEADS = (LLAMA, Heads(64, 8, 128), Heads(28, 4, 128))
 QUICK = ("uniform 64 x 4k", "lognormal", "ragged 4")
@@ -65,25 +67,41 @@ MERGE_BAR = 0.01
 Calls = list[Callable[[], Any]]
 
 
-def measure_decode(quick: bool) -> list[Row]:
-    """All rows; a line of progress for each batch, and one for each baseline that cannot run."""
+def measure_decode(quick: bool) -> Iterator[Row]:
+    """All rows, as they are measured; a line for each batch, and for each baseline that cannot run."""
+    rows = []
+    for row in _measured(quick):
+        rows.append(row)
+        yield row
+    yield from geometric_means(rows, LENGTHS)
+
+
+def _measured(quick: bool) -> Iterator[Row]:
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
-    rows: list[Row] = []
     for heads in (LLAMA,) if quick else HEADS:
         for name in QUICK if quick else LENGTHS:
             print(f"{heads}, {name}", flush=True)
             lengths = LENGTHS[name](random.Random(1))
-            rows += _paged(heads, name, lengths, copy)
+            params: dict[str, Param] = {"heads": str(heads), "lengths": name}
+            for page in PAGES:
+                told = params | {"page": page}
+                yield from guarded("paged_decode", told, _paged(heads, told, lengths, page, copy))
+                torch.cuda.empty_cache()
             if heads == LLAMA:  # each batch is compiled anew
-                rows += _against_flex(heads, name, lengths)
-            torch.cuda.empty_cache()
-    rows += _merging(LLAMA, SHARDED)
+                told = params | {"page": decode_baselines.FLEX_PAGE}
+                flex = _against_flex(heads, told, lengths)
+                yield from guarded("paged_decode / FlexAttention", told, flex)
+                torch.cuda.empty_cache()
+    told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
+    yield from guarded("merge_partials / paged_decode", told, _merging(LLAMA, told, SHARDED))
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
         print(f"MLA, {name}", flush=True)
-        rows += _latent(name, *MLA_CASES[name], copy)
-        torch.cuda.empty_cache()
-    return rows
+        lengths, count, queries = MLA_CASES[name]
+        for cache in ("bfloat16", "fp8"):
+            told = {"heads": count, "lengths": name, "page": 64, "cache": cache}
+            yield from guarded("mla_decode", told, _latent(told, lengths, count, queries, copy))
+            torch.cuda.empty_cache()
 
 
 def paged_calls(sets: Sequence[PagedSet]) -> tuple[Calls, Callable[[], Any]]:
@@ -109,71 +127,76 @@ def _sets(lengths: list[int], heads: Heads, page: int, cache: torch.dtype) -> li
     return [paged_set(lengths, heads, page, cache) for _ in range(copies(read))]
 
 
-def _paged(heads: Heads, name: str, lengths: list[int], copy: float) -> Iterator[Row]:
-    params: dict[str, Param] = {"heads": str(heads), "lengths": name}
+def _paged(
+    heads: Heads, params: dict[str, Param], lengths: list[int], page: int, copy: float
+) -> Iterator[Row]:
     large = len(lengths) >= 16 and min(lengths) >= 4_096
-    for page in (16, 64):
-        took = {}
-        for cache in (BF16, FP8):
-            sets = _sets(lengths, heads, page, cache)
-            calls, fill = paged_calls(sets)
-            took[cache] = seconds(calls, REPLAYS)
-            told = params | {"page": page, "cache": str(cache).removeprefix("torch.")}
-            read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
-            bar = BANDWIDTH_BAR if large and cache == BF16 else None
-            yield throughput("paged_decode", told, read / took[cache] / 1e9, copy / 1e9, bar)
-            if cache == BF16 and page == 16:
-                yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
-                theirs_s = _seconds("FlashInfer", decode_baselines.flashinfer_calls, sets)
-                if theirs_s:
-                    bar = FLASHINFER_BARS[len(set(lengths)) == 1]
-                    yield duration("paged_decode / FlashInfer", told, took[cache], theirs_s, bar)
-            del sets, calls, fill
-        bar = FP8_BAR if large else None
-        yield duration("fp8 / bfloat16", params | {"page": page}, took[FP8], took[BF16], bar)
+    took = {}
+    for cache in (BF16, FP8):
+        sets = _sets(lengths, heads, page, cache)
+        calls, fill = paged_calls(sets)
+        took[cache] = seconds(calls, REPLAYS)
+        told = params | {"cache": str(cache).removeprefix("torch.")}
+        read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
+        bar = BANDWIDTH_BAR if large and cache == BF16 else None
+        yield throughput("paged_decode", told, read / took[cache] / 1e9, copy / 1e9, bar)
+        if cache == BF16 and page == PAGES[0]:
+            yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
+            theirs_s = _seconds("FlashInfer", decode_baselines.flashinfer_calls, sets)
+            if theirs_s:
+                bar = FLASHINFER_BARS[len(set(lengths)) == 1]
+                yield duration("paged_decode / FlashInfer", told, took[cache], theirs_s, bar)
+        del sets, calls, fill
+    yield duration("fp8 / bfloat16", params, took[FP8], took[BF16], FP8_BAR if large else None)
 
 
-def _against_flex(heads: Heads, name: str, lengths: list[int]) -> Iterator[Row]:
-    page = decode_baselines.FLEX_PAGE
-    sets = _sets(lengths, heads, page, BF16)
+def _against_flex(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Row]:
+    sets = _sets(lengths, heads, decode_baselines.FLEX_PAGE, BF16)
     theirs_s = _seconds("FlexAttention", decode_baselines.flex_attention_calls, sets)
     if theirs_s:
-        params: dict[str, Param] = {"heads": str(heads), "lengths": name, "page": page}
         ours_s = seconds(paged_calls(sets)[0], REPLAYS)
         yield duration("paged_decode / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
 
 
-def _merging(heads: Heads, lengths: list[int]) -> Iterator[Row]:
+def _merging(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Row]:
     """The merge of shards beside the attention that they share."""
-    sets = _sets(lengths, heads, 16, BF16)
+    sets = _sets(lengths, heads, PAGES[0], BF16)
     whole_s = seconds(paged_calls(sets)[0], REPLAYS)
-    shape = (len(lengths), heads.query, heads.dim)
     del sets
     for shards in SHARDS:
-        outs = torch.randn(shards, *shape, device=decode_cases.DEVICE)
-        lses = torch.randn(shards, *shape[:-1], device=decode_cases.DEVICE)
-        out = torch.empty(shape, dtype=BF16, device=decode_cases.DEVICE)
-        merge_s = seconds([functools.partial(merge_partials, outs, lses, out)], REPLAYS)
-        params: dict[str, Param] = {"heads": str(heads), "lengths": "8 x 128k", "shards": shards}
-        yield duration("merge_partials / paged_decode", params, merge_s, whole_s, MERGE_BAR)
+        merge_s = seconds(_merge_calls(heads, len(lengths), shards), REPLAYS)
+        told = params | {"shards": shards}
+        yield duration("merge_partials / paged_decode", told, merge_s, whole_s, MERGE_BAR)
 
 
-def _latent(name: str, lengths: list[int], heads: int, queries: int, copy: float) -> Iterator[Row]:
-    params: dict[str, Param] = {"heads": heads, "lengths": name, "page": 64}
-    for coded in (False, True):
-        read = sum(lengths) * (656 if coded else 2 * 576)
-        sets = [latent_set(lengths, heads, queries, 64, coded) for _ in range(copies(read))]
-        calls, fill = latent_calls(sets)
-        ours_s = seconds(calls, REPLAYS)
-        told = params | {"cache": "fp8" if coded else "bfloat16"}
-        yield throughput("mla_decode", told, read / ours_s / 1e9, copy / 1e9, None)
-        if not coded:
-            yield duration("planning / mla_decode", told, seconds([fill]), ours_s, None)
-            theirs_s = _seconds("sgl-flash-mla", decode_baselines.flash_mla_calls, sets, SCALE)
-            if theirs_s:
-                bar = MLA_BAR if heads == 16 else MANY_HEADS_BAR
-                yield duration("mla_decode / FlashMLA", told, ours_s, theirs_s, bar)
-        del sets, calls, fill
+def _merge_calls(heads: Heads, batch: int, shards: int) -> Calls:
+    shape, device = (batch, heads.query, heads.dim), decode_cases.DEVICE
+    read = shards * batch * heads.query * heads.dim * 4
+
+    def call() -> Callable[[], Any]:
+        outs = torch.randn(shards, *shape, device=device)
+        lses = torch.randn(shards, *shape[:-1], device=device)
+        out = torch.empty(shape, dtype=BF16, device=device)
+        return functools.partial(merge_partials, outs, lses, out)
+
+    return [call() for _ in range(copies(read))]
+
+
+def _latent(
+    params: dict[str, Param], lengths: list[int], heads: int, queries: int, copy: float
+) -> Iterator[Row]:
+    coded = params["cache"] == "fp8"
+    read = sum(lengths) * (656 if coded else 2 * 576)
+    sets = [latent_set(lengths, heads, queries, 64, coded) for _ in range(copies(read))]
+    calls, fill = latent_calls(sets)
+    ours_s = seconds(calls, REPLAYS)
+    yield throughput("mla_decode", params, read / ours_s / 1e9, copy / 1e9, None)
+    if not coded:
+        yield duration("planning / mla_decode", params, seconds([fill]), ours_s, None)
+        theirs_s = _seconds("sgl-flash-mla", decode_baselines.flash_mla_calls, sets, SCALE)
+        if theirs_s:
+            bar = MLA_BAR if heads == 16 else MANY_HEADS_BAR
+            yield duration("mla_decode / FlashMLA", params, ours_s, theirs_s, bar)
 
 
 _absent: set[str] = set()

@@ -5,10 +5,12 @@ Each function takes sets of buffers and gives a call for each, planned already: 
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import LatentSet, PagedSet
@@ -19,10 +21,17 @@ FLEX_PAGE = 128
 
 
 def flex_attention_calls(sets: Sequence[PagedSet], compiled: bool = True) -> Calls:
-    """torch's FlexAttention over its own `PagedAttention`, whose pages must be of 128 tokens."""
+    """torch's FlexAttention over its own `PagedAttention`, whose pages must be of 128 tokens.
+
+    What was compiled before is forgotten: all shapes share one limit of recompilations, behind which
+    torch would run FlexAttention uncompiled, and lose. `fullgraph` makes that an error.
+    """
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     paging = importlib.import_module("torch.nn.attention.experimental._paged_attention")
-    attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
+    attend = flex.flex_attention
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, dynamic=False, fullgraph=True)
 
     def call(given: PagedSet) -> Callable[[], Any]:
         device, batch = decode_cases.DEVICE, len(given.lengths)
@@ -81,6 +90,9 @@ def flashinfer_calls(sets: Sequence[PagedSet]) -> Calls:
 def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
     """FlashMLA's dense decoding for Hopper, as the wheel sgl-flash-mla keeps it; pages of 64 tokens."""
     flash_mla = importlib.import_module("flash_mla")
+    # The wheel has two kernels and picks by this; others have the dense one only.
+    known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    chosen = {"use_legacy": True} if "use_legacy" in known else {}
 
     def call(given: LatentSet) -> Callable[[], Any]:
         meta, _ = flash_mla.get_mla_metadata()
@@ -89,7 +101,7 @@ def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
             *(given.query, cache, given.table, given.lengths, 512, meta),
             softmax_scale=scale,
             causal=True,
-            use_legacy=True,
+            **chosen,
         )
 
     return [call(given) for given in sets]

@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from pd_kernels.decode import (
     plan_paged_decode,
     soft_cap,
 )
+from pd_kernels.decode.merge import launch_merge, reference_merge
 from pd_kernels.decode.mla_batch import MlaBatch
 from pd_kernels.decode.mla_kernel import launch_mla
 from pd_kernels.decode.paged_batch import Batch
@@ -25,6 +27,9 @@ from pd_kernels.decode.reference import reference_mla_decode, reference_paged_de
 from pd_kernels.decode.schedule import schedule
 
 BOUND = 5e-3
+MERGE_BOUND = 1e-6
+"""In float32, against float64."""
+
 LAUNCHES = 4
 """Of each case, over one plan: a race may show in one of several."""
 
@@ -38,12 +43,17 @@ HEADS = (
 def check_decode(cases: int, seed: int) -> list[str]:
     """What went wrong, a line each; empty when all was right."""
     problems = []
-    latent = cases // 3
-    for name, count, check in (("paged", cases - latent, _paged), ("latent", latent, _latent)):
+    latent, merges = cases // 3, -(-cases // 10)
+    checks = (("paged", cases - latent, _paged), ("latent", latent, _latent))
+    for name, count, check in (*checks, ("merge", merges, _merge)):
         for case in range(count):
             chance = random.Random(seed * 100_003 + case)
             torch.manual_seed(chance.randrange(1 << 30))
-            if wrong := check(chance):
+            try:
+                wrong = check(chance)
+            except Exception as error:  # one case must not hide the others
+                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            if wrong:
                 problems.append(f"{name}, case {case} of seed {seed}: {wrong}")
     return problems
 
@@ -73,11 +83,12 @@ def _paged(chance: random.Random) -> str:
     batch.check()
     batch.check_kernel()
     plan = plan_paged_decode(batch.query, batch.keys, window=window)
-    wrong = _compare(
+    kernel = _Kernel(
         *(plan, batch.lengths, batch.query.shape),
         lambda out, lse: reference_paged_decode(batch, out, lse),
         lambda out, lse: launch_paged(batch, out, lse, plan.tensors),
     )
+    wrong = _compare(kernel)
     return f"{told}: {wrong}" if wrong else ""
 
 
@@ -90,36 +101,117 @@ def _latent(chance: random.Random) -> str:
     batch.check()
     batch.check_kernel()
     plan = plan_mla_decode(batch.query, batch.cache)
-    wrong = _compare(
+    kernel = _Kernel(
         *(plan, batch.lengths, (*batch.query.shape[:3], 512)),
         lambda out, lse: reference_mla_decode(batch, out, lse),
         lambda out, lse: launch_mla(batch, out, lse, plan.tensors),
     )
+    wrong = _compare(kernel)
     return f"{told}: {wrong}" if wrong else ""
 
 
-def _compare(
-    plan: Plan,
-    lengths: torch.Tensor,
-    shape: tuple[int, ...],
-    reference: Callable[[torch.Tensor, torch.Tensor], None],
-    launch: Callable[[torch.Tensor, torch.Tensor], None],
-) -> str:
-    device = decode_cases.DEVICE
-    plan.fill(lengths)
-    if not torch.equal(plan.records, schedule(lengths, plan.rows, plan.workers, plan.costs)):
-        return "the plan differs from its definition"
-    wanted, sums = torch.empty(shape, device=device), torch.empty(shape[:3], device=device)
-    reference(wanted, sums)
-    for _ in range(LAUNCHES):
-        out = torch.full(shape, 7.0, dtype=torch.bfloat16, device=device)
-        lse = torch.full(shape[:3], 7.0, device=device)
-        launch(out, lse)
-        error = float((out.float() - wanted).norm() / wanted.norm().clamp_min(1e-30))
-        if not error <= BOUND:
-            return f"error {error:.2e}, at most {BOUND}"
-        if not torch.allclose(lse, sums, atol=2e-3):
-            return "lse differs"
-        if plan.counters.any():
-            return "counters are not zero after a launch"
+def _merge(chance: random.Random) -> str:
+    """2 to 8 shards, one of them empty, and one sequence of which no shard has anything."""
+    device, dim = decode_cases.DEVICE, chance.choice([64, 80, 128, 512])
+    shape = chance.randint(1, 40), chance.choice([1, 8, 28])
+    for shards in range(2, 9):
+        outs = torch.randn(shards, *shape, dim, device=device)
+        lses = torch.randn(shards, *shape, device=device) * chance.choice([1, 5, 50])
+        empty = chance.randrange(shards)
+        outs[empty], lses[empty] = torch.nan, -torch.inf
+        outs[:, 0], lses[:, 0] = torch.nan, -torch.inf
+        wanted, sums = reference_merge(outs.double(), lses.double())
+        out = torch.full((*shape, dim), 7.0, device=device)
+        lse = launch_merge(outs, lses, out)
+        error = float((out - wanted).norm() / wanted.norm().clamp_min(1e-30))
+        told = f"{shards} shards of {list(shape)} x {dim}, shard {empty} empty"
+        if not error <= MERGE_BOUND:
+            return f"{told}: error {error:.2e}, at most {MERGE_BOUND}"
+        if out[0].any() or not torch.allclose(lse.double(), sums, rtol=1e-6, atol=1e-6):
+            return f"{told}: lse, or what is empty, differs"
     return ""
+
+
+class _Kernel(NamedTuple):
+    """A case: its plan, its lengths, which the reference and the launch read, and both of them."""
+
+    plan: Plan
+    lengths: torch.Tensor
+    shape: tuple[int, ...]
+    reference: Callable[[torch.Tensor, torch.Tensor], None]
+    launch: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `out` and `lse`, both of 7."""
+        device = decode_cases.DEVICE
+        out = torch.full(self.shape, 7.0, dtype=torch.bfloat16, device=device)
+        return out, torch.full(self.shape[:3], 7.0, device=device)
+
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.room()
+        out = out.float()
+        self.reference(out, lse)
+        return out, lse
+
+
+def _compare(kernel: _Kernel) -> str:
+    kernel.plan.fill(kernel.lengths)
+    wanted = kernel.wanted()
+    for _ in range(LAUNCHES):
+        found = kernel.room()
+        kernel.launch(*found)
+        if wrong := _differs(kernel, found, wanted):
+            return wrong
+    return _replayed(kernel)
+
+
+def _replayed(kernel: _Kernel) -> str:
+    """One step captured, and replayed with shorter lengths: as an engine's CUDA graphs are."""
+    found = kernel.room()
+
+    def step() -> None:
+        kernel.plan.fill(kernel.lengths)
+        kernel.launch(*found)
+
+    replay = captured(step)
+    kernel.lengths.copy_(kernel.lengths // 2)
+    wanted = kernel.wanted()
+    for _ in range(2):
+        for tensor in found:
+            tensor.fill_(7.0)
+        replay()
+        if wrong := _differs(kernel, found, wanted):
+            return f"replayed with lengths {kernel.lengths.tolist()}: {wrong}"
+    return ""
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """What does the step again: a CUDA graph's replay. On a CPU, which has no graphs, the step."""
+    if decode_cases.DEVICE == "cpu":
+        return step
+    torch.cuda.synchronize()  # a graph's stream waits for nobody
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
+
+
+def _differs(
+    kernel: _Kernel,
+    found: tuple[torch.Tensor, torch.Tensor],
+    wanted: tuple[torch.Tensor, torch.Tensor],
+) -> str:
+    plan, (out, lse), (result, sums) = kernel.plan, found, wanted
+    defined = schedule(kernel.lengths, plan.rows, plan.workers, plan.costs)
+    if not torch.equal(plan.records, defined):
+        return "the plan differs from its definition"
+    error = float((out.float() - result).norm() / result.norm().clamp_min(1e-30))
+    if not error <= BOUND:
+        return f"error {error:.2e}, at most {BOUND}"
+    if not torch.allclose(lse, sums, atol=2e-3):
+        return "lse differs"
+    return "counters are not zero after a launch" if plan.counters.any() else ""

@@ -2,11 +2,14 @@
 """Rows of a report: the fields are those that pd_connector's benchmarks write."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 Param = str | int | float
+FAILED = "failed"
+"""The param that says why there are no figures."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Row:
         ratio: ours / baseline.
         bar: what the ratio is held to: the least for a throughput, the most for a time; None where
             nothing is asked.
-        ok: False only where a bar was missed.
+        ok: False only where a bar was missed, or the case failed: then there are no figures (NaN), and
+            the param `failed` says why.
     """
 
     name: str
@@ -48,24 +52,48 @@ def duration(
     return Row(name, params, ours_s * 1e6, baseline_s * 1e6, "us", ratio, bar, passed)
 
 
+def guarded(name: str, params: Mapping[str, Param], rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows of a case; if it raises, those it had, and one that says so, which is not ok."""
+    try:
+        yield from rows
+    except Exception as error:  # whatever stops a case must not stop the rest
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        none = math.nan
+        yield Row(name, {**params, FAILED: cause}, none, none, "", none, None, False)
+
+
+def line(row: Row) -> str:
+    """A row for reading, as it comes."""
+    told = " ".join(f"{key}={value}" for key, value in row.params.items() if key != FAILED)
+    if FAILED in row.params:
+        return f"{row.name}: {told}: FAILED: {row.params[FAILED]}"
+    bar = "" if row.bar is None else f", bar {row.bar:.2f}{'' if row.ok else ' MISSED'}"
+    figures = f"{row.ours:,.1f} beside {row.baseline:,.1f} {row.unit}"
+    return f"{row.name}: {told}: {figures}, ratio {row.ratio:.3f}{bar}"
+
+
 def write_json(path: Path, rows: Sequence[Row]) -> None:
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    """All rows as a list; figures that there are not are null."""
+    found = [
+        {key: None if value != value else value for key, value in asdict(row).items()}
+        for row in rows
+    ]
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A plain table; missed bars are marked."""
-    columns = list(dict.fromkeys(key for row in rows for key in row.params))
+    """A plain table; missed bars, and cases that failed, are marked."""
+    columns = list(dict.fromkeys(key for row in rows for key in row.params if key != FAILED))
     header = ["", *columns, "ours", "baseline", "unit", "ratio", "bar", ""]
     lines = [
         [
             row.name,
             *(str(row.params.get(column, "")) for column in columns),
-            f"{row.ours:,.1f}",
-            f"{row.baseline:,.1f}",
+            *("" if math.isnan(n) else f"{n:,.1f}" for n in (row.ours, row.baseline)),
             row.unit,
-            f"{row.ratio:.3f}",
+            "" if math.isnan(row.ratio) else f"{row.ratio:.3f}",
             "" if row.bar is None else f"{row.bar:.2f}",
-            "" if row.ok else "MISSED",
+            "" if row.ok else "FAILED" if FAILED in row.params else "MISSED",
         ]
         for row in rows
     ]

@@ -141,3 +141,8 @@ class DecodeBatch:
                 raise ValueError(f"{name}: elements {stride} apart, must be consecutive")
         if self.table.dtype != torch.int32 or self.table.stride(1) != 1:
             raise ValueError(f"block_table of {self.table.dtype}: must be int32, rows consecutive")
+        if not self.lengths.is_contiguous():
+            raise ValueError(
+                f"lengths: {self.lengths.stride(0)} elements apart, must be consecutive: "
+                "pass lengths.contiguous()"
+            )

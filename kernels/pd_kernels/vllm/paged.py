@@ -211,14 +211,15 @@ class PagedImpl(AttentionImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """As vLLM's: new `key` and `value` are None in a layer that reads another one's KV."""
         decodes = None if attn_metadata is None else attn_metadata.decodes
         rest = None if attn_metadata is None else attn_metadata.rest
         if decodes is None:
@@ -233,10 +234,8 @@ class PagedImpl(AttentionImpl):
         tokens = decodes.tokens
         self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
         if rest is not None:
-            super().forward(
-                *(layer, query[tokens:], key[tokens:], value[tokens:]),
-                *(kv_cache, rest, output[tokens:]),
-            )
+            new = (None if x is None else x[tokens:] for x in (key, value))
+            super().forward(layer, query[tokens:], *new, kv_cache, rest, output[tokens:])
         return output
 
     def _decode(
