@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from pd_kernels.bench.caches import ORDERS, POOLS, Cache, Model, make_cache
+from pd_kernels.bench.cases import problems
 from pd_kernels.transfer import (
     Blocks,
     Payload,
@@ -32,14 +33,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def check_transfer(cases: int, seed: int) -> list[str]:
     """What went wrong, a line each; empty when all was right."""
     checks = (("pages", cases, _paged), ("whole pages", 4, _verbatim), ("reshard", 12, _resharded))
-    problems = []
-    for name, count, check in checks:
-        for case in range(count):
-            chance = random.Random(seed * 100_003 + case)
-            torch.manual_seed(chance.randrange(1 << 30))
-            if wrong := check(chance):
-                problems.append(f"{name}, case {case} of seed {seed}: {wrong}")
-    return problems
+    return problems(checks, seed)
 
 
 def _verbatim(chance: random.Random) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pd_kernels.bench import decode_cases
+from pd_kernels.bench.cases import problems
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.decode import (
     Mod,
@@ -42,20 +43,13 @@ HEADS = (
 
 def check_decode(cases: int, seed: int) -> list[str]:
     """What went wrong, a line each; empty when all was right."""
-    problems = []
     latent, merges = cases // 3, -(-cases // 10)
-    checks = (("paged", cases - latent, _paged), ("latent", latent, _latent))
-    for name, count, check in (*checks, ("merge", merges, _merge)):
-        for case in range(count):
-            chance = random.Random(seed * 100_003 + case)
-            torch.manual_seed(chance.randrange(1 << 30))
-            try:
-                wrong = check(chance)
-            except Exception as error:  # one case must not hide the others
-                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-            if wrong:
-                problems.append(f"{name}, case {case} of seed {seed}: {wrong}")
-    return problems
+    checks = (
+        ("paged", cases - latent, _paged),
+        ("latent", latent, _latent),
+        ("merge", merges, _merge),
+    )
+    return problems(checks, seed)
 
 
 def _lengths(chance: random.Random) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 
 from pd_kernels.bench.baselines import torch_gather, torch_reshard
 from pd_kernels.bench.caches import LLAMA_8B, MODELS, Cache, Model, make_cache
-from pd_kernels.bench.report import Param, Row, duration, throughput
+from pd_kernels.bench.report import Param, Row, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.transfer import (
     Blocks,
@@ -38,11 +38,14 @@ def measure_transfer(token_counts: Sequence[int]) -> Iterator[Row]:
     for model, tokens in itertools.product(MODELS, token_counts):
         print(f"{model.name}, {tokens:,} tokens", flush=True)
         for page_size, order in LAYOUTS:
-            yield from _paged(model, tokens, page_size, order, copy)
+            told: dict[str, Param] = {"model": model.name, "tokens": tokens, "page": page_size}
+            rows = _paged(model, tokens, page_size, order, copy)
+            yield from guarded("gather and scatter", told | {"layout": order}, rows)
             torch.cuda.empty_cache()
     sizes = (1, 2, 4, 8)
     for ranks in itertools.product(sizes, sizes):
-        yield _reshard(LLAMA_8B, 7_500, ranks, copy)
+        told = {"model": LLAMA_8B.name, "tokens": 7_500, "ranks": f"{ranks[0]} to {ranks[1]}"}
+        yield from guarded("reshard", told, _reshard(told, LLAMA_8B, ranks, copy))
 
 
 def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -> Iterator[Row]:
@@ -94,7 +97,10 @@ def _torch_seconds(
     )
 
 
-def _reshard(model: Model, tokens: int, ranks: tuple[int, int], copy: float) -> Row:
+def _reshard(
+    params: Mapping[str, Param], model: Model, ranks: tuple[int, int], copy: float
+) -> Iterator[Row]:
+    tokens = int(params["tokens"])
     payload = Payload(
         "raw", model.heads, model.layers, tokens, model.key_dim, model.value_dim, BF16.itemsize
     )
@@ -108,14 +114,9 @@ def _reshard(model: Model, tokens: int, ranks: tuple[int, int], copy: float) -> 
     ours_s = seconds([_call(reshard, Resharding.of(sources, destinations, payload))])
     shape = model.layers * len(payload.dims), model.heads, payload.code_bytes(0)
     theirs_s = seconds([_call(torch_reshard, sources, destinations, shape)])
-    params: Mapping[str, Param] = {
-        "model": model.name,
-        "tokens": tokens,
-        "ranks": f"{ranks[0]} to {ranks[1]}",
-        "torch_us": round(theirs_s * 1e6),
-    }
+    told = {**params, "torch_us": round(theirs_s * 1e6)}
     moved = 2 * model.bytes_of(tokens, 2)
-    return throughput("reshard", params, moved / ours_s / 1e9, copy / 1e9, RESHARD_BAR)
+    yield throughput("reshard", told, moved / ours_s / 1e9, copy / 1e9, RESHARD_BAR)
 
 
 def _rates(
