@@ -38,19 +38,20 @@ def test_flex_attention_is_compiled_for_each_batch_and_never_falls_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch compiles a function for so many shapes, and then runs it as it is."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     batches = [
         [decode_cases.paged_set([length, 3], TINY, 128, torch.bfloat16) for _ in range(2)]
         for length in (200, 700)
     ]
-    for sets in batches:
-        for call in decode_baselines.flex_attention_calls(sets):
-            call()
-    short, _, long = decode_baselines.flex_attention_calls([*batches[0], batches[1][0]])
-    short()
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        long()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for sets in batches:
+            for call in decode_baselines.flex_attention_calls(sets):
+                call()
+        short, _, long = decode_baselines.flex_attention_calls([*batches[0], batches[1][0]])
+        short()
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            long()
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("legacy", [False, True])
