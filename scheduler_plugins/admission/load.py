@@ -85,6 +85,10 @@ class LoadReport(msgspec.Struct, frozen=True):
             lane = queue.lane(name)
             work = lane.work
             classes[name] = ClassLoad(
-                len(lane), lane.tokens, work.waiting_s, work.arriving(now_s), queue.balance_s(name)
+                len(lane),
+                lane.tokens,
+                work.waiting_s,
+                work.arriving(now_s),
+                queue.turns.balance_s(name),
             )
         return cls(model, prefill_left_s, classes, tuple(decoding), decode_tokens)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 
 from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.policy.queue.request import BlockHash, Waiting
-from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
-from scheduler_plugins.qos.shares import DeficitShares
+from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.costing import Costing, Costs
 from scheduler_plugins.queue.lane import Lane
 from scheduler_plugins.queue.place import Place
 from scheduler_plugins.queue.prefixes import Prefixes
+from scheduler_plugins.queue.turns import Turns
 
 LOOKS_PER_PEEK = 32
 """Places that are evaluated anew before one is chosen. The order is exact unless the cache made
@@ -34,10 +34,8 @@ class WaitingQueue:
     ones overtake, each of these costs less than itself. Other classes lengthen that by at most 1 /
     `reserved_fraction`. Requests that are removed count as having overtaken.
 
-    **Batches.** The only request of a class that is owed is prefilled without new ones of lower
-    priority beside it: they would make its steps longer. That costs the others a step's fixed time,
-    which the class pays for as part of its work. Before it comes, steps can be kept short for it
-    (`expects_higher`).
+    **Batches.** `peek` returns None although requests wait where the batch has to go without another:
+    for a request that wants one by itself, and for what is guarded (`Turns`).
     """
 
     def __init__(
@@ -67,8 +65,8 @@ class WaitingQueue:
         self._reserved: str | None = None
         self._alone: str | None = None
         self._started: set[str] = set()
-        self._guarded: dict[str, int] = {}  # priorities of owed requests that are being prefilled
-        self._shares = DeficitShares(())
+        self.turns = Turns()
+        """Of the classes; to be asked by others, not changed."""
         self.set_classes(classes)
 
     def __len__(self) -> int:
@@ -84,12 +82,9 @@ class WaitingQueue:
 
     def set_classes(self, classes: Sequence[QosClass]) -> None:
         """Use other classes; requests move to theirs, and keep their order of arrival."""
-        self._classes = {one.name: one for one in classes}
-        self._default = default_class(classes).name
-        self._lowest = min(one.priority for one in classes)
-        self._shares.update(classes)
         arrived = sorted(self._places.values(), key=lambda place: place.request.arrival_s)
         self._lanes = {one.name: Lane() for one in classes}
+        self.turns.update(classes, self._lanes)
         for place in arrived:
             self._lane_of(place).append(place)
         self._out = {}
@@ -106,24 +101,16 @@ class WaitingQueue:
         for place in self._places.values():
             place.group = policy.group(place.request)
             place.key, place.cost_s = self.costing.evaluate(place)
-        self.set_classes(tuple(self._classes.values()))
+        self.set_classes(self.turns.classes)
 
     @property
     def classes(self) -> Sequence[str]:
         """Names of the classes."""
-        return list(self._classes)
+        return list(self._lanes)
 
     def lane(self, name: str) -> Lane:
         """What waits in a class; to be read, not changed."""
         return self._lanes[name]
-
-    def class_of(self, qos: str) -> str:
-        """Name of the class of requests that name `qos`."""
-        return qos if qos in self._classes else self._default
-
-    def balance_s(self, name: str) -> float:
-        """Seconds of work that a class has earned and not used."""
-        return self._shares.balance_s(name)
 
     def cost_s(self, request: Waiting) -> float:
         """Predicted prefill time of a request, given what is cached now."""
@@ -176,7 +163,7 @@ class WaitingQueue:
             self._lane_of(place).put_first(place)
             return
         place, booked = out
-        self._shares.refund(booked)
+        self.turns.refund(booked)
         self._places[request.id] = place
         if self.policy.calibrated:
             place.key, place.cost_s = self.costing.evaluate(place)
@@ -185,7 +172,7 @@ class WaitingQueue:
     def skipped(self, request_id: str) -> None:
         """What was popped in this scan was not started: it fills no batch by itself."""
         self._started.discard(request_id)
-        self._guarded.pop(request_id, None)
+        self.turns.unguard(request_id)
         if self._alone == request_id:
             self._alone = None
 
@@ -199,7 +186,7 @@ class WaitingQueue:
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` may return None although requests wait."""
-        return bool(self._guarded) or self.policy.splits_batches
+        return self.turns.guarding or self.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine looks at its queue anew.
@@ -208,8 +195,7 @@ class WaitingQueue:
             full: a request that wants a batch by itself is being prefilled.
             prefilling: ids of the requests whose prefill goes on in this batch.
         """
-        if self._guarded:
-            self._guarded = {one: self._guarded[one] for one in prefilling if one in self._guarded}
+        self.turns.keep_guards(prefilling)
         self._head = None
         self._out = {}
         self._started = set()
@@ -235,38 +221,12 @@ class WaitingQueue:
         self._drop(place)
         cost_s = place.cost_s if exact else self.cost_s(request)
         cost_s = 0.0 if place.resumed else cost_s
-        if self._deserves_guard(place.lane):
-            self._guarded[request.id] = self._classes[place.lane].priority
-        self._out[request.id] = place, self._charge(place.lane, cost_s)
+        self.turns.guard(request.id, place.lane)
+        self._out[request.id] = place, self.turns.charge(place.lane, cost_s)
         self._started.add(request.id)
         if self.policy.alone(request):
             self._alone = request.id
         return request
-
-    def should_yield(self, qos: str) -> bool:
-        """Whether a prefill of this class that is not done should be preempted for one that is owed.
-
-        True if a class of higher priority has requests and has had less than its reserve. What was
-        prefilled is found in the cache when the request comes back, so that little is lost.
-        """
-        waiting = self._waiting()
-        if not waiting:
-            return False
-        first = self._shares.choose(waiting)
-        mine = self._classes[self.class_of(qos)]
-        return self._shares.balance_s(first) > 0 and self._classes[first].priority > mine.priority
-
-    def expects_higher(self, prefilling: Iterable[str]) -> bool:
-        """Whether a class is owed, and has priority over all that waits and over these classes: the
-        next step may be what its next request waits for."""
-        if len(self._classes) == 1:
-            return False
-        here = {*self._waiting(), *map(self.class_of, prefilling)}
-        highest = max((self._classes[name].priority for name in here), default=self._lowest)
-        return any(
-            one.priority > highest and self._shares.balance_s(one.name) > 0
-            for one in self._classes.values()
-        )
 
     def remove(self, request_id: str) -> bool:
         """Forget a request; False if it does not wait."""
@@ -284,8 +244,8 @@ class WaitingQueue:
             return None
         looks = LOOKS_PER_PEEK - self.recalibrate()
         reserved = self._places.get(self._reserved or "")
-        name = reserved.lane if reserved else self._next_class()
-        if self._guarded and self._classes[name].priority < max(self._guarded.values()):
+        name = reserved.lane if reserved else self.turns.next()
+        if self.turns.shuts_out(name):
             return None
         place = self._first(self._lanes[name], max(looks, 8), reserved)
         return None if self._started and self.policy.alone(place.request) else place
@@ -306,29 +266,8 @@ class WaitingQueue:
         assert place is not None, "a lane was chosen that has no request"
         return place
 
-    def _deserves_guard(self, name: str) -> bool:
-        """Whether steps shall be kept short for a class: it is owed, and has nothing else waiting.
-
-        A class with a queue waits for its turns, which come sooner where batches are full.
-        """
-        above = self._classes[name].priority > self._lowest
-        return above and self._shares.balance_s(name) > 0 and not len(self._lanes[name])
-
-    def _next_class(self) -> str:
-        if len(self._lanes) == 1:
-            return self._default
-        return self._shares.choose(self._waiting())
-
-    def _charge(self, name: str, cost_s: float) -> Mapping[str, float]:
-        if len(self._lanes) == 1:
-            return {}  # all work is everybody's
-        return self._shares.charge(name, cost_s, self._waiting())
-
-    def _waiting(self) -> list[str]:
-        return [name for name, lane in self._lanes.items() if len(lane)]
-
     def _lane_of(self, place: Place) -> Lane:
-        place.lane = self.class_of(place.request.qos)
+        place.lane = self.turns.class_of(place.request.qos)
         return self._lanes[place.lane]
 
     def _new(self, request: Waiting, *, resumed: bool = False) -> Place:

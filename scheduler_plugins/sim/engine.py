@@ -54,7 +54,7 @@ class Engine:
     """Takes requests from a queue one at a time and prefills each, chunk by chunk.
 
     Between two chunks the request may be preempted for a class that is owed
-    (`WaitingQueue.should_yield`). A prompt's blocks can be read from the cache once its prefill has
+    (`Turns.should_yield`). A prompt's blocks can be read from the cache once its prefill has
     ended or was preempted. `truth` is how long things really take, and how long chunks are; what
     the queue believes is its own affair.
     """
@@ -95,7 +95,7 @@ class Engine:
             while arrivals and arrivals[0].arrival_s <= now_s:
                 self._arrive(arrivals.popleft(), 0.0)
             self.queue.begin_scan()
-            if running is not None and self.queue.should_yield(running.request.qos):
+            if running is not None and self.queue.turns.should_yield(running.request.qos):
                 self._preempt(running, done)
                 running = None
             if running is None:

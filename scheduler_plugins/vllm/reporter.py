@@ -49,7 +49,7 @@ class Reporter:
     def arrived(self, request: Waiting, running: Sequence[Request]) -> None:
         """A request comes and is not in the queue yet: note what is to be expected of it."""
         now_s = time.time()
-        qos = self._queue.class_of(request.qos)
+        qos = self._queue.turns.class_of(request.qos)
         spared = self._queue.costing.spared_tokens(request)
         report = self._report(running, now_s)
         expected = self._predictor.predict(report, qos, request.tokens, spared)

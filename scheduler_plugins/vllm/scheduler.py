@@ -200,7 +200,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         ):
             return
         for request in reversed(prefills):
-            if not self._order.should_yield(qos_of(request)):
+            if not self._order.turns.should_yield(qos_of(request)):
                 continue
             if self._fits_beside(head, request):
                 return
@@ -232,7 +232,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         most, model = self.max_num_scheduled_tokens, self._steps.fit.model
         if not (self._may_cut_steps and model.known):
             return most
-        if not self._order.expects_higher(qos_of(one) for one in prefills):
+        if not self._order.turns.expects_higher(qos_of(one) for one in prefills):
             return most
         few = max(model.step_tokens(STEP_OVERHEAD), most // MOST_CUT)
         decoding = len(self.running) - len(prefills)

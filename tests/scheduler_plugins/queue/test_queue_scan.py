@@ -159,17 +159,17 @@ def test_a_prefill_yields_to_a_class_that_is_owed_and_is_not_paid_twice() -> Non
         queue.add(one)
     queue.begin_scan()
     assert queue.pop() is running
-    assert not queue.should_yield(running.qos), "nobody of higher priority waits"
+    assert not queue.turns.should_yield(running.qos), "nobody of higher priority waits"
     queue.add(request("owed", 10, qos="gold"))
-    assert queue.should_yield(running.qos)
+    assert queue.turns.should_yield(running.qos)
     queue.begin_scan()
     queue.prepend(running)
-    before_s = queue.balance_s("free")
+    before_s = queue.turns.balance_s("free")
     assert queue.pop().id == "owed"
     queue.begin_scan()
     assert queue.pop() is running
     earned_s = 0.3 * 10e-3
-    assert queue.balance_s("free") == pytest.approx(before_s + earned_s)
+    assert queue.turns.balance_s("free") == pytest.approx(before_s + earned_s)
 
 
 GUARDING = (
@@ -185,7 +185,7 @@ def guarding(*ids: str) -> WaitingQueue:
     queue.add(request("paid", 1000, qos="free"))
     queue.begin_scan()
     queue.pop()
-    assert queue.balance_s("gold") > 0
+    assert queue.turns.balance_s("gold") > 0
     for one in ids:
         queue.add(request(one, 10, qos="gold" if one.startswith("g") else "free"))
     queue.begin_scan()
@@ -227,9 +227,9 @@ def test_full_batches_beside_what_is_lent_or_was_not_started() -> None:
 
 def test_a_class_that_is_owed_is_expected_unless_it_is_here() -> None:
     queue = guarding("f1")
-    assert queue.expects_higher([])
-    assert queue.expects_higher(["free"])
-    assert not queue.expects_higher(["gold"]), "it is being prefilled"
+    assert queue.turns.expects_higher([])
+    assert queue.turns.expects_higher(["free"])
+    assert not queue.turns.expects_higher(["gold"]), "it is being prefilled"
     queue.add(request("g1", 10, qos="gold"))
-    assert not queue.expects_higher(["free"])
-    assert not queue_of().expects_higher(["default"]), "there is one class only"
+    assert not queue.turns.expects_higher(["free"])
+    assert not queue_of().turns.expects_higher(["default"]), "there is one class only"

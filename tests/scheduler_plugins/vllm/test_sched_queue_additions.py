@@ -152,6 +152,6 @@ def test_a_block_is_wanted_until_the_last_of_those_that_find_it_is_gone() -> Non
 
 def test_requests_of_no_class_belong_to_the_lowest() -> None:
     queue = queue_of()
-    assert [queue.class_of(name) for name in ("premium", "free", "gold", "")] == [
+    assert [queue.turns.class_of(name) for name in ("premium", "free", "gold", "")] == [
         *("premium", "free", "free", "free")
     ]
