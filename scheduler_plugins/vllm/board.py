@@ -108,7 +108,7 @@ class Board:
     def posted(self) -> Posted | None:
         """The whole post, under the same conditions as `read`."""
         for path in (self._path,) if self._path else self._candidates():
-            posted = _read(path)
+            posted = read_post(path)
             if posted is not None:
                 self._path = path
                 return posted if _holds(posted) else None
@@ -203,7 +203,7 @@ def _sealed(post: bytes) -> bytes:
     return _SEAL.pack(len(post), crc32(post)) + post
 
 
-def _read(path: Path) -> Posted | None:
+def read_post(path: Path) -> Posted | None:
     """The post in a file; None if there is none, or none that is whole."""
     for _ in range(_READS):
         with suppress(OSError, struct.error, msgspec.MsgspecError):
@@ -255,6 +255,6 @@ def _make_private(folder: Path) -> None:
 
 
 def _clear_away(path: Path) -> None:
-    posted = _read(path)
+    posted = read_post(path)
     if posted is not None and not _lives(posted.pid):
         path.unlink(missing_ok=True)

@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, two_step, wait_until
 from pairs import Pair, Setup
@@ -22,7 +21,7 @@ from test_handoff import LENGTHS, prompt_of
 from tools import TOLERANCE, delta
 
 from pd_connector.launch import Service
-from scheduler_plugins.vllm.board import Posted, default_folder
+from scheduler_plugins.vllm.board import Posted, default_folder, read_post
 
 FLAG = "scheduler_plugins.vllm.PrefixAwareScheduler"
 CLASSES = """
@@ -53,7 +52,9 @@ def posted(engine: Service) -> Posted:
     """What the engine's core has told last: its parent is the process that we started."""
     assert engine.family is not None
     (path,) = default_folder().glob(f"*.{engine.family.pid}.dp0")
-    return msgspec.msgpack.decode(path.read_bytes(), type=Posted)
+    found = read_post(path)
+    assert found is not None
+    return found
 
 
 @contextmanager
