@@ -34,6 +34,11 @@ class Costing:
         self._model = costs.model
         self._block_tokens = block_tokens
 
+    @property
+    def model(self) -> CostModel:
+        """The cost model in use; see `renew`."""
+        return self._model
+
     def place(self, request: Waiting) -> Place:
         """A place for a request, not evaluated."""
         place = Place(request, self._block_tokens)
@@ -60,6 +65,11 @@ class Costing:
         """Tokens of a request that need no computing: what is cached now, or will be loaded."""
         usable = Place(request, self._block_tokens).usable
         return self._spared(request, self._prefixes.count(request.block_hashes, usable))
+
+    def left(self, request: Waiting, computed_tokens: int) -> float:
+        """The key of what is left of a prefill."""
+        left_s = self._model.prefill_s(request.tokens, computed_tokens)
+        return self.policy.key(request, computed_tokens, left_s)
 
     def renew(self) -> bool:
         """Take up the newest model; whether it is another one."""

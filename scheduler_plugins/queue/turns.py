@@ -90,6 +90,10 @@ class Turns:
         if self._guarded:
             self._guarded = {one: self._guarded[one] for one in prefilling if one in self._guarded}
 
+    def outranks(self, name: str, qos: str) -> bool:
+        """Whether a class has at least the priority of requests that name `qos`."""
+        return self._classes[name].priority >= self._classes[self.class_of(qos)].priority
+
     def shuts_out(self, name: str) -> bool:
         """Whether none of this class may start now, because of what is guarded."""
         return bool(self._guarded) and self._classes[name].priority < max(self._guarded.values())

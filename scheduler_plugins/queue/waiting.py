@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.policy.queue.request import BlockHash, Waiting
@@ -210,6 +211,30 @@ class WaitingQueue:
         if self._head is None:
             self._head = self._choose()
         return self._head.request if self._head else None
+
+    def tokens_before(self, prefill: Waiting, computed_tokens: int, most_tokens: int) -> int:
+        """Prompt tokens of the next requests that go before what is left of a prefill under way:
+        shortest remaining work first, where the policy says so.
+
+        Args:
+            computed_tokens: of its prompt, cached ones included.
+            most_tokens: requests that need more than that together are left out.
+        """
+        if not self.policy.overtakes_running or self.peek() is None or self._head is None:
+            return 0
+        head, tokens = self._head, 0
+        if not self.turns.outranks(head.lane, prefill.qos):
+            return 0
+        key = self.costing.left(prefill, computed_tokens)
+        others = (place for place in self._lanes[head.lane].next() if place is not head)
+        for place in islice(chain((head,), others), LOOKS_PER_PEEK):
+            if place.key >= key:
+                break
+            fresh = place.request.tokens - self.costing.spared_tokens(place.request)
+            if tokens + fresh > most_tokens:
+                break
+            tokens += fresh
+        return tokens
 
     def pop(self) -> Waiting:
         """Take the request that `peek` returns. Raises IndexError where that is None."""

@@ -100,6 +100,19 @@ class OrderedRequests(RequestQueue):
         first = self._queue.peek()
         return self._requests[first.id] if first else None
 
+    def tokens_before(self, prefill: Request, most_tokens: int) -> int:
+        """See `WaitingQueue.tokens_before`; 0 where the next request waits for more than its turn."""
+        head = self.head()
+        if (
+            head is None
+            or head.request_id in self._turned_back
+            or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ):
+            return 0
+        return self._queue.tokens_before(
+            describe(prefill, self._cache), prefill.num_computed_tokens, most_tokens
+        )
+
     def add_request(self, request: Request) -> None:
         self._forget(request.request_id)
         self._requests[request.request_id] = request

@@ -5,7 +5,7 @@ vLLM decides everything that is not about order: it calls our queue (`requests.p
 call its own. What is added around its methods:
 
 - before `schedule`: changed settings, changes of the prefix cache, a prefill that gives way to a
-  class that is owed, the length of the step, the order of eviction
+  class that is owed, the length of the step and of its prefills, the order of eviction
 - after `schedule` and `update_from_output`: the step's time, first tokens, the load report
 - around `add_request` and the end of a request: what was predicted of it, what it leaves behind
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from scheduler_plugins.vllm.requests import (
     is_prefill_only,
     qos_of,
 )
+from scheduler_plugins.vllm.shape import StepShape
 from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scheduler_plugins.vllm")
 
-STEP_OVERHEAD = 0.1
-"""Where steps are kept short for a class that may come, the fixed cost of one is at most this part of
-what its prompt tokens cost: what the classes below it pay."""
-MOST_CUT = 4
-"""Such a step has at least this part of the tokens that vLLM allows: fits may miss the fixed cost."""
-
 
 class PrefixAwareScheduler(AsyncScheduler):
     """Orders waiting requests by what each costs given what is cached now, class by class.
@@ -57,7 +51,7 @@ class PrefixAwareScheduler(AsyncScheduler):
     Works with and without async scheduling, alone and on either engine of a pair.
     """
 
-    max_num_scheduled_tokens: int  # vLLM's budget of a step, less only during `schedule`
+    max_num_scheduled_tokens: int  # vLLM's budget of a step; `StepShape` lowers it for one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's.
@@ -86,12 +80,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             self._order, self._cache, max_overtaken=self._live.max_overtaken
         )
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1
-        # Whoever must compute something in one piece may need a whole step for it.
-        self._may_cut_steps = (
-            self.scheduler_config.enable_chunked_prefill
-            and not self.has_mamba_layers
-            and not self.vllm_config.model_config.is_multimodal_model
-        )
+        self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
         self._gave_way_to = ""
@@ -111,12 +100,11 @@ class PrefixAwareScheduler(AsyncScheduler):
                 self.waiting.begin_scan(full=True, prefilling=ids)
         if self._discard.pending:
             self._discard.make_room(self._most_blocks(self.max_num_scheduled_tokens))
-        most_tokens = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = self._step_tokens(prefills)
+        self._shape.limit(prefills)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            self.max_num_scheduled_tokens = most_tokens
+            self._shape.lift()
         self.waiting.end_scan()
         self._steps.scheduled(output, self.requests, time.monotonic())
         if self._whole_cache:
@@ -184,7 +172,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             for request in self.running
         )
 
-    def _give_way(self, prefills: Sequence[Request]) -> None:
+    def _give_way(self, prefills: list[Request]) -> None:
         """Preempt a prefill between two chunks where a class of higher priority is owed.
 
         As vLLM does it when it resets the cache: through `_preempt_request`, before the step. What
@@ -207,6 +195,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             if self._request_blocks_can_be_freed(request):
                 self._gave_way_to = head.request_id
                 self.running.remove(request)
+                prefills.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)
                 # It may start again in this very step: the worker must be told all of it.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -225,18 +214,6 @@ class PrefixAwareScheduler(AsyncScheduler):
         full = len(self.running) >= self.max_num_active_reqs
         small = left <= 2 * self._cache.block_tokens and room > 0
         return not full and (small or head.num_tokens - spared <= room)
-
-    def _step_tokens(self, prefills: Sequence[Request]) -> int:
-        """How many tokens this step may compute: fewer than vLLM allows where a class that is owed
-        may have to wait for it, but not so few that its fixed cost counts."""
-        most, model = self.max_num_scheduled_tokens, self._steps.fit.model
-        if not (self._may_cut_steps and model.known):
-            return most
-        if not self._order.turns.expects_higher(qos_of(one) for one in prefills):
-            return most
-        few = max(model.step_tokens(STEP_OVERHEAD), most // MOST_CUT)
-        decoding = len(self.running) - len(prefills)
-        return int(min(most, few + decoding * (1 + self.num_spec_tokens)))
 
     def _most_blocks(self, tokens: int, requests: int | None = None) -> int:
         """Blocks that a step takes at most, but for the KV that a connector loads.

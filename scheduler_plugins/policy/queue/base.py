@@ -23,6 +23,8 @@ class QueuePolicy(ABC):
     """Whether keys follow the cache. If not, a key is asked for once, on arrival."""
     by_cost: ClassVar[bool] = False
     """Whether shorter requests overtake longer ones; admission predicts accordingly."""
+    overtakes_running: ClassVar[bool] = False
+    """Whether a request goes before a prefill under way whose rest has a larger key."""
     splits_batches: ClassVar[bool] = False
     """Whether `alone` may be true, so that a batch may have to go without another request."""
 

@@ -15,6 +15,7 @@ class PrefillOnly(SrjfCalibrated):
     """
 
     splits_batches = True
+    overtakes_running = False
 
     def alone(self, request: Waiting) -> bool:
         return request.max_tokens == 1

@@ -31,6 +31,7 @@ class SrjfCalibrated(QueuePolicy):
 
     calibrated = True
     by_cost = True
+    overtakes_running = True
 
     def __init__(self, lambda_: float = DEFAULT_LAMBDA) -> None:
         """Raises: ValueError: `lambda_` is negative or no number."""

@@ -90,5 +90,5 @@ def test_what_decodes_is_not_held_up(rig: Make, depth: int) -> None:
 
 def test_prompts_that_must_be_computed_in_one_piece_get_whole_steps(rig: Make) -> None:
     engine = rig("free")
-    engine.scheduler._may_cut_steps = False
+    engine.scheduler._shape._may_cut = False
     assert engine.step() == {"long": BUDGET}

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens a step computes, and how many of them a prefill that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.vllm.requests import OrderedRequests, qos_of
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+STEP_OVERHEAD = 0.1
+"""Where steps are kept short for a class that may come, the fixed cost of one is at most this part of
+what its prompt tokens cost: what the classes below it pay."""
+MOST_CUT = 4
+"""Such a step has at least this part of the tokens that vLLM allows: fits may miss the fixed cost."""
+MOST_SHARED = 2
+"""At most this part of a step is kept for those that go before a prefill: it takes twice as long at
+the worst."""
+
+
+class StepShape:
+    """Lowers two of vLLM's limits while it puts a step together.
+
+    - The budget of the step, for a class that is owed and may come (`Turns.expects_higher`).
+    - The tokens of each prefill that goes on, which vLLM schedules before anything that waits: so
+      many are left that the requests before it (`WaitingQueue.tokens_before`) start in this step.
+    """
+
+    def __init__(self, scheduler: Scheduler, waiting: OrderedRequests, order: WaitingQueue) -> None:
+        self._scheduler = scheduler
+        self._tokens: int = scheduler.max_num_scheduled_tokens
+        self._chunk: int = scheduler.scheduler_config.long_prefill_token_threshold
+        self._waiting = waiting
+        self._order = order
+        # Whoever must compute something in one piece may need a whole step for it.
+        self._may_cut = (
+            scheduler.scheduler_config.enable_chunked_prefill
+            and not scheduler.has_mamba_layers
+            and not scheduler.vllm_config.model_config.is_multimodal_model
+        )
+
+    def limit(self, prefills: Sequence[Request]) -> None:
+        """Set the limits of the step that is put together next; `prefills` are running."""
+        if not self._may_cut:
+            return
+        scheduler, config = self._scheduler, self._scheduler.scheduler_config
+        tokens = self._step_tokens(self._tokens, prefills)
+        scheduler.max_num_scheduled_tokens = tokens
+        if prefills and (chunk := self._chunk_tokens(tokens, prefills)):
+            config.long_prefill_token_threshold = min(chunk, self._chunk or chunk)
+
+    def lift(self) -> None:
+        """Set vLLM's own limits again."""
+        self._scheduler.max_num_scheduled_tokens = self._tokens
+        self._scheduler.scheduler_config.long_prefill_token_threshold = self._chunk
+
+    def _step_tokens(self, most: int, prefills: Sequence[Request]) -> int:
+        """Fewer than vLLM allows where a class that is owed may have to wait for the step, but not
+        so few that its fixed cost counts."""
+        model = self._order.costing.model
+        if not model.known:
+            return most
+        if not self._order.turns.expects_higher(qos_of(one) for one in prefills):
+            return most
+        decoding = len(self._scheduler.running) - len(prefills)
+        few = max(model.step_tokens(STEP_OVERHEAD), most // MOST_CUT)
+        return int(min(most, few + decoding * (1 + self._scheduler.num_spec_tokens)))
+
+    def _chunk_tokens(self, budget: int, prefills: Sequence[Request]) -> int:
+        """Most tokens of a prefill; 0: no limit."""
+        scheduler = self._scheduler
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
+            return 0
+        shortest = min(prefills, key=_left)
+        wanted = self._waiting.tokens_before(shortest, budget // MOST_SHARED)
+        if not wanted:
+            return 0
+        decoding = sum(map(_may_decode, scheduler.running)) - len(prefills)
+        budget -= int(decoding * (1 + scheduler.num_spec_tokens)) + wanted
+        left = sorted(map(_left, prefills))
+        if sum(left) <= budget:
+            return 0
+        share = largest_share(left, budget)
+        # vLLM's limit holds for those that start as well.
+        return share if share >= wanted else 0
+
+
+def _left(request: Request) -> int:
+    """Tokens of a prefill that are not computed."""
+    return int(request.num_tokens - request.num_computed_tokens)
+
+
+def _may_decode(request: Request) -> bool:
+    """Whether vLLM may schedule it: with async scheduling it knows the last token before it is
+    there, and leaves such requests among those that run."""
+    placeholders = request.num_output_placeholders
+    last = request.num_prompt_tokens + request.max_tokens - 2
+    return not placeholders or request.num_computed_tokens - placeholders < last
+
+
+def largest_share(wants: Sequence[int], budget: int) -> int:
+    """The largest limit with which all `wants`, in ascending order, fit in the budget; at least 1."""
+    for index, want in enumerate(wants):
+        share = budget // (len(wants) - index)
+        if want > share:
+            return max(1, share)
+        budget -= want
+    return max(1, wants[-1])

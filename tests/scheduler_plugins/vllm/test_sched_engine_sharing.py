@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is shorter than the rest of a prefill under way starts beside it, in the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sched_rig import BLOCK, Rig, words
+
+from scheduler_plugins.vllm.shape import largest_share
+
+BUDGET = 64
+CLASSES = """scheduler:
+  qos_classes:
+    - {name: premium, reserved_fraction: 0.5, priority: 9}
+    - {name: free, reserved_fraction: 0.5, priority: 1}
+"""
+
+
+def under_way(tmp_path: Path, settings: str = "scheduler: {}", qos: str = "", **more: Any) -> Rig:
+    """A rig in the middle of a prompt of 300 tokens."""
+    path = tmp_path / "scheduler.yaml"
+    path.write_text(settings)
+    rig = Rig(budget=BUDGET, additional={"pd_scheduler": str(path)}, **more)
+    rig.add("long", words(1, 300), qos=qos)
+    assert rig.step() == {"long": BUDGET}
+    return rig
+
+
+def served(rig: Rig) -> None:
+    rig.run()
+    rig.assert_served()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_shorter_one_shares_the_step(tmp_path: Path, depth: int) -> None:
+    rig = under_way(tmp_path, depth=depth)
+    rig.add("short", words(2, 10))
+    assert rig.step() == {"long": BUDGET - 10, "short": 10}
+    assert rig.step() == {"long": BUDGET}
+    served(rig)
+    assert rig.ended == ["short", "long"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srjf", "longest_prefix", "length_grouped"])
+def test_orders_that_do_not_overtake_what_runs(tmp_path: Path, policy: str) -> None:
+    rig = under_way(tmp_path, f"scheduler: {{policy: {policy}}}")
+    rig.add("short", words(2, 10))
+    assert rig.step() == {"long": BUDGET}
+    served(rig)
+
+
+def test_a_longer_one_waits(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    for _ in range(3):
+        rig.step()
+    rig.add("longer", words(2, 45))  # 44 tokens are left of the other
+    assert rig.step() == {"long": 44, "longer": 20}
+    served(rig)
+    assert rig.ended == ["long", "longer"]
+
+
+def test_half_a_step_is_shared_at_most(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    for n in range(5):
+        rig.add(f"short {n}", words(2 + n, 12))
+    assert rig.step() == {"long": BUDGET - 24, "short 0": 12, "short 1": 12}
+    assert rig.step() == {"long": BUDGET - 24, "short 2": 12, "short 3": 12}
+    served(rig)
+    assert rig.ended[-1] == "long"
+
+
+def test_a_cached_prefix_makes_it_shorter(tmp_path: Path) -> None:
+    rig = Rig(budget=BUDGET)
+    profile = words(3, 6 * BLOCK)
+    rig.add("first", [*profile, 1])
+    rig.run()
+    rig.add("long", words(1, 300))
+    rig.step()
+    rig.add("short", [*profile, 2, 3])
+    assert rig.step() == {"long": BUDGET - 2, "short": 2}
+    served(rig)
+
+
+def test_what_follows_the_prompt_under_way_waits_for_it(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    rig.add("next", [*words(1, 300), 7])
+    while not rig.ended:
+        step = rig.step()
+        assert "next" not in step or "long" in rig.ended
+    served(rig)
+    assert rig.ended == ["long", "next"]
+
+
+def test_a_class_of_lower_priority_shares_no_step(tmp_path: Path) -> None:
+    rig = under_way(tmp_path, CLASSES, "premium")
+    rig.scheduler._order.turns._shares._balances = {"premium": 0.0, "free": 1.0}
+    rig.add("short", words(2, 10), qos="free")
+    assert rig.step() == {"long": BUDGET}
+    served(rig)
+
+
+def test_no_step_is_shared_with_what_did_not_fit_before(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    rig.add("short", words(2, 10))
+    rig.scheduler.waiting._turned_back["short"] = 0
+    assert rig.step() == {"long": BUDGET}
+    served(rig)
+
+
+def test_what_decodes_keeps_its_part(tmp_path: Path) -> None:
+    rig = Rig(budget=BUDGET)
+    for n in range(3):
+        rig.add(f"decodes {n}", words(10 + n, 8), 20)
+    rig.step()
+    rig.add("long", words(1, 300))
+    rig.step()
+    rig.add("short", words(2, 10))
+    step = rig.step()
+    assert (step.pop("long"), step.pop("short")) == (BUDGET - 13, 10)
+    assert sorted(step.values()) == [1, 1, 1]
+    served(rig)
+
+
+def test_vllms_own_limit_stays(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    config = rig.scheduler.scheduler_config
+    rig.scheduler._shape._chunk = config.long_prefill_token_threshold = 20
+    rig.add("short", words(2, 10))
+    assert rig.step() == {"long": 20, "short": 10}
+    assert config.long_prefill_token_threshold == 20
+    served(rig)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.integers(1, 1000))
+def test_the_largest_share_is_the_largest(wants: list[int], budget: int) -> None:
+    wants.sort()
+    share = largest_share(wants, budget)
+
+    def used(limit: int) -> int:
+        return sum(min(want, limit) for want in wants)
+
+    assert used(share) <= max(budget, len(wants))
+    assert share >= wants[-1] or used(share + 1) > budget
