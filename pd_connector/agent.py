@@ -30,6 +30,7 @@ from pd_connector.scheduling import prefer_own_threads, prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
 from pd_connector.serve import Server
 from pd_connector.slab import Slab
+from pd_connector.station import Station
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.registry import make_transports
@@ -94,6 +95,8 @@ class Agent:
         self._watching: set[str] = set()
         self._stopping = False
         self._failed = False
+        self._poller = zmq.Poller()
+        self._polled: list[Any] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper: Gatekeeper | None = None
@@ -197,11 +200,19 @@ class Agent:
         slabs = self._landing, self._sending
         made = make_transports(self._context, config, keys, *slabs, self._pins)
         self._transports = [wrap(transport) for transport in made]
-        common = self._context, config, keys, self.identity, self._cache, self._transports
+        station = Station(
+            config,
+            self.identity,
+            self._context,
+            keys,
+            self._cache,
+            self._transports,
+            self.telemetry,
+        )
         if produces:
-            self._server = Server(*common, self._sending, self.telemetry, self._gate, self._tell)
+            self._server = Server(station, self._sending, self._gate, self._tell)
         if consumes:
-            self._fetcher = Fetcher(*common, self.telemetry, self._shards, self._tell)
+            self._fetcher = Fetcher(station, self._shards, self._tell)
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
@@ -224,16 +235,17 @@ class Agent:
             self._shut()
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        for pollable in self._pollables():
-            poller.register(pollable, zmq.POLLIN)
+        pollables = self._pollables()
+        if pollables != self._polled:  # seldom
+            self._poller, self._polled = zmq.Poller(), pollables
+            for pollable in pollables:
+                self._poller.register(pollable, zmq.POLLIN)
         halves = [half for half in (self._server, self._fetcher) if half]
         restless = any(t.restless for t in self._transports) and any(h.busy for h in halves)
         timeout_ms = _RESTLESS_POLL_MS if restless else int(self._config.heartbeat_s * 500)
         if any(half.preparing for half in halves):  # nobody tells when that has ended
             timeout_ms = min(timeout_ms, _PREPARING_POLL_MS)
-        poller.poll(timeout_ms)
+        self._poller.poll(timeout_ms)
 
     def _step(self, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -283,7 +295,7 @@ class Agent:
                 self._fetcher.drop(request, cause, now)
 
     def _pollables(self) -> list[Any]:
-        found: list[Any] = []
+        found: list[Any] = [self._wake]
         for owner in (self._server, self._fetcher, *self._transports):
             if owner:
                 found += owner.pollables

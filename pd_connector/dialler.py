@@ -3,19 +3,15 @@
 `Welcome` or not."""
 
 import logging
-from collections.abc import Sequence
 
 from pd_connector import wire
 from pd_connector.codec import permitted
-from pd_connector.config import Config
 from pd_connector.errors import Cause, PDConnectorError, TransportError
-from pd_connector.handshake import Identity, RefusedError, hello, judge_welcome
+from pd_connector.handshake import RefusedError, hello, judge_welcome
 from pd_connector.inbox import Way
 from pd_connector.incoming import Session, Source
-from pd_connector.pages import PagedCache
-from pd_connector.security import CurveKeys
-from pd_connector.session import Connection, Context
-from pd_connector.transport.base import Transport
+from pd_connector.session import Connection
+from pd_connector.station import Station
 
 logger = logging.getLogger("pd_connector.dialler")
 
@@ -23,21 +19,14 @@ logger = logging.getLogger("pd_connector.dialler")
 class Dialler:
     """Used by the agent's thread only."""
 
-    def __init__(
-        self,
-        context: Context,
-        config: Config,
-        keys: CurveKeys | None,
-        identity: Identity,
-        cache: PagedCache,
-        transports: Sequence[Transport],
-    ) -> None:
-        self._context = context
+    def __init__(self, station: Station) -> None:
+        config = station.config
+        self._context = station.context
         self._config = config
-        self._keys = keys
-        self._identity = identity
-        self._cache = cache
-        self._transports = {transport.name: transport for transport in transports}
+        self._keys = station.keys
+        self._identity = station.identity
+        self._cache = station.cache
+        self._transports = {transport.name: transport for transport in station.transports}
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:

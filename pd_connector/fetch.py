@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_connector import wire
-from pd_connector.config import Config
 from pd_connector.consumer import Consumer
 from pd_connector.dialler import Dialler
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.geometry import Shard
-from pd_connector.handshake import Identity, RefusedError
+from pd_connector.handshake import RefusedError
 from pd_connector.inbox import Inbox, Way
 from pd_connector.incoming import (
     Action,
@@ -28,12 +27,10 @@ from pd_connector.incoming import (
     Tell,
 )
 from pd_connector.memory import Pieces
-from pd_connector.pages import PagedCache
-from pd_connector.security import CurveKeys
-from pd_connector.session import Connection, Context
+from pd_connector.session import Connection
 from pd_connector.slab import SlotPool
-from pd_connector.telemetry import Telemetry
-from pd_connector.transport.base import Landed, Transport
+from pd_connector.station import Station
+from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.fetch")
 
@@ -55,26 +52,18 @@ class Fetcher:
     """
 
     def __init__(
-        self,
-        context: Context,
-        config: Config,
-        keys: CurveKeys | None,
-        identity: Identity,
-        cache: PagedCache,
-        transports: Sequence[Transport],
-        telemetry: Telemetry,
-        shards: Sequence[Shard],
-        ended: Callable[[Finished | Held], None],
+        self, station: Station, shards: Sequence[Shard], ended: Callable[[Finished | Held], None]
     ) -> None:
+        config, cache = station.config, station.cache
         self._config = config
         self._cache = cache
-        self._telemetry = telemetry
+        self._telemetry = station.telemetry
         self._ended = ended
         self._pool = SlotPool(config.slots)
-        one_sided = any(transport.one_sided for transport in transports)
+        one_sided = any(transport.one_sided for transport in station.transports)
         self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
-        self._dialler = Dialler(context, config, keys, identity, cache, transports)
-        self._inbox = Inbox(cache, telemetry)
+        self._dialler = Dialler(station)
+        self._inbox = Inbox(cache, station.telemetry)
         self._sessions: dict[Source, _Session] = {}
         self._next_heartbeat = 0.0
 

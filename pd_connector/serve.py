@@ -8,23 +8,20 @@ from typing import Any
 
 from pd_connector import wire
 from pd_connector.codec import permitted
-from pd_connector.config import Config
 from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     TransportError,
 )
 from pd_connector.gate import Gate
-from pd_connector.handshake import Identity, RefusedError, connect, judge_hello
+from pd_connector.handshake import RefusedError, connect, judge_hello
 from pd_connector.outbox import OFFERED, Key, Outbox, RevokedError, Way
 from pd_connector.outgoing import Action, Free, Offer, Reply, Send
-from pd_connector.pages import PagedCache
 from pd_connector.producer import Producer
 from pd_connector.route import Route
-from pd_connector.security import CurveKeys
-from pd_connector.session import Context, Listener
+from pd_connector.session import Listener
 from pd_connector.slab import Slab
-from pd_connector.telemetry import Telemetry
+from pd_connector.station import Station
 from pd_connector.transport.base import Transport, Written
 
 logger = logging.getLogger("pd_connector.serve")
@@ -48,31 +45,22 @@ class Server:
     """Used by the agent's thread only. `freed` is told of every request whose pages may go."""
 
     def __init__(
-        self,
-        context: Context,
-        config: Config,
-        keys: CurveKeys | None,
-        identity: Identity,
-        cache: PagedCache,
-        transports: Sequence[Transport],
-        sending: Slab,
-        telemetry: Telemetry,
-        gate: Gate,
-        freed: Callable[[Free], None],
+        self, station: Station, sending: Slab, gate: Gate, freed: Callable[[Free], None]
     ) -> None:
+        config, identity = station.config, station.identity
         self._config = config
         self._identity = identity
-        self._cache = cache
-        self._transports = transports
-        self._telemetry = telemetry
+        self._cache = station.cache
+        self._transports = station.transports
+        self._telemetry = station.telemetry
         self._gate = gate
         self._freed = freed
         self._codecs = permitted(config.codec, config.codec_max_error)
         self._producer = Producer(config)
-        self._listener = Listener(context, config.host, keys)
+        self._listener = Listener(station.context, config.host, station.keys)
         self._sessions: dict[bytes, _Session] = {}
         self._unprepared: set[bytes] = set()  # of these
-        self._outbox = Outbox(config, identity.epoch, cache, sending, gate)
+        self._outbox = Outbox(config, identity.epoch, station.cache, sending, gate)
 
     @property
     def port(self) -> int:

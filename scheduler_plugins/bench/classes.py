@@ -87,9 +87,11 @@ def share_error(setup: Setup, requests: Sequence[Waiting], duration_s: float) ->
     seconds = round(duration_s)
     done = {one.name: [0.0] * seconds for one in CLASSES}
     for step in steps:
-        start_s, end_s, qos = step.start_s, step.end_s, step.record.request.qos
+        start_s, end_s = step.start_s, step.end_s
         for second in range(int(start_s), min(seconds, int(end_s) + 1)):
-            done[qos][second] += max(0.0, min(end_s, second + 1) - max(start_s, second))
+            part = max(0.0, min(end_s, second + 1) - max(start_s, second)) / step.load.tokens
+            for chunk in step.chunks:
+                done[chunk.record.request.qos][second] += part * (chunk.stop - chunk.first)
     width, worst = round(WINDOW_S), 0.0
     for begin in range(width, seconds - width):
         for one in CLASSES:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine: one prefill at a time, in chunks, a prefix cache, decode elsewhere."""
+"""A simulated engine: prefill in steps of a budget, a prefix cache, decode elsewhere."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,22 +41,48 @@ class Served:
         return (self.end_s - self.first_token_s) / (self.request.max_tokens - 1)
 
 
-class Step(NamedTuple):
-    """One chunk of a prefill."""
+class Chunk(NamedTuple):
+    """A part of a prompt that is computed in one step."""
 
     record: Served
+    first: int  # token
+    stop: int
+
+
+class Step(NamedTuple):
+    """What was computed together."""
+
+    chunks: Sequence[Chunk]
     load: StepLoad
     start_s: float
     end_s: float
 
 
-class Engine:
-    """Takes requests from a queue one at a time and prefills each, chunk by chunk.
+@dataclass(slots=True)
+class _Prefill:
+    """One that was started and has not ended."""
 
-    Between two chunks the request may be preempted for a class that is owed
-    (`Turns.should_yield`). A prompt's blocks can be read from the cache once its prefill has
-    ended or was preempted. `truth` is how long things really take, and how long chunks are; what
-    the queue believes is its own affair.
+    record: Served
+    done: int  # tokens, cached ones included
+
+    @property
+    def request(self) -> Waiting:
+        return self.record.request
+
+    @property
+    def left(self) -> int:
+        return self.request.tokens - self.done
+
+
+class Engine:
+    """Puts steps together as vLLM does with our scheduler: prefills under way go on first, then
+    requests are taken from the queue until the step has as many tokens as it may
+    (`truth.chunk_tokens`; 0: each step is one whole prompt). Of the former as much is left that
+    those that go before them have room (`WaitingQueue.tokens_before`), half a step at most.
+
+    Between two steps a prefill may be preempted for a class that is owed (`Turns.should_yield`).
+    Blocks can be read from the cache by what is put into a step after them. `truth` is how long
+    things really take; what the queue believes is its own affair.
     """
 
     def __init__(
@@ -71,14 +97,15 @@ class Engine:
         self._truth = truth
         self._block_tokens = block_tokens
         self._served: dict[str, Served] = {}
+        self._running: list[_Prefill] = []
         self.admit: Callable[[Waiting, float], bool] = _everything
-        """Asked on arrival, with the seconds until the running prefill ends."""
+        """Asked on arrival, with the seconds until the prefills under way end."""
         self.on_first_token: Callable[[Served], None] = _ignore
         """Told when a prefill has ended."""
         self.on_end: Callable[[Served], None] = _ignore
         """Told when the last token was generated."""
         self.on_step: Callable[[Step], None] = _ignore_step
-        """Told of every chunk."""
+        """Told of every step."""
         cache.on_added, cache.on_removed = queue.added, queue.removed
 
     def run(self, requests: Iterable[Waiting]) -> list[Served]:
@@ -87,30 +114,28 @@ class Engine:
         Args:
             requests: in order of arrival; one generates `max_tokens` tokens exactly.
         """
-        arrivals = deque(requests)
-        now_s, running, done = 0.0, None, 0
-        while arrivals or self.queue or running:
-            if running is None and not self.queue:
+        arrivals, now_s = deque(requests), 0.0
+        while arrivals or self.queue or self._running:
+            if not self._running and not self.queue:
                 now_s = max(now_s, arrivals[0].arrival_s)
             while arrivals and arrivals[0].arrival_s <= now_s:
                 self._arrive(arrivals.popleft(), 0.0)
-            self.queue.begin_scan()
-            if running is not None and self.queue.turns.should_yield(running.request.qos):
-                self._preempt(running, done)
-                running = None
-            if running is None:
-                running, done = self._start(now_s)
-            if running is None:
+            step = self._step(now_s)
+            if step is None:
                 continue
-            step = self._step(running, now_s, done)
-            now_s, done = step.end_s, done + step.load.tokens
-            left_s = self._left_s(running, done)
+            now_s = step.end_s
+            left_s = sum(
+                self._truth.prefill_s(one.request.tokens, one.done)
+                for one in self._running
+                if one.left
+            )
             while arrivals and arrivals[0].arrival_s < now_s:
                 coming = arrivals.popleft()
                 self._arrive(coming, now_s - coming.arrival_s + left_s)
-            if done == running.request.tokens:
-                self._finish(running, now_s)
-                running = None
+            ended = [one.record for one in self._running if not one.left]
+            self._running = [one for one in self._running if one.left]
+            for record in ended:
+                self._finish(record, now_s)
         self._end(self.decode.advance(float("inf")))
         return list(self._served.values())
 
@@ -120,36 +145,67 @@ class Engine:
         if self.admit(request, busy_s):
             self.queue.add(request)
 
-    def _start(self, now_s: float) -> tuple[Served | None, int]:
+    def _step(self, now_s: float) -> Step | None:
+        """The next step; None if nothing can be computed."""
+        running, alone = self._running, self.queue.policy.alone
+        self.queue.begin_scan(
+            full=any(alone(one.request) for one in running),
+            prefilling=[one.request.id for one in running],
+        )
+        self._give_way()
+        chunks = list[Chunk]()
+        budget = self._truth.chunk_tokens
+        before = self._before(budget)
+        for one in running:
+            budget -= self._compute(one, budget - before, chunks)
+        while (budget > 0 or not chunks) and (prefill := self._start(now_s)):
+            running.append(prefill)
+            budget -= self._compute(prefill, budget, chunks)
+        if not chunks:
+            return None
+        load = StepLoad.of([(one.first, one.stop) for one in chunks])
+        step = Step(chunks, load, now_s, now_s + self._truth.step_s(load))
+        self.on_step(step)
+        return step
+
+    def _before(self, budget: int) -> int:
+        """Tokens of the step that are kept for those that go before the prefills under way."""
+        if not self._running:
+            return 0
+        first = min(self._running, key=lambda one: one.left)
+        return self.queue.tokens_before(first.request, first.done, budget // 2)
+
+    def _compute(self, one: _Prefill, budget: int, chunks: list[Chunk]) -> int:
+        """Put as much of a prefill into the step as there is room for; returns the tokens."""
+        tokens = min(one.left, budget) if self._truth.chunk_tokens else one.left
+        if tokens <= 0:
+            return 0
+        chunks.append(Chunk(one.record, one.done, one.done + tokens))
+        one.done += tokens
+        self._cache.store(one.request.block_hashes[: one.done // self._block_tokens])
+        return tokens
+
+    def _start(self, now_s: float) -> _Prefill | None:
         if self.queue.peek() is None:
-            return None, 0
+            return None
         record = self._served[self.queue.pop().id]
         request = record.request
         usable = min(len(request.block_hashes), (request.tokens - 1) // self._block_tokens)
         cached = self._cache.prefix(request.block_hashes, usable) * self._block_tokens
         if record.start_s is None:
             record.start_s, record.cached_tokens = now_s, cached
-        return record, cached
+        return _Prefill(record, cached)
 
-    def _step(self, record: Served, now_s: float, done: int) -> Step:
-        left = record.request.tokens - done
-        tokens = min(left, self._truth.chunk_tokens or left)
-        load = StepLoad.of([(done, done + tokens)])
-        step = Step(record, load, now_s, now_s + self._truth.step_s(load))
-        self.on_step(step)
-        return step
-
-    def _left_s(self, record: Served, done: int) -> float:
-        tokens = record.request.tokens
-        return self._truth.prefill_s(tokens, done) if done < tokens else 0.0
-
-    def _preempt(self, record: Served, done: int) -> None:
-        self._cache.store(record.request.block_hashes[: done // self._block_tokens])
-        self.queue.prepend(record.request)
+    def _give_way(self) -> None:
+        """Preempt the prefill that was started last of those that should yield."""
+        for one in reversed(self._running):
+            if self.queue.turns.should_yield(one.request.qos):
+                self._running.remove(one)
+                self.queue.prepend(one.request)
+                return
 
     def _finish(self, record: Served, now_s: float) -> None:
         request = record.request
-        self._cache.store(request.block_hashes)
         record.first_token_s = now_s
         self.on_first_token(record)
         self._end(self.decode.advance(now_s))
