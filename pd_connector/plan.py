@@ -30,8 +30,10 @@ cache that the processors share."""
 CHUNK_S = 0.03
 """Time that a chunk may take on the link, in seconds."""
 EDGE_PIECES = 4
-"""Into how many the first chunk of a transfer and its last are cut: nothing hides what is done to
-the first before the link has work, and to the last when the link has done its."""
+EDGE_CUTS = 2
+"""The first chunk of a transfer and its last are cut into so many pieces, and the outermost of these
+again: nothing hides what is done to the first before the link has work, and to the last when the link
+has done its."""
 
 _Bare = tuple[int, int, int, int, int, bool]
 """Of a chunk: first token, route, first and stop layer, stop token, verbatim."""
@@ -148,7 +150,7 @@ def plan(
             start = stop
     if len(routes) > 1:
         bare.sort()
-    if bare:
+    for _ in range(EDGE_CUTS if bare else 0):
         bare[-1:] = _pieces(routes, bare[-1])
         bare[:1] = _pieces(routes, bare[0])
     return tuple(
@@ -214,7 +216,7 @@ def _chunk_bytes(route: Route, verbatim: bool, tokens: int) -> int:
 
 
 def _pieces(routes: Sequence[Route], whole: _Bare) -> list[_Bare]:
-    """The first or the last chunk of a transfer, in pieces, by layer or, of one layer, by token."""
+    """A chunk in pieces, by layer or, of one layer, by token."""
     start, number, layer, last, stop, verbatim = whole
     route = routes[number]
     nbytes = (last - layer) * _chunk_bytes(route, verbatim, stop - start)

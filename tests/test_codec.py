@@ -284,3 +284,32 @@ def test_blocks_of_zeros_and_of_subnormals_stay_finite_and_small(name: str, tiny
     x = torch.full((1, 130, 32), tiny, dtype=torch.bfloat16)
     for part in Part:
         assert carried(name, part, x, BF16, BF16).abs().max() <= tiny
+
+
+@pytest.mark.parametrize("power", [-126, -20, -9, 0, 7, 120])
+def test_every_bfloat16_is_divided_by_its_heads_power_as_in_float32(power: int) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    fits = every[every.isfinite() & (every.double().abs() <= 448 * 2.0**power)]
+    # The largest decides the scale: more than 224 times it needs this one.
+    x = torch.full((2, len(fits)), 255 * 2.0**power, dtype=torch.bfloat16)
+    x[0] = fits
+    x = x[None]
+    codec = CODECS["fp8_e4m3"]
+    out = torch.zeros(codec.coded_bytes(Part.KEY, tuple(x.shape), BF16), dtype=torch.uint8)
+    codec.encode(Part.KEY, x, BF16, BF16, out)
+    wanted = (x.float() / 2.0**power).to(torch.float8_e4m3fn)
+    codes = out[-x.numel() :].view(torch.float8_e4m3fn).view(x.shape)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dim", [1, 7, 64, 65])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_codes_are_looked_up_in_pairs_where_they_pair_up(dim: int, offset: int) -> None:
+    chosen = torch.randint(
+        0, 256, (300 * dim + offset,), generator=torch.Generator().manual_seed(1)
+    )
+    codes = chosen.to(torch.uint8)[offset:].view(torch.float8_e4m3fn).view(300, dim)
+    source, out = Elements("fp8_e4m3", 0.375), torch.empty((300, dim), dtype=torch.bfloat16)
+    elements.convert(codes, source, BF16, out)
+    wanted = (codes.float() * 0.375).to(torch.bfloat16)
+    assert torch.equal(out.view(torch.int16), wanted.view(torch.int16))

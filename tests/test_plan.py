@@ -14,6 +14,7 @@ from support.caches import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.geometry import Geometry, Group, pages_for
 from pd_connector.plan import (
+    EDGE_CUTS,
     EDGE_PIECES,
     MIN_CHUNK_TOKENS,
     Chunk,
@@ -251,7 +252,7 @@ def test_chunks_are_sent_by_token_and_then_by_layer(
     assert chunks == plan(paths, *request, least_chunk(paths) * tightness)
     order = [(chunk.first_token, chunk.route, chunk.first_layer) for chunk in chunks]
     # The first chunk is cut into pieces, which go first even where they are of several tokens.
-    rest = order[EDGE_PIECES:]
+    rest = order[1 + EDGE_CUTS * (EDGE_PIECES - 1) :]
     assert rest == sorted(rest)
 
 
@@ -263,7 +264,7 @@ def one_route(
     return paths
 
 
-PIECES = 2 * (EDGE_PIECES - 1)
+PIECES = 2 * EDGE_CUTS * (EDGE_PIECES - 1)
 """More chunks than there were, where the first and the last are cut up."""
 
 LLAMA_8B: Model = (Layer(8, 128, 128),) * 32

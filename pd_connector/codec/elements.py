@@ -3,6 +3,7 @@
 
 import functools
 import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +81,12 @@ def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch
         copy_bits(x, out)
     elif is_fast(x) and (source.is_fp8 or (destination.is_fp8 and source.nbytes == 2)):
         # Faster than torch's own FP8 arithmetic on a CPU, into a float cache four times.
-        np.take(_table(source, destination), words(x), out=words(out), mode="clip")
+        codes, found = words(x), words(out)
+        if source.is_fp8 and destination.nbytes == 2 and _pairs_up(codes) and _pairs_up(found):
+            table, codes, found = _pairs(source, destination), codes.view("<u2"), found.view("<u4")
+        else:
+            table = _table(source, destination)
+        np.take(table, codes, out=found, mode="clip")
     else:
         out.copy_(_computed(x, source, destination))
 
@@ -128,6 +134,21 @@ def _table(source: Elements, destination: Elements) -> Words:
     codes = torch.arange(1 << (8 * source.nbytes), dtype=torch.int32)
     every = codes.to(_SIGNED[source.nbytes]).view(source.torch_dtype)
     return words(_computed(every, source, destination))
+
+
+@functools.lru_cache(maxsize=32)
+def _pairs(source: Elements, destination: Elements) -> Words:
+    """What every two codes that lie side by side become, of one byte each, in two: half the
+    look-ups. 256 KiB, which a core's cache holds."""
+    each = _table(source, destination).astype("<u4")
+    pairs: Words = each[:, None] << 16 | each
+    return pairs.reshape(-1)
+
+
+def _pairs_up(array: Words) -> bool:
+    """Whether elements can be seen two at a time."""
+    dense = array.ndim > 0 and array.strides[-1] == array.itemsize and array.shape[-1] % 2 == 0
+    return dense and sys.byteorder == "little"
 
 
 def _computed(x: torch.Tensor, source: Elements, destination: Elements) -> torch.Tensor:

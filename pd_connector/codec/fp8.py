@@ -57,8 +57,10 @@ class Fp8E4M3:
                 x = x.masked_fill(x.isinf(), torch.nan)
                 magnitudes = largest(x.nan_to_num(0.0), (1, 2))
             powers = powers_of_two(magnitudes)
+            # In bfloat16 the quotient by a power of two is exact, too, or far below FP8's smallest.
+            wide = x.dtype if x.dtype == torch.bfloat16 else torch.float32
             for head in range(heads):  # so that the temporary stays in a CPU's cache
-                codes[head].copy_(x[head].to(torch.float32, copy=True).div_(powers[head]))
+                codes[head].copy_(x[head].to(wide).div(powers[head].to(wide)))
             scales = powers.view(-1)
         put_scales(out, scales)
 
