@@ -156,7 +156,7 @@ def test_the_correction_is_bounded_so_that_it_can_be_unlearnt() -> None:
         control.first_token("default", Prediction(0.9, 0.0, 0.0, True), 100.0)
     assert control.decide(report(waiting(0.29)), "default", 1, 0).admit
     assert not control.decide(report(waiting(0.31)), "default", 1, 0).admit
-    for _ in range(2000):
+    for _ in range(2500):
         control.first_token("default", Prediction(0.31, 0.0, 0.0, True), 0.31)
     assert control.decide(report(waiting(0.9)), "default", 1, 0).admit
 
