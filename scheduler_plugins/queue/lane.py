@@ -108,7 +108,7 @@ class Lane:
             self._group = min(self._by_key, key=lambda other: abs(other - here), default=None)
         return None
 
-    def next(self) -> Iterator[Place]:
+    def upcoming(self) -> Iterator[Place]:
         """The places of the group that is being served, by key; see `LazyHeap.in_order`."""
         heap = self._by_key.get(self._group) if self._group is not None else None
         return (entry[3] for entry in heap.in_order()) if heap else iter(())

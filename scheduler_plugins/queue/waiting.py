@@ -226,7 +226,7 @@ class WaitingQueue:
         if not self.turns.outranks(head.lane, prefill.qos):
             return 0
         key = self.costing.left(prefill, computed_tokens)
-        others = (place for place in self._lanes[head.lane].next() if place is not head)
+        others = (place for place in self._lanes[head.lane].upcoming() if place is not head)
         for place in islice(chain((head,), others), LOOKS_PER_PEEK):
             if place.key >= key:
                 break

@@ -31,6 +31,9 @@ def test_it_agrees_with_sorting() -> None:
         assert first is not None
         assert first[:2] == min((key, which) for which, key in keys.items())
         assert sorted(entry[1] for entry in heap) == sorted(keys)
+        assert [entry[:2] for entry in heap.in_order()] == sorted(
+            (key, which) for which, key in keys.items()
+        )
 
 
 def test_dead_entries_are_dropped_even_where_they_never_surface() -> None:

@@ -233,3 +233,30 @@ def test_a_class_that_is_owed_is_expected_unless_it_is_here() -> None:
     queue.add(request("g1", 10, qos="gold"))
     assert not queue.turns.expects_higher(["free"])
     assert not queue_of().turns.expects_higher(["default"]), "there is one class only"
+
+
+def test_tokens_before_a_prefill_are_those_of_the_shorter_requests_in_order() -> None:
+    cached: set[object] = {"x", "y"}
+    queue = queue_of(cached=cached)
+    prefill = request("running", 100)
+    for name, tokens, hashes in (("a", 10, ()), ("b", 11, ("x", "y")), ("c", 50, ()), ("d", 5, ())):
+        queue.add(request(name, tokens, hashes))
+    queue.begin_scan()
+    assert queue.tokens_before(prefill, 0, 1000) == 3 + 5 + 10 + 50
+    assert queue.tokens_before(prefill, 0, 67) == 3 + 5 + 10
+    assert queue.tokens_before(prefill, 60, 1000) == 3 + 5 + 10
+    assert queue.tokens_before(prefill, 97, 1000) == 0
+    assert queue.tokens_before(prefill, 0, 2) == 0
+    cached.clear()  # b is dearer than it was thought to be
+    queue.removed()
+    queue.begin_scan()
+    assert queue.tokens_before(prefill, 0, 20) == 5 + 10
+    assert [queue.pop().id for _ in range(2)] == ["d", "a"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srjf", "longest_prefix", "prefill_only"])
+def test_policies_that_say_nothing_of_what_is_left_let_prefills_go_on(policy: str) -> None:
+    queue = queue_of(policy)
+    queue.add(request("short", 1))
+    queue.begin_scan()
+    assert queue.tokens_before(request("running", 100), 0, 1000) == 0
