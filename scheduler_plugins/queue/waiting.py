@@ -19,6 +19,10 @@ LOOKS_PER_PEEK = 32
 """Places that are evaluated anew before one is chosen. The order is exact unless the cache made
 more requests than that cheaper, or more than that at the head dearer, since the last choice."""
 
+MOST_SHARED = 2
+"""At most this part of a step is kept for those that go before a prefill: it takes twice as long at
+the worst."""
+
 
 class WaitingQueue:
     """Waiting requests in the order in which an engine should take them.

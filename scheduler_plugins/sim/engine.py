@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.policy.queue.request import Waiting
-from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.queue.waiting import MOST_SHARED, WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage
 
@@ -173,7 +173,7 @@ class Engine:
         if not self._running:
             return 0
         first = min(self._running, key=lambda one: one.left)
-        return self.queue.tokens_before(first.request, first.done, budget // 2)
+        return self.queue.tokens_before(first.request, first.done, budget // MOST_SHARED)
 
     def _compute(self, one: _Prefill, budget: int, chunks: list[Chunk]) -> int:
         """Put as much of a prefill into the step as there is room for; returns the tokens."""

@@ -44,6 +44,11 @@ def qos_of(request: Request) -> str:
     return named if isinstance(named, str) else ""
 
 
+def tokens_left(request: Request) -> int:
+    """Tokens of a prefill that are not computed."""
+    return int(request.num_tokens - request.num_computed_tokens)
+
+
 def is_loaded(request: Request) -> bool:
     """Whether another engine sends the prompt's KV, and has not been tried yet."""
     params = request.kv_transfer_params

@@ -33,6 +33,7 @@ from scheduler_plugins.vllm.requests import (
     is_loaded,
     is_prefill_only,
     qos_of,
+    tokens_left,
 )
 from scheduler_plugins.vllm.shape import StepShape
 from scheduler_plugins.vllm.steps import StepTimer
@@ -204,7 +205,7 @@ class PrefixAwareScheduler(AsyncScheduler):
     def _fits_beside(self, head: Request, request: Request) -> bool:
         """Whether all of `head` can be computed in this step, or nearly as much as without
         `request`: a preempted prefill computes up to a block again."""
-        left = request.num_tokens - request.num_computed_tokens
+        left = tokens_left(request)
         wanted = sum(
             one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
             for one in self.running

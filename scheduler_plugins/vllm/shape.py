@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scheduler_plugins.queue.waiting import WaitingQueue
-from scheduler_plugins.vllm.requests import OrderedRequests, qos_of
+from scheduler_plugins.queue.waiting import MOST_SHARED, WaitingQueue
+from scheduler_plugins.vllm.requests import OrderedRequests, qos_of, tokens_left
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,9 +18,6 @@ STEP_OVERHEAD = 0.1
 what its prompt tokens cost: what the classes below it pay."""
 MOST_CUT = 4
 """Such a step has at least this part of the tokens that vLLM allows: fits may miss the fixed cost."""
-MOST_SHARED = 2
-"""At most this part of a step is kept for those that go before a prefill: it takes twice as long at
-the worst."""
 
 
 class StepShape:
@@ -76,23 +73,18 @@ class StepShape:
         scheduler = self._scheduler
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return 0
-        shortest = min(prefills, key=_left)
+        shortest = min(prefills, key=tokens_left)
         wanted = self._waiting.tokens_before(shortest, budget // MOST_SHARED)
         if not wanted:
             return 0
         decoding = sum(map(_may_decode, scheduler.running)) - len(prefills)
         budget -= int(decoding * (1 + scheduler.num_spec_tokens)) + wanted
-        left = sorted(map(_left, prefills))
+        left = sorted(map(tokens_left, prefills))
         if sum(left) <= budget:
             return 0
         share = largest_share(left, budget)
         # vLLM's limit holds for those that start as well.
         return share if share >= wanted else 0
-
-
-def _left(request: Request) -> int:
-    """Tokens of a prefill that are not computed."""
-    return int(request.num_tokens - request.num_computed_tokens)
 
 
 def _may_decode(request: Request) -> bool:
