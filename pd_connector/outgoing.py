@@ -73,6 +73,7 @@ class Send(NamedTuple):
     identity: bytes
     slot: int
     direct: bool  # it may be read where it lies: by this consumer, and the pages are leased
+    early: bool  # some of what this consumer asked for is still to be computed
 
     @property
     def kept(self) -> bool:
@@ -229,7 +230,8 @@ class Outgoing:
             self.offer.pages[route.source.table][span.start : span.stop],
             self.offer.identity,
             stream.credits.popleft(),
-            stream.message.direct and self.final and chunk.verbatim,
+            direct=stream.message.direct and self.final and chunk.verbatim,
+            early=self.offer.tokens < stream.message.stop_token,
         )
 
     def tell_watchers(self) -> list[Action]:

@@ -259,6 +259,8 @@ class Server:
             logger.warning("write for transfer %s cannot start: %s", send.transfer, str(error))
             self._act(self._producer.written(send.session, send.transfer, False, str(error)))
             return
+        if send.early:  # counted first: who sees all chunks sees those that were early
+            self._telemetry.count("early_chunks")
         self._telemetry.count("sent_chunks")
         if offer is not None:
             self._listener.send(send.session, wire.encode(offer))

@@ -273,6 +273,22 @@ def test_within_a_step_the_layers_that_are_computed_are_sent(producer: Producer)
     assert sent(producer) == [(1, 2, 6, 12)]
 
 
+def test_a_chunk_is_early_while_its_prompt_is_being_computed(producer: Producer):
+    producer.expect("t", 0.0)
+    producer.offer(grown(6), 0.0)
+    producer.open(ONE, opening(wait=True, slots=(0, 1, 2, 3)), ROUTES, 0.0)
+    producer.computed("t", "request", 12, 1)
+    assert [send.early for send in iter(producer.next_send, None)] == [True] * 3
+    producer.computed("t", "request", 12, None)
+    assert [send.early for send in iter(producer.next_send, None)] == [False]
+
+
+def test_what_is_computed_beyond_what_a_consumer_asked_for_makes_nothing_early(producer: Producer):
+    producer.offer(grown(6), 0.0)
+    producer.open(ONE, opening(stop=6, wait=True, slots=(0, 1)), ROUTES, 0.0)
+    assert [send.early for send in iter(producer.next_send, None)] == [False] * 2
+
+
 def test_layers_of_a_later_pipeline_stage_are_told_by_their_number_in_the_model():
     producer = Producer(CONFIG)
     producer.expect("t", 0.0)

@@ -21,6 +21,7 @@ COUNTERS = {
     "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
     "pulled_pieces": "Pieces of pages copied straight from the producer's memory (consumer).",
     "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
+    "early_chunks": "Those of them posted while their prompt was still being computed (producer).",
     "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
     "agent_failures": "Times the agent's thread has died of an unexpected exception.",
 }

@@ -22,7 +22,7 @@ from pairs import (
 )
 from test_handoff import prompt_of
 from told import halves, told_at_once
-from tools import TOLERANCE, Delta, delta, leaving_client
+from tools import TOLERANCE, delta, leaving_client
 
 from pd_connector.launch import VllmEngine
 
@@ -68,28 +68,22 @@ def number_of(engine: VllmEngine, state: str) -> float:
 
 
 def early_chunks(pair: Pair, prompt: Prompt) -> tuple[float, Answer]:
-    """Chunks that the decode engine has placed before the prefill engine counts the request as
-    ended; and the answer."""
-    prefills = Delta(pair.p, "vllm:request_success_total", {})
-    chunks = Delta(pair.d, "pd_connector:received_chunks_total", {})
-    early = 0.0
-    with ThreadPoolExecutor(1) as threads:
-        # The decode engine's own step on the way there must not be taken for the prefill's end.
-        prefill, decode = halves(pair.p)
-        before = prefills.so_far()
-        answer = threads.submit(completion, pair.d, prompt, 32, **decode)
-        with ThreadPoolExecutor(1) as first:
-            ended = first.submit(completion, pair.p, prompt, 1, **prefill)
-            while not ended.done():
-                seen = chunks.so_far()
-                if prefills.so_far() > before:  # looked at after the chunks
-                    break
-                early = max(early, seen)
-        return early, answer.result()
+    """Chunks that the prefill engine has sent while it computed the prompt; and the answer."""
+    with (
+        delta(pair.p, "pd_connector:early_chunks_total") as early,
+        delta(pair.p, "pd_connector:sent_chunks_total") as sent,
+        delta(pair.d, "pd_connector:received_chunks_total") as received,
+        delta(pair.d, "pd_connector:received_transfers_total") as transfers,
+    ):
+        answer = told_at_once(pair, prompt)
+        wait_until(lambda: transfers.so_far() == 1, "the decode engine has counted its chunks")
+        wait_until(lambda: sent.so_far() == received.so_far(), "and the prefill engine, too")
+        assert sent.amount > 1
+    return early.amount, answer
 
 
 @in_steps
-def test_chunks_arrive_before_the_prefill_has_ended(pair: Pair, reference) -> None:
+def test_chunks_are_sent_before_the_prefill_has_ended(pair: Pair, reference) -> None:
     prompt = prompt_of(LONG, start=20)
     early, answer = early_chunks(pair, prompt)
     assert early > 1
@@ -177,7 +171,7 @@ def assert_pages_while_waiting(pair: Pair, reference, *, held: bool) -> None:
 
 
 @in_steps
-def test_without_overlap_nothing_arrives_before_the_prefill_has_ended(
+def test_without_overlap_nothing_is_sent_before_the_prefill_has_ended(
     pair: Pair, reference
 ) -> None:
     prompt = prompt_of(LONG, start=20)
@@ -187,7 +181,9 @@ def test_without_overlap_nothing_arrives_before_the_prefill_has_ended(
 
 
 @in_one_step
-def test_layers_arrive_before_the_step_that_computes_them_has_ended(pair: Pair, reference) -> None:
+def test_layers_are_sent_before_the_step_that_computes_them_has_ended(
+    pair: Pair, reference
+) -> None:
     prompts = [prompt_of(3500, start=start) for start in (20, 700)]
     found = [early_chunks(pair, prompt) for prompt in prompts]
     assert max(early for early, _ in found) > 0
@@ -202,7 +198,7 @@ def test_layers_of_several_prompts_at_once(pair: Pair, reference) -> None:
 
 
 @in_one_step
-def test_step_by_step_a_prompt_of_one_step_does_not_arrive_early(pair: Pair, reference) -> None:
+def test_step_by_step_a_prompt_of_one_step_is_not_sent_early(pair: Pair, reference) -> None:
     """The negative control of the one with layers."""
     prompt = prompt_of(3500, start=20)
     early, answer = early_chunks(pair.turned(), prompt)
