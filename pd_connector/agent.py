@@ -169,11 +169,15 @@ class Agent:
                 known.append(outcome)
         return known
 
-    def rest(self, timeout_s: float) -> None:
-        """Wait until there is an outcome, if transfers are under way; not longer than this."""
+    def rest(self, timeout_s: float) -> bool:
+        """Wait until there is an outcome, if transfers are under way; not longer than this.
+
+        Returns:
+            Whether it was over before its time.
+        """
         gauges = self.telemetry.gauges()
-        if any(gauges.get(name) for name in _UNDER_WAY):
-            self._news.wait(timeout_s)
+        under_way = any(gauges.get(name) for name in _UNDER_WAY)
+        return not under_way or self._news.wait(timeout_s)
 
     def close(self) -> None:
         """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""

@@ -372,17 +372,17 @@ def test_config_defaults_are_what_an_agent_starts_with(ranks: Ranks):
 def test_resting_ends_with_an_outcome_and_without_transfers_it_does_not_begin(ranks: Ranks):
     producer, consumer = ranks.pair(LONG)
     began = time.monotonic()
-    consumer.agent.rest(20.0)
+    assert consumer.agent.rest(20.0)
     consumer.load([producer.peer], "t", [1], wait=True)
     until(lambda: consumer.gauge("incoming_transfers"))
     producer.offer("t", [1])
-    consumer.agent.rest(20.0)
+    assert consumer.agent.rest(20.0)
     assert consumer.loaded("t").cause is None
     consumer.load([producer.peer], "never", [1], wait=True)
     until(lambda: consumer.gauge("incoming_transfers"))
     assert time.monotonic() - began < 20.0, "neither rest was slept out"
     began = time.monotonic()
-    consumer.agent.rest(0.2)
+    assert not consumer.agent.rest(0.2)
     assert time.monotonic() - began >= 0.2
     consumer.agent.submit(Drop("load of never", Cause.ABORTED))
     assert consumer.loaded("never").cause == Cause.ABORTED

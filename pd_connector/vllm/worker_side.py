@@ -15,16 +15,13 @@ from pd_connector.incoming import Finished, Held
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import Prefill, RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats
+from pd_connector.vllm.rests import Rests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("pd_connector.vllm")
-
-REST_S = 0.005
-"""vLLM steps without pause while KV is under way, also when there is nothing to compute. A step
-that computes nothing gives the processor, and Python's lock, to the agent for so long at most."""
 
 
 class WorkerSide:
@@ -41,6 +38,7 @@ class WorkerSide:
         self._rank = str(vllm_config.parallel_config.rank)
         self._prefills: list[Prefill] = []
         self._idle = False
+        self._rests = Rests(alone=vllm_config.parallel_config.world_size == 1)
         self._layers: dict[str, int] = {}  # what save_kv_layer names, and its number
         self._ready: set[str] = set()
         self._hopeless: set[str] = set()
@@ -94,6 +92,8 @@ class WorkerSide:
             self._agent.submit(command)  # type: ignore[union-attr]
         self._prefills = step.prefills
         self._idle = step.idle
+        if step.commands or not step.idle:
+            self._rests.stirred()
 
     def layer_computed(self, name: str) -> None:
         """The step has computed this layer's KV, of all its requests."""
@@ -110,7 +110,7 @@ class WorkerSide:
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
         if self._idle and self._agent:
-            self._agent.rest(REST_S)
+            self._rests.take(self._agent.rest)
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()
