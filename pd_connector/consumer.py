@@ -118,8 +118,7 @@ class Consumer:
     def session_up(self, source: Source, session: Session, now: float) -> list[Action]:
         """A session stands: open what waited for it."""
         self._sessions[source] = session
-        farewells = self._farewells.pop(source, [])
-        actions: list[Action] = [Tell(source, message) for message in farewells]
+        actions = self._say_farewells(source)
         for incoming in list(self._transfers.values()):
             if source in incoming.streams:
                 actions += self._ask(incoming, source, now)
@@ -128,7 +127,7 @@ class Consumer:
     def session_down(
         self, source: Source, cause: Cause, detail: str, now: float, *, silenced: bool = False
     ) -> list[Action]:
-        """A session has ended or could not be opened: its transfers fail.
+        """A session ends or could not be opened: its transfers fail.
 
         With `silenced` the producer certainly writes no more, and its slots are home at once.
         """
@@ -140,8 +139,8 @@ class Consumer:
             slots += incoming.streams[source].slots
             actions += self._finish(incoming, cause, detail, now)
         self._grants.lost(source, slots, silenced=silenced or not self._one_sided)
-        self._farewells.pop(source, None)
-        return actions + self._grants.deal(now)
+        # Also where the two did not agree: pages need not be kept for who will not take them.
+        return self._say_farewells(source) + actions + self._grants.deal(now)
 
     def ready(self, source: Source, transfer: str) -> list[Action]:
         """The prefill of a watched transfer has begun."""
@@ -315,6 +314,9 @@ class Consumer:
             cancelled = cause is not None and source in self._sessions
             self._grants.over(transfer, source, stream, until, cancelled=cancelled)
         return actions + incoming.outcome(cause, detail, now) + self._grants.deal(now)
+
+    def _say_farewells(self, source: Source) -> list[Action]:
+        return [Tell(source, message) for message in self._farewells.pop(source, [])]
 
     def _writer(self, header: wire.ChunkHeader, slot: int) -> Source | None:
         """The producer that calls itself so and has this slot, for this transfer. One producer

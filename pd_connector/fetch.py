@@ -242,7 +242,7 @@ class Fetcher:
         self._sessions[source] = _Session(connection, now + self._config.connect_timeout_s)
 
     def _end(self, source: Source, cause: Cause, detail: str, now: float) -> None:
-        session = self._sessions.pop(source)
+        session = self._sessions[source]
         level = logging.WARNING if self._consumer.wanted(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
@@ -250,9 +250,10 @@ class Fetcher:
         if session.way is not None:
             session.way.transport.dismiss(session.way.expected)
         self._inbox.lost(source)
-        session.connection.close()
         down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
         self._act(down, now)
+        del self._sessions[source]  # a last word may have been said
+        session.connection.close()
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         pending = deque(actions)

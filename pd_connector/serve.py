@@ -131,10 +131,13 @@ class Server:
                 self._greet(sender, message, now)
                 continue
             session = self._sessions.get(sender)
-            if session is None:
+            if session is not None:
+                session.heard = now
+            elif not isinstance(
+                message, wire.Cancel
+            ):  # it was refused, and says what it waited for
                 self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first")
                 continue
-            session.heard = now
             self._dispatch(sender, message, now)
 
     def written(self, transport: Transport, written: Written) -> None:

@@ -5,6 +5,7 @@ import random
 import secrets
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ from support.agents import (
     views,
 )
 
-from pd_connector import wire
+from pd_connector import dialler, wire
 from pd_connector.commands import Computed, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.geometry import Shard
+from pd_connector.handshake import RefusedError
 from pd_connector.incoming import Peer, Source
 from pd_connector.pages import PagedCache
 
@@ -205,14 +207,31 @@ def test_other_tokens_are_refused_and_the_pages_stay_for_whom_they_are_meant(ran
         ),
     ],
 )
-def test_unlike_engines_get_no_session(ranks: Ranks, options: Any, cause: Cause, words: str):
-    producer = ranks(SHORT, consumes=False)
-    consumer = ranks(SHORT, produces=False, **options)
+def test_unlike_engines_get_no_session_and_no_page_is_kept_for_them(
+    ranks: Ranks, options: Any, cause: Cause, words: str
+):
+    producer = ranks(LONG, consumes=False)
+    consumer = ranks(LONG, produces=False, **options)
+    producer.offer("t", [1])
     consumer.load(producer.source, "t", [1])
     finished = consumer.loaded("t")
     assert finished.cause == cause
     assert words in finished.detail
+    assert producer.freed("t").cause == cause
     assert producer.count("rejected_sessions", cause=cause) == 1
+
+
+def test_a_consumer_that_does_not_take_the_welcome_has_no_page_kept_for_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    producer, consumer = ranks.pair(LONG)
+    refused = RefusedError(Cause.VERSION, "not with you")
+    monkeypatch.setattr(dialler, "judge_welcome", Mock(side_effect=refused))
+    producer.offer("t", [1, 2])
+    consumer.load(producer.source, "t", [1, 2])
+    assert consumer.loaded("t").cause == Cause.VERSION
+    assert producer.freed("t").cause == Cause.VERSION
+    until(lambda: producer.gauge("leased_pages") == 0)
 
 
 def test_another_engine_than_the_wanted_one_gets_no_session(ranks: Ranks):

@@ -18,6 +18,7 @@ from harness import (
     largest_difference,
     prefill_step,
     two_step,
+    wait_until,
 )
 from pairs import (
     Pair,
@@ -184,12 +185,15 @@ def test_another_model_on_the_other_side_is_refused(engines, other_weights, refe
     setup = Setup.of(
         worker_apart=True,
         prefill_args=["--model", str(other_weights)],
-        prefill_extra=SHORT_LEASE,
     )
     pair = engines.pair(setup)
     prompt = prompt_of(100)
-    with delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused:
+    with (
+        delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused,
+        delta(pair.p, "pd_connector:releases_total", cause="model") as released,
+    ):
         answer = two_step(pair.p, pair.d, prompt)
+        wait_until(lambda: released.so_far() == 1, "the prefill engine keeps nothing for it")
     assert refused.amount == 1
     assert_same_logprobs(answer, reference(prompt), TOLERANCE)
     pair.assert_idle()

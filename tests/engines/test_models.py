@@ -16,6 +16,7 @@ from harness import (
     largest_difference,
     prefill_step,
     two_step,
+    wait_until,
 )
 from pairs import (
     Pair,
@@ -48,10 +49,7 @@ class DecodesWithOurs(Setup):
 EXTRA = {
     "window": {},
     "hybrid": {"decode_args": ["--block-size", str(2 * PAGE)], "prefill_extra": SHORT_LEASE},
-    "hybrid on one side": {
-        "decode_args": ["--disable-hybrid-kv-cache-manager"],
-        "prefill_extra": SHORT_LEASE,
-    },
+    "hybrid on one side": {"decode_args": ["--disable-hybrid-kv-cache-manager"]},
     "latent": {
         "args": ["--block-size", str(MLA_PAGE)],
         "reference_args": ["--block-size", str(MLA_PAGE)],
@@ -101,8 +99,12 @@ def test_the_answer_is_that_of_one_engine(pair: Pair, reference, tokens: int) ->
 @only("hybrid on one side")
 def test_a_window_kept_on_one_side_only_is_refused_by_name(pair: Pair, reference) -> None:
     prompt = prompt_of(20 * PAGE + 7, start=30)
-    with delta(pair.d, "pd_connector:failed_transfers_total", cause="geometry") as refused:
+    with (
+        delta(pair.d, "pd_connector:failed_transfers_total", cause="geometry") as refused,
+        delta(pair.p, "pd_connector:releases_total", cause="geometry") as released,
+    ):
         answer = two_step(pair.p, pair.d, prompt)
+        wait_until(lambda: released.so_far() == 1, "the prefill engine keeps nothing for it")
     assert refused.amount == 1
     assert_same_logprobs(answer, reference(prompt), TOLERANCE)
     log = "".join(engine.log_path.read_text() for engine in pair.engines)
