@@ -133,12 +133,11 @@ class Server:
             session = self._sessions.get(sender)
             if session is not None:
                 session.heard = now
-            elif not isinstance(
-                message, wire.Cancel
-            ):  # it was refused, and says what it waited for
+                self._dispatch(sender, message, now)
+            elif isinstance(message, wire.Cancel):  # refused, it says what it waited for
+                self._dispatch(sender, message, now)
+            else:
                 self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first")
-                continue
-            self._dispatch(sender, message, now)
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
