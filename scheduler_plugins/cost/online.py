@@ -15,8 +15,8 @@ from scheduler_plugins.cost.nnls import nnls
 
 _KEPT = 0.99
 """What is kept of a kind's past with each new step of it: half is forgotten after 69."""
-_FIT_EVERY = 32
-_FIT_EVERY_KNOWN = 128
+_FIT_FIRST, _FIT_EVERY = 32, 128
+"""Steps before the first fit, and between later ones; the number doubles from one to the other."""
 _ENOUGH = 24
 """Prefill steps before a fit is believed."""
 _SIZES = 3
@@ -56,7 +56,7 @@ class OnlineFit:
 
     `model` is replaced, never changed, and only when the cost of a prompt or a step has moved by
     5 % or belief in it has changed: who orders by it must order anew then. Steps are only noted when
-    they come; of every 32 (128 once a model is known) one pays for all.
+    they come; of every 32, later 128, one pays for all.
     """
 
     def __init__(self, *, start: CostModel | None = None, chunk_tokens: int = 0) -> None:
@@ -71,6 +71,7 @@ class OnlineFit:
         self._errors: deque[float] = deque(maxlen=_ERRORS)
         self._sizes: set[int] = set()
         self._new: list[_Step] = []
+        self._fit_after = _FIT_FIRST
         self._prefills = self._decodes = 0
         self._tokens = self._seconds = 0.0
 
@@ -83,7 +84,8 @@ class OnlineFit:
         """Learn from one step. An empty step, or one without a duration, teaches nothing."""
         if duration_s > 0 and (load.tokens or load.batch):
             self._new.append((load, duration_s))
-            if len(self._new) >= (_FIT_EVERY_KNOWN if self.model.known else _FIT_EVERY):
+            if len(self._new) >= self._fit_after:
+                self._fit_after = min(2 * self._fit_after, _FIT_EVERY)
                 self._learn()
                 self._fit()
 

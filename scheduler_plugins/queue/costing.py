@@ -31,13 +31,9 @@ class Costing:
         self.policy = policy
         self._prefixes = prefixes
         self._costs = costs
-        self._model = costs.model
+        self.model = costs.model
+        """The cost model in use, see `renew`; to be read, not changed."""
         self._block_tokens = block_tokens
-
-    @property
-    def model(self) -> CostModel:
-        """The cost model in use; see `renew`."""
-        return self._model
 
     def place(self, request: Waiting) -> Place:
         """A place for a request, not evaluated."""
@@ -53,13 +49,13 @@ class Costing:
         elif not place.push:
             place.cached = self._prefixes.count(request.block_hashes, place.usable)
         spared = self._spared(request, place.cached)
-        cost_s = self._model.prefill_s(request.tokens, spared)
+        cost_s = self.model.prefill_s(request.tokens, spared)
         key = -inf if place.resumed else self.policy.key(request, spared, cost_s)
         return key, cost_s
 
     def cost_s(self, request: Waiting) -> float:
         """Predicted prefill time of a request, given what is cached now."""
-        return self._model.prefill_s(request.tokens, self.spared_tokens(request))
+        return self.model.prefill_s(request.tokens, self.spared_tokens(request))
 
     def spared_tokens(self, request: Waiting) -> int:
         """Tokens of a request that need no computing: what is cached now, or will be loaded."""
@@ -68,13 +64,13 @@ class Costing:
 
     def left(self, request: Waiting, computed_tokens: int) -> float:
         """The key of what is left of a prefill."""
-        left_s = self._model.prefill_s(request.tokens, computed_tokens)
+        left_s = self.model.prefill_s(request.tokens, computed_tokens)
         return self.policy.key(request, computed_tokens, left_s)
 
     def renew(self) -> bool:
         """Take up the newest model; whether it is another one."""
-        changed = self._model is not self._costs.model
-        self._model = self._costs.model
+        changed = self.model is not self._costs.model
+        self.model = self._costs.model
         return changed
 
     def _spared(self, request: Waiting, cached_blocks: int) -> int:

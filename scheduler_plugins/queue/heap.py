@@ -24,15 +24,17 @@ class LazyHeap:
     those was pushed once.
     """
 
-    def __init__(self, live: Callable[[Entry], bool]) -> None:
-        self._live = live
+    def __init__(self, number: Callable[[Place], int]) -> None:
+        """`number`: the number of a place's entry that lives; every other of its entries is dead."""
+        self._number = number
         self._fresh: list[Entry] = []
         self._old: list[Entry] = []
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries that live, in no order."""
+        number = self._number
         for heap in (self._fresh, self._old):
-            yield from filter(self._live, heap)
+            yield from (entry for entry in heap if number(entry[3]) == entry[2])
 
     def push(self, entry: Entry, size: int) -> None:
         """Add an entry; `size` is at least the number of entries that live."""
@@ -40,7 +42,7 @@ class LazyHeap:
         if self._old:
             for _ in range(min(_MOVED_PER_PUSH, len(self._old))):
                 moved = self._old.pop()
-                if self._live(moved):
+                if self._number(moved[3]) == moved[2]:
                     heapq.heappush(self._fresh, moved)
         elif len(self._fresh) > 2 * size + _SLACK:
             self._fresh, self._old = [], self._fresh
@@ -53,7 +55,7 @@ class LazyHeap:
         heapq.heapify(ahead)
         while ahead:
             entry, n, index = heapq.heappop(ahead)
-            if self._live(entry):
+            if self._number(entry[3]) == entry[2]:
                 yield entry
             heap = heaps[n]
             for child in (2 * index + 1, 2 * index + 2):
@@ -62,11 +64,12 @@ class LazyHeap:
 
     def first(self) -> Entry | None:
         """The smallest entry that lives."""
-        live = self._live
+        first, number = None, self._number
         for heap in (self._fresh, self._old):
-            while heap and not live(heap[0]):
+            while heap:
+                entry = heap[0]
+                if number(entry[3]) == entry[2]:
+                    first = entry if first is None else min(first, entry)
+                    break
                 heapq.heappop(heap)
-        if self._fresh and self._old:
-            return min(self._fresh[0], self._old[0])
-        heap = self._fresh or self._old
-        return heap[0] if heap else None
+        return first

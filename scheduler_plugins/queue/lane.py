@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from operator import attrgetter
 
-from scheduler_plugins.queue.heap import Entry, LazyHeap
+from scheduler_plugins.queue.heap import LazyHeap
 from scheduler_plugins.queue.place import Place
 from scheduler_plugins.queue.work import WorkByCost, bucket_of
 
 _numbers = count(1)
+_PUSH = attrgetter("push")
+_STAY = attrgetter("stay")
 
 
 class Lane:
@@ -23,7 +26,7 @@ class Lane:
         self.tokens = 0
         """Prompt tokens of all places."""
         self._by_key: dict[int, LazyHeap] = {}
-        self._by_arrival = LazyHeap(_stays)
+        self._by_arrival = LazyHeap(_STAY)
         self._oldest: Place | None = None  # known until it leaves or an older one comes
         self._size = 0
         self._next_seq = 0
@@ -87,7 +90,7 @@ class Lane:
         Numbers were given without a gap, so it is those above the oldest's that wait no more. No
         other place has been overtaken by more: whoever overtook it arrived after the oldest too.
         """
-        oldest = self.oldest()
+        oldest = self._oldest or self.oldest()
         return self._next_seq - oldest.seq - self._size if oldest else 0
 
     def first(self) -> Place | None:
@@ -96,7 +99,7 @@ class Lane:
         A group is served until it is empty, or `turn` ends its turn. The next is that of the oldest
         place when a turn begins, else the nearest by number.
         """
-        if self._group is None and (oldest := self.oldest()):
+        if self._group is None and (oldest := self._oldest or self.oldest()):
             self._group = oldest.group
         while self._group is not None:
             heap = self._by_key.get(self._group)
@@ -130,13 +133,5 @@ class Lane:
         place.push = next(_numbers)
         heap = self._by_key.get(place.group)
         if heap is None:
-            heap = self._by_key[place.group] = LazyHeap(_stands)
+            heap = self._by_key[place.group] = LazyHeap(_PUSH)
         heap.push((place.key, place.seq, place.push, place), self._size)
-
-
-def _stands(entry: Entry) -> bool:
-    return entry[3].push == entry[2]
-
-
-def _stays(entry: Entry) -> bool:
-    return entry[3].stay == entry[2]

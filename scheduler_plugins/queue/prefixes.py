@@ -22,7 +22,8 @@ class Prefixes:
         self._cached = cached
         self._under: dict[BlockHash, dict[Place, None]] = {}
         self._found: dict[BlockHash, int] = {}
-        self._evictions = 0
+        self.evictions = 0
+        """How often blocks were evicted: a place that was looked up before may have lost some."""
         self._walked: dict[BlockHash, tuple[Sequence[BlockHash], int]] = {}
         self.stale: deque[Place] = deque()
         """Places whose cost may have fallen since they were looked up."""
@@ -41,23 +42,19 @@ class Prefixes:
     def removed(self) -> None:
         """Blocks were evicted. Who lost by it is found when it comes to the head."""
         self._walked = {}
-        self._evictions += 1
+        self.evictions += 1
 
     def wanted(self, block: BlockHash) -> bool:
         """Whether the cached prefix of some place ends with this block."""
         return block in self._found
 
-    def outdated(self, place: Place) -> bool:
-        """Whether blocks may have been lost since the place was looked up."""
-        return place.evictions != self._evictions
-
     def look_up(self, place: Place) -> None:
         """Set `place.cached` to what is cached now, and file it if something is missing."""
         hashes, usable = place.request.block_hashes, place.usable
-        start = 0 if place.evictions != self._evictions else place.cached
+        start = 0 if place.evictions != self.evictions else place.cached
         end = self._walk(hashes, start, usable)
         place.cached = end
-        place.evictions = self._evictions
+        place.evictions = self.evictions
         self.forget(place)
         if end:
             found = hashes[end - 1]

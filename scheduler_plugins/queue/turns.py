@@ -24,7 +24,8 @@ class Turns:
     def __init__(self) -> None:
         """Without classes: see `update`."""
         self._shares = DeficitShares(())
-        self._guarded: dict[str, int] = {}  # priorities of owed requests that are being prefilled
+        self.guarded: dict[str, int] = {}
+        """Ids of the requests that are guarded, with their priorities; to be read, not changed."""
         self._classes: dict[str, QosClass] = {}
         self._lanes: Mapping[str, Sized] = {}
 
@@ -58,37 +59,28 @@ class Turns:
             return self._default
         return self._shares.choose(self._waiting())
 
-    def charge(self, name: str, cost_s: float) -> Mapping[str, float]:
-        """Account for work given to a class; returns what was booked, for `refund`."""
+    def start(self, request_id: str, name: str, cost_s: float) -> Mapping[str, float]:
+        """A request of this class starts, and waits no more: guard it, if it should be, and let its
+        class pay. Returns what was booked, for `refund`."""
         if len(self._lanes) == 1:
             return {}  # all work is everybody's
-        return self._shares.charge(name, cost_s, self._waiting())
-
-    def refund(self, booked: Mapping[str, float]) -> None:
-        """Take back what `charge` booked: the work was not done."""
-        self._shares.refund(booked)
-
-    @property
-    def guarding(self) -> bool:
-        """Whether requests are guarded."""
-        return bool(self._guarded)
-
-    def guard(self, request_id: str, name: str) -> None:
-        """A request of this class starts, and waits no more: guard it, if it should be. Call before
-        `charge`."""
         priority = self._classes[name].priority
         owed = priority > self._lowest and self._shares.balance_s(name) > 0
         if owed and not len(self._lanes[name]):
-            self._guarded[request_id] = priority
+            self.guarded[request_id] = priority
+        return self._shares.charge(name, cost_s, self._waiting())
+
+    def refund(self, booked: Mapping[str, float]) -> None:
+        """Take back what `start` booked: the work was not done."""
+        self._shares.refund(booked)
 
     def unguard(self, request_id: str) -> None:
         """It was not started."""
-        self._guarded.pop(request_id, None)
+        self.guarded.pop(request_id, None)
 
     def keep_guards(self, prefilling: Collection[str]) -> None:
         """Guard only what is prefilled still."""
-        if self._guarded:
-            self._guarded = {one: self._guarded[one] for one in prefilling if one in self._guarded}
+        self.guarded = {one: self.guarded[one] for one in prefilling if one in self.guarded}
 
     def outranks(self, name: str, qos: str) -> bool:
         """Whether a class has at least the priority of requests that name `qos`."""
@@ -96,7 +88,7 @@ class Turns:
 
     def shuts_out(self, name: str) -> bool:
         """Whether none of this class may start now, because of what is guarded."""
-        return bool(self._guarded) and self._classes[name].priority < max(self._guarded.values())
+        return self._classes[name].priority < max(self.guarded.values(), default=self._lowest)
 
     def should_yield(self, qos: str) -> bool:
         """Whether a prefill of this class that is not done should be preempted for one that is owed.

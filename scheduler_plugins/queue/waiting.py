@@ -67,7 +67,9 @@ class WaitingQueue:
         self._lanes: dict[str, Lane] = {}
         self._out: dict[str, tuple[Place, Mapping[str, float]]] = {}
         self._head: Place | None = None
-        self._reserved: str | None = None
+        self.reserved: str | None = None
+        """Nobody starts before this request, if it waits, whatever the order: for one that the engine
+        had no room for while others started."""
         self._alone: str | None = None
         self._started: set[str] = set()
         self.turns = Turns()
@@ -181,17 +183,10 @@ class WaitingQueue:
         if self._alone == request_id:
             self._alone = None
 
-    def reserve(self, request_id: str | None) -> None:
-        """Let nobody start before this request, if it waits, whatever the order; None: as usual.
-
-        For one that the engine had no room for while others started.
-        """
-        self._reserved = request_id
-
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` may return None although requests wait."""
-        return self.turns.guarding or self.policy.splits_batches
+        return bool(self.turns.guarded) or self.costing.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine looks at its queue anew.
@@ -200,7 +195,8 @@ class WaitingQueue:
             full: a request that wants a batch by itself is being prefilled.
             prefilling: ids of the requests whose prefill goes on in this batch.
         """
-        self.turns.keep_guards(prefilling)
+        if self.turns.guarded:
+            self.turns.keep_guards(prefilling)
         self._head = None
         self._out = {}
         self._started = set()
@@ -242,18 +238,17 @@ class WaitingQueue:
 
     def pop(self) -> Waiting:
         """Take the request that `peek` returns. Raises IndexError where that is None."""
-        if self.peek() is None or self._head is None:
+        place, self._head = self._head or self._choose(), None
+        if place is None:
             raise IndexError("pop from a queue that has no request to start")
-        place, self._head = self._head, None
-        request = place.request
-        exact = self.policy.calibrated and not self._prefixes.outdated(place)
+        request, policy = place.request, self.costing.policy
+        exact = policy.calibrated and place.evictions == self._prefixes.evictions
         self._drop(place)
         cost_s = place.cost_s if exact else self.cost_s(request)
         cost_s = 0.0 if place.resumed else cost_s
-        self.turns.guard(request.id, place.lane)
-        self._out[request.id] = place, self.turns.charge(place.lane, cost_s)
+        self._out[request.id] = place, self.turns.start(request.id, place.lane, cost_s)
         self._started.add(request.id)
-        if self.policy.alone(request):
+        if policy.splits_batches and policy.alone(request):
             self._alone = request.id
         return request
 
@@ -271,13 +266,17 @@ class WaitingQueue:
     def _choose(self) -> Place | None:
         if not self._places or self._alone is not None:
             return None
-        looks = LOOKS_PER_PEEK - self.recalibrate()
-        reserved = self._places.get(self._reserved or "")
-        name = reserved.lane if reserved else self.turns.next()
-        if self.turns.shuts_out(name):
+        looks, turns, policy = LOOKS_PER_PEEK, self.turns, self.costing.policy
+        if self._prefixes.stale:
+            looks = max(8, looks - self.recalibrate())
+        reserved = self._places.get(self.reserved) if self.reserved else None
+        name = reserved.lane if reserved else turns.next()
+        if turns.guarded and turns.shuts_out(name):
             return None
-        place = self._first(self._lanes[name], max(looks, 8), reserved)
-        return None if self._started and self.policy.alone(place.request) else place
+        place = self._first(self._lanes[name], looks, reserved)
+        if policy.splits_batches and self._started and policy.alone(place.request):
+            return None
+        return place
 
     def _first(self, lane: Lane, looks: int, reserved: Place | None) -> Place:
         if lane.overtaken() >= self._max_overtaken and (oldest := lane.oldest()):
@@ -285,10 +284,10 @@ class WaitingQueue:
         if reserved is not None:
             return reserved
         place = lane.first()
-        if self.policy.calibrated:
+        if self.costing.policy.calibrated:
             # Keys computed before an eviction are lower bounds: whoever comes first with a key that
             # is true is the true first.
-            while place and looks and self._prefixes.outdated(place):
+            while place and looks and place.evictions != self._prefixes.evictions:
                 self._rescore(place)
                 looks -= 1
                 place = lane.first()

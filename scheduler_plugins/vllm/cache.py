@@ -89,12 +89,16 @@ class CacheView:
         return block + self._suffix in self._map  # type: ignore[operator]
 
     def hashes(self, request: Request) -> Sequence[BlockHash]:
-        """The hashes under which vLLM would look for the request's blocks; none if it would not.
+        """The hashes under which vLLM would look for the request's blocks; none if it would not."""
+        if not self.enabled or request.skip_reading_prefix_cache:
+            return ()
+        return self.stored(request)
+
+    def stored(self, request: Request) -> Sequence[BlockHash]:
+        """The hashes under which the request's full blocks are stored.
 
         A copy: vLLM changes its list while it runs.
         """
-        if not self.enabled or request.skip_reading_prefix_cache:
-            return ()
         return tuple(request.block_hashes[self._scale - 1 :: self._scale])
 
     def blocks(self, request_id: str) -> Sequence[KVCacheBlock]:

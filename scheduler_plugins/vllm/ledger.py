@@ -26,13 +26,28 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.classes: dict[str, ClassRecord] = {}
+        self._classes: dict[str, ClassRecord] = {}
+        self._answered: list[_Open] = []
+        """Those that have a first token and are not in `_classes` yet."""
         self.awaited: dict[str, None] = {}
         """Ids of requests that have no token yet."""
         self.generated = 0.0
         """Tokens that a request which generates more than one generates, on average; 0: unknown."""
         self._open: dict[str, _Open] = {}
         self._weight = 0.0
+
+    @property
+    def classes(self) -> dict[str, ClassRecord]:
+        """What became of the requests of each class."""
+        answered, self._answered = self._answered, []
+        for one in answered:
+            record = self._classes.get(one.qos)
+            if record is None:
+                record = self._classes[one.qos] = ClassRecord()
+            assert one.first_token_s is not None
+            record.predicted_ttft.observe(one.predicted_s)
+            record.ttft.observe(one.first_token_s - one.arrival_s)
+        return self._classes
 
     def arrived(self, request_id: str, qos: str, arrival_s: float, predicted_s: float) -> None:
         """A request came. `predicted_s` is its TTFT, counted from its arrival."""
@@ -46,9 +61,7 @@ class Ledger:
         del self.awaited[request_id]
         one = self._open[request_id]
         one.first_token_s = now_s
-        record = self.classes.setdefault(one.qos, ClassRecord())
-        record.predicted_ttft.observe(one.predicted_s)
-        record.ttft.observe(now_s - one.arrival_s)
+        self._answered.append(one)
 
     def age_s(self, request_id: str, now_s: float) -> float:
         """Time since the first token; 0 if there is none."""

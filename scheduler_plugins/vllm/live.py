@@ -60,8 +60,7 @@ class LiveSettings:
 
         A file that cannot be used is reported to the log, and what was read before holds.
         """
-        now_s = time.monotonic()
-        if self._file is None or now_s < self._look_s:
+        if self._file is None or (now_s := time.monotonic()) < self._look_s:
             return False
         self._look_s = now_s + LOOK_EVERY_S
         try:

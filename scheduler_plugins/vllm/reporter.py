@@ -56,9 +56,8 @@ class Reporter:
         waited_s = max(0.0, now_s - request.arrival_s)
         self.ledger.arrived(request.id, qos, request.arrival_s, waited_s + expected.ttft_s)
 
-    def publish(self, running: Sequence[Request], *, idle: bool) -> None:
-        """Post the load, if it is time."""
-        now_s = time.monotonic()
+    def publish(self, running: Sequence[Request], now_s: float, *, idle: bool) -> None:
+        """Post the load, if it is time, by a monotonic clock."""
         if self._board is None or not self._board.due(now_s, idle=idle):
             return
         wall_s = time.time()

@@ -85,14 +85,15 @@ class OrderedRequests(RequestQueue):
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a step; see `WaitingQueue.begin_scan`."""
         self._cache.tell(self._queue)
-        self._queue.reserve(self._too_long_turned_back())
+        self._queue.reserved = self._too_long_turned_back() if self._turned_back else None
         self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
         self._scanning = True
 
     def end_scan(self) -> None:
         """The step has been put together. What was asked for and not popped was turned back."""
-        self._settle()
+        if self._popped:
+            self._settle(self._popped)
         if self._asked is not None:
             self._turned_back.setdefault(self._asked, self._started)
             self._asked = None
@@ -100,7 +101,8 @@ class OrderedRequests(RequestQueue):
 
     def head(self) -> Request | None:
         """The request that vLLM would be given next, if any."""
-        self._settle()
+        if self._popped:
+            self._settle(self._popped)
         self._cache.tell(self._queue)
         first = self._queue.peek()
         return self._requests[first.id] if first else None
@@ -131,7 +133,8 @@ class OrderedRequests(RequestQueue):
         return request
 
     def pop_request(self) -> Request:
-        self._settle()
+        if self._popped:
+            self._settle(self._popped)
         taken = self._queue.pop()
         request = self._requests.pop(taken.id)
         self._taken[taken.id] = taken
@@ -148,7 +151,8 @@ class OrderedRequests(RequestQueue):
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Requests that were skipped in this scan: each gets its own place back."""
-        self._settle()
+        if self._popped:
+            self._settle(self._popped)
         for request in requests:
             self._put_back(request)
 
@@ -188,14 +192,12 @@ class OrderedRequests(RequestQueue):
             self._asked = None
         self._queue.remove(request_id)
 
-    def _settle(self) -> None:
+    def _settle(self, popped: Request) -> None:
         """Learn what became of the request that was popped last.
 
         vLLM marks it as running after the pop and before it looks at the queue again.
         """
-        popped, self._popped = self._popped, None
-        if popped is None:
-            return
+        self._popped = None
         if popped.status == RequestStatus.RUNNING:
             self._started += 1
         else:

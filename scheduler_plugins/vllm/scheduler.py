@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -67,12 +69,13 @@ class PrefixAwareScheduler(AsyncScheduler):
                 setattr(self, name, MethodType(getattr(Scheduler, name), self))
         self._live = LiveSettings(self.vllm_config)
         self._cache = CacheView(self.kv_cache_manager)
+        self._block_tokens: int = self._cache.block_tokens
         start = start_model(self.vllm_config)
         self._steps = StepTimer(OnlineFit(start=start, chunk_tokens=self.max_num_scheduled_tokens))
         self._order = WaitingQueue(
             self._live.policy(),
             self._cache,
-            block_tokens=self._cache.block_tokens,
+            block_tokens=self._block_tokens,
             costs=self._steps.fit,
             classes=self._live.classes,
             max_overtaken=self._live.max_overtaken,
@@ -83,6 +86,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
+        self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._block_tokens)
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
         self._gave_way_to = ""
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
@@ -93,40 +97,38 @@ class PrefixAwareScheduler(AsyncScheduler):
         if self._live.changed():
             self._apply_settings()
         prefills = [request for request in self.running if request.is_prefill_chunk]
-        ids = [request.request_id for request in prefills]
-        self.waiting.begin_scan(prefilling=ids)
         if prefills:
+            ids = [request.request_id for request in prefills]
+            self.waiting.begin_scan(prefilling=ids)
             self._give_way(prefills)
             if self._prefills_alone():
                 self.waiting.begin_scan(full=True, prefilling=ids)
-        if self._discard.pending:
-            self._discard.make_room(self._most_blocks(self.max_num_scheduled_tokens))
+        else:
+            self.waiting.begin_scan()
+        if self._whole_cache:
+            self._make_room()
         self._shape.limit(prefills)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self._shape.lift()
         self.waiting.end_scan()
-        self._steps.scheduled(output, self.requests, time.monotonic())
+        now_s = time.monotonic()
+        self._steps.scheduled(output, self.requests, now_s)
         if self._whole_cache:
             self._note_blocks(output)
-        self._reporter.publish(self.running, idle=False)
+        self._reporter.publish(self.running, now_s, idle=False)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self._steps.ended(scheduler_output, time.monotonic())
+        load = self._steps.ended(scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        now_s, ledger = time.time(), self._reporter.ledger
-        for per_client in outputs.values():
-            for one in per_client.outputs:
-                if one.request_id in ledger.awaited and (
-                    one.new_token_ids or one.pooling_output is not None
-                ):
-                    ledger.token(one.request_id, now_s)
+        if load.tokens:  # others only go on
+            self._note_first_tokens(outputs)
         if not self.running and self.get_num_unfinished_requests() == 0:
-            self._reporter.publish(self.running, idle=True)
+            self._reporter.publish(self.running, time.monotonic(), idle=True)
         return outputs
 
     def add_request(self, request: Request) -> None:
@@ -149,15 +151,10 @@ class PrefixAwareScheduler(AsyncScheduler):
 
     def _free_blocks(self, request: Request) -> None:
         """The blocks of a request that has ended are freed: no connector holds them any more."""
-        if not (self._whole_cache and is_prefill_only(request)):
-            super()._free_blocks(request)
-            return
-        # Blocks of this step's prefill may not have been told to the queue yet.
-        self._cache.tell(self._order)
-        self._order.recalibrate()
-        suffix = self._discard.suffix(self._cache.blocks(request.request_id))
+        if self._whole_cache and is_prefill_only(request):
+            blocks = self._cache.blocks(request.request_id)
+            self._discard.ended(blocks, self._cache.stored(request))
         super()._free_blocks(request)
-        self._discard.freed(suffix)
 
     def _apply_settings(self) -> None:
         self._order.set_policy(self._live.policy(), self._live.max_overtaken)
@@ -213,8 +210,15 @@ class PrefixAwareScheduler(AsyncScheduler):
         spared = self._order.costing.spared_tokens(describe(head, self._cache))
         room = self.max_num_scheduled_tokens - wanted
         full = len(self.running) >= self.max_num_active_reqs
-        small = left <= 2 * self._cache.block_tokens and room > 0
+        small = left <= 2 * self._block_tokens and room > 0
         return not full and (small or head.num_tokens - spared <= room)
+
+    def _make_room(self) -> None:
+        """Let the next step take spare blocks rather than shared ones."""
+        blocks = self._most_blocks(self.max_num_scheduled_tokens)
+        if self._discard.lacks(blocks):
+            self._order.recalibrate()  # who waits may want what has been cached since
+            self._discard.make_room(blocks)
 
     def _most_blocks(self, tokens: int, requests: int | None = None) -> int:
         """Blocks that a step takes at most, but for the KV that a connector loads.
@@ -225,9 +229,16 @@ class PrefixAwareScheduler(AsyncScheduler):
         """
         if requests is None:
             requests = min(len(self.requests), self.max_num_running_reqs)
-        block_tokens = self._cache.block_tokens
-        ahead = -(-self.num_lookahead_tokens // block_tokens)
-        return int(tokens // block_tokens + requests * (1 + ahead))
+        return tokens // self._block_tokens + requests * self._blocks_ahead
+
+    def _note_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        now_s, ledger = time.time(), self._reporter.ledger
+        for per_client in outputs.values():
+            for one in per_client.outputs:
+                if one.request_id in ledger.awaited and (
+                    one.new_token_ids or one.pooling_output is not None
+                ):
+                    ledger.token(one.request_id, now_s)
 
     def _note_blocks(self, output: SchedulerOutput) -> None:
         """Which blocks the requests that start in this step found in the cache, and how many new
@@ -239,7 +250,8 @@ class PrefixAwareScheduler(AsyncScheduler):
             request = self.requests[request_id]
             found = request.num_computed_tokens - sizes[request_id]
             if found > 0 and not is_loaded(request):
-                discard.found(self._cache.blocks(request_id)[: found // self._cache.block_tokens])
+                blocks = found // self._block_tokens
+                discard.found(self._cache.blocks(request_id), blocks)
         if self.connector is None and not output.preempted_req_ids:
             discard.took(self._most_blocks(output.total_num_scheduled_tokens, len(sizes)))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.online import OnlineFit
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class _Step(NamedTuple):
-    output: SchedulerOutput
-    load: StepLoad
-    scheduled_s: float
+_NOTHING = StepLoad(0, 0, 0, 0)
+_Step = tuple["SchedulerOutput", StepLoad, float]
+"""What was scheduled, what that computes, and when."""
 
 
 def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
@@ -27,16 +26,18 @@ def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoa
     A request decodes when all of its prompt was computed before the step; one that was preempted
     after its first token prefills what it had generated as well.
     """
-    chunks, contexts = [], []
+    fresh = pairs = batch = context = 0
     for request_id, tokens in output.num_scheduled_tokens.items():
         request = requests[request_id]
         after = request.num_computed_tokens
         before = after - tokens
         if before >= request.num_prompt_tokens and request.num_output_tokens:
-            contexts.append(after)
+            batch += 1
+            context += after
         else:
-            chunks.append((before, after))
-    return StepLoad.of(chunks, contexts)
+            fresh += tokens
+            pairs += tokens * (before + after)
+    return StepLoad(fresh, pairs, batch, context)
 
 
 class StepTimer:
@@ -55,27 +56,30 @@ class StepTimer:
     @property
     def under_way_s(self) -> float:
         """Predicted duration of the steps that were scheduled and have not ended."""
-        return sum(self.fit.model.step_s(step.load) for step in self._open)
+        return sum(self.fit.model.step_s(load) for _, load, _ in self._open)
 
     @property
     def prefilling_s(self) -> float:
         """The same of those that prefill."""
-        return sum(self.fit.model.step_s(step.load) for step in self._open if step.load.tokens)
+        return sum(self.fit.model.step_s(load) for _, load, _ in self._open if load.tokens)
 
     def scheduled(
         self, output: SchedulerOutput, requests: Mapping[str, Request], now_s: float
     ) -> None:
         """A step was put together, by a monotonic clock."""
         if output.total_num_scheduled_tokens:
-            self._open.append(_Step(output, load_of(output, requests), now_s))
+            self._open.append((output, load_of(output, requests), now_s))
 
-    def ended(self, output: SchedulerOutput, now_s: float) -> None:
-        """Its result is there. Steps end in the order in which they were scheduled."""
+    def ended(self, output: SchedulerOutput, now_s: float) -> StepLoad:
+        """Its result is there; what it computed. Steps end in the order in which they were
+        scheduled."""
+        load = _NOTHING
         if not output.total_num_scheduled_tokens:
-            return
+            return load
         while self._open:
-            step = self._open.popleft()
-            if step.output is output:
-                self.fit.observe(step.load, now_s - max(step.scheduled_s, self._ended_s))
+            scheduled, load, scheduled_s = self._open.popleft()
+            if scheduled is output:
+                self.fit.observe(load, now_s - max(scheduled_s, self._ended_s))
                 break
         self._ended_s = now_s
+        return load

@@ -3,25 +3,24 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from random import Random
 
 from scheduler_plugins.policy.queue.request import Waiting
-from scheduler_plugins.queue.heap import Entry, LazyHeap
+from scheduler_plugins.queue.heap import LazyHeap
 from scheduler_plugins.queue.place import Place
+
+PUSH = attrgetter("push")
 
 
 def place() -> Place:
     return Place(Waiting(id="", tokens=1, block_hashes=(), arrival_s=0.0), 16)
 
 
-def stands(entry: Entry) -> bool:
-    return entry[3].push == entry[2]
-
-
 def test_it_agrees_with_sorting() -> None:
     random = Random(1)
     places = [place() for _ in range(30)]
-    heap, keys = LazyHeap(stands), dict[int, int]()
+    heap, keys = LazyHeap(PUSH), dict[int, int]()
     for number in range(1, 2000):
         which, key = random.randrange(30), random.randrange(1000)
         keys[which] = key
@@ -37,7 +36,7 @@ def test_it_agrees_with_sorting() -> None:
 
 
 def test_dead_entries_are_dropped_even_where_they_never_surface() -> None:
-    heap, moving, still = LazyHeap(stands), place(), place()
+    heap, moving, still = LazyHeap(PUSH), place(), place()
     still.push = 1
     heap.push((0.0, 0, 1, still), 1)
     for number in range(2, 5000):

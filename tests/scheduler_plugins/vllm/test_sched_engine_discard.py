@@ -126,7 +126,9 @@ def test_blocks_that_vllm_frees_later_are_spare_when_they_are_free() -> None:
     assert len(_spare_blocks(rig)) == 7
     rig.add("holds", PROFILE + post(0) + words(7, BLOCK - 4), 3)
     rig.step()
-    rig.scheduler._discard.freed([(b, b.block_hash) for b in _held(rig, "holds")])
+    discard, held = rig.scheduler._discard, _held(rig, "holds")
+    discard._found.clear()
+    discard.ended(held, rig.scheduler._cache.stored(rig.scheduler.requests["holds"]))
     rig.scheduler._discard.make_room(8)
     assert len(_spare_blocks(rig)) == 7, "held, so not yet to be taken"
     rig.run()
@@ -163,5 +165,8 @@ def _held(rig: Rig, name: str) -> list[KVCacheBlock]:
 
 def _spare_blocks(rig: Rig) -> list[object]:
     discard = rig.scheduler._discard
+    rig.scheduler._cache.tell(rig.scheduler._order)
+    rig.scheduler._order.recalibrate()
+    discard._sort_out()
     pool = rig.scheduler.kv_cache_manager.block_pool
     return [pool.blocks[n] for n in [*discard._spare, *discard._front]]

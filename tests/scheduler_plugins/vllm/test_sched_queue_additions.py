@@ -69,13 +69,13 @@ def test_what_is_charged_in_vain_is_refunded_exactly() -> None:
 
 def test_a_reserved_request_goes_first_until_it_is_gone() -> None:
     queue = queue_of(request("a", 1), request("b", 9), request("c", 5))
-    queue.reserve("b")
+    queue.reserved = "b"
     assert drain(queue) == ["b", "a", "c"]
 
 
 def test_a_reserved_request_that_does_not_wait_changes_nothing() -> None:
     queue = queue_of(request("a", 5), request("b", 1))
-    queue.reserve("elsewhere")
+    queue.reserved = "elsewhere"
     assert drain(queue) == ["b", "a"]
 
 
@@ -85,7 +85,7 @@ def test_a_reserved_request_does_not_break_the_bound_of_its_class() -> None:
         queue.add(request(f"short{n}", 1))
     queue.begin_scan()
     assert queue.pop().id == "short0"
-    queue.reserve("big")
+    queue.reserved = "big"
     assert queue.peek() is not None
     assert drain(queue) == ["oldest", "big", "short1"]
 
@@ -95,7 +95,7 @@ def test_a_reserved_request_still_wants_a_batch_by_itself() -> None:
     queue.add(request("alone", 9, max_tokens=1))
     queue.begin_scan()
     queue.pop()
-    queue.reserve("alone")
+    queue.reserved = "alone"
     assert queue.peek() is None
 
 
