@@ -56,7 +56,7 @@ class OnlineFit:
 
     `model` is replaced, never changed, and only when the cost of a prompt or a step has moved by
     5 % or belief in it has changed: who orders by it must order anew then. Steps are only noted when
-    they come; of every 32, later 128, one pays for all.
+    they come, and learnt together: 32, later 128.
     """
 
     def __init__(self, *, start: CostModel | None = None, chunk_tokens: int = 0) -> None:
@@ -80,14 +80,17 @@ class OnlineFit:
         """Mean relative error over the last prefill steps, each predicted before it was learnt."""
         return sum(self._errors) / len(self._errors) if self._errors else None
 
-    def observe(self, load: StepLoad, duration_s: float) -> None:
-        """Learn from one step. An empty step, or one without a duration, teaches nothing."""
+    def note(self, load: StepLoad, duration_s: float) -> None:
+        """A step has ended. An empty one, or one without a duration, teaches nothing."""
         if duration_s > 0 and (load.tokens or load.batch):
             self._new.append((load, duration_s))
-            if len(self._new) >= self._fit_after:
-                self._fit_after = min(2 * self._fit_after, _FIT_EVERY)
-                self._learn()
-                self._fit()
+
+    def catch_up(self) -> None:
+        """Learn from the steps that were noted, if there are enough. Call after every few."""
+        if len(self._new) >= self._fit_after:
+            self._fit_after = min(2 * self._fit_after, _FIT_EVERY)
+            self._learn()
+            self._fit()
 
     def _learn(self) -> None:
         steps, self._new = self._new, []

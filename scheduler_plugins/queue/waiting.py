@@ -133,14 +133,12 @@ class WaitingQueue:
         """The cache has lost blocks. Call when it holds that they are not in `cached` any more."""
         self._prefixes.removed()
 
-    def recalibrate(self) -> int:
-        """Evaluate anew whom the cache has made cheaper, as many as a look does; their number."""
-        if not self._prefixes.stale:
-            return 0
-        places = self._prefixes.drain(LOOKS_PER_PEEK)
-        for place in places:
-            self._rescore(place)
-        return len(places)
+    def refresh(self, most: int) -> None:
+        """Between two scans: evaluate anew up to `most` requests whose cost has changed."""
+        if self.costing.renew():
+            self._prefixes.stale_all(self._places.values())
+        if self._prefixes.stale:
+            self._recalibrate(most)
 
     def wanted(self, block: BlockHash) -> bool:
         """Whether the cached prefix of a request that waits ends with this block, as far as it has
@@ -268,7 +266,7 @@ class WaitingQueue:
             return None
         looks, turns, policy = LOOKS_PER_PEEK, self.turns, self.costing.policy
         if self._prefixes.stale:
-            looks = max(8, looks - self.recalibrate())
+            looks = max(8, looks - self._recalibrate())
         reserved = self._places.get(self.reserved) if self.reserved else None
         name = reserved.lane if reserved else turns.next()
         if turns.guarded and turns.shuts_out(name):
@@ -277,6 +275,13 @@ class WaitingQueue:
         if policy.splits_batches and self._started and policy.alone(place.request):
             return None
         return place
+
+    def _recalibrate(self, most: int = LOOKS_PER_PEEK) -> int:
+        """Evaluate anew up to `most` whom the cache has made cheaper; their number."""
+        places = self._prefixes.drain(most)
+        for place in places:
+            self._rescore(place)
+        return len(places)
 
     def _first(self, lane: Lane, looks: int, reserved: Place | None) -> Place:
         if lane.overtaken() >= self._max_overtaken and (oldest := lane.oldest()):

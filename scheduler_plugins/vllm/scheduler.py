@@ -23,7 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from scheduler_plugins.cost.online import OnlineFit
-from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
 from scheduler_plugins.vllm.live import LiveSettings, start_model
@@ -40,7 +40,7 @@ from scheduler_plugins.vllm.shape import StepShape
 from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -87,8 +87,12 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
         self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._block_tokens)
+        self._step_blocks = self._most_blocks(
+            self.max_num_scheduled_tokens, self.max_num_running_reqs
+        )
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
         self._gave_way_to = ""
+        self._untidy = False
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
         self._reporter.use(self._live.classes)
         logger.info("waiting requests are ordered by the policy %s", type(self._order.policy))
@@ -96,6 +100,8 @@ class PrefixAwareScheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._live.changed():
             self._apply_settings()
+        if self._untidy:
+            self._tidy_up()
         prefills = [request for request in self.running if request.is_prefill_chunk]
         if prefills:
             ids = [request.request_id for request in prefills]
@@ -105,20 +111,23 @@ class PrefixAwareScheduler(AsyncScheduler):
                 self.waiting.begin_scan(full=True, prefilling=ids)
         else:
             self.waiting.begin_scan()
-        if self._whole_cache:
-            self._make_room()
         self._shape.limit(prefills)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self._shape.lift()
         self.waiting.end_scan()
-        now_s = time.monotonic()
-        self._steps.scheduled(output, self.requests, now_s)
+        self._steps.scheduled(output, self.requests, time.monotonic())
         if self._whole_cache:
             self._note_blocks(output)
-        self._reporter.publish(self.running, now_s, idle=False)
+        self._untidy = True
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """vLLM asks for it when the model has begun to compute the step: what the next step will
+        need is done behind the model."""
+        self._tidy_up()
+        return super().get_grammar_bitmask(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -155,6 +164,16 @@ class PrefixAwareScheduler(AsyncScheduler):
             blocks = self._cache.blocks(request.request_id)
             self._discard.ended(blocks, self._cache.stored(request))
         super()._free_blocks(request)
+
+    def _tidy_up(self) -> None:
+        """All that the order of a step does not need at once. Once between two steps."""
+        self._untidy = False
+        self._steps.fit.catch_up()
+        self._cache.tell(self._order)
+        self._order.refresh(LOOKS_PER_PEEK)
+        if self._whole_cache and self._discard.lacks(self._step_blocks):
+            self._discard.make_room(self._step_blocks)
+        self._reporter.publish(self.running, time.monotonic(), idle=False)
 
     def _apply_settings(self) -> None:
         self._order.set_policy(self._live.policy(), self._live.max_overtaken)
@@ -213,22 +232,9 @@ class PrefixAwareScheduler(AsyncScheduler):
         small = left <= 2 * self._block_tokens and room > 0
         return not full and (small or head.num_tokens - spared <= room)
 
-    def _make_room(self) -> None:
-        """Let the next step take spare blocks rather than shared ones."""
-        blocks = self._most_blocks(self.max_num_scheduled_tokens)
-        if self._discard.lacks(blocks):
-            self._order.recalibrate()  # who waits may want what has been cached since
-            self._discard.make_room(blocks)
-
-    def _most_blocks(self, tokens: int, requests: int | None = None) -> int:
-        """Blocks that a step takes at most, but for the KV that a connector loads.
-
-        Args:
-            tokens: that it computes.
-            requests: whose tokens these are; as many as there may be by default.
-        """
-        if requests is None:
-            requests = min(len(self.requests), self.max_num_running_reqs)
+    def _most_blocks(self, tokens: int, requests: int) -> int:
+        """Blocks that a step takes at most which computes so many tokens of so many requests, but for
+        the KV that a connector loads."""
         return tokens // self._block_tokens + requests * self._blocks_ahead
 
     def _note_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:

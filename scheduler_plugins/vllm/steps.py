@@ -79,7 +79,7 @@ class StepTimer:
         while self._open:
             scheduled, load, scheduled_s = self._open.popleft()
             if scheduled is output:
-                self.fit.observe(load, now_s - max(scheduled_s, self._ended_s))
+                self.fit.note(load, now_s - max(scheduled_s, self._ended_s))
                 break
         self._ended_s = now_s
         return load

@@ -123,6 +123,11 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path, text: str) -> None:
         load(path)
 
 
+def observe(online: OnlineFit, load: StepLoad, duration_s: float) -> None:
+    online.note(load, duration_s)
+    online.catch_up()
+
+
 def test_while_nothing_is_known_costs_are_token_counts() -> None:
     model = OnlineFit().model
     assert not model.known
@@ -133,7 +138,7 @@ def test_it_learns_from_the_engines_own_steps() -> None:
     random, online = Random(2), OnlineFit()
     for _ in range(1500):
         load = step(random)
-        online.observe(load, noisy(load, random))
+        observe(online, load, noisy(load, random))
     assert online.model.known
     assert online.error == pytest.approx(0.04, abs=0.02)
     assert online.model.prefill_s(6000, 1000) == pytest.approx(TRUE.prefill_s(6000, 1000), rel=0.1)
@@ -146,7 +151,7 @@ def test_steps_of_one_size_are_not_believed_to_tell_the_others() -> None:
     online = OnlineFit()
     load = StepLoad.of([(0, 512)])
     for _ in range(500):
-        online.observe(load, 0.1)
+        observe(online, load, 0.1)
     assert not online.model.known
     assert online.model.prefill_s(512) == pytest.approx(0.1)
 
@@ -154,7 +159,7 @@ def test_steps_of_one_size_are_not_believed_to_tell_the_others() -> None:
 def test_noise_without_a_law_leaves_it_with_token_counts() -> None:
     random, online = Random(3), OnlineFit()
     for _ in range(1000):
-        online.observe(StepLoad.of([(0, random.randint(1, 8000))]), 10 ** random.uniform(-3, 1))
+        observe(online, StepLoad.of([(0, random.randint(1, 8000))]), 10 ** random.uniform(-3, 1))
     assert online.error is not None
     assert online.error > 0.3
     assert not online.model.known
@@ -164,7 +169,7 @@ def test_it_follows_an_engine_that_becomes_slower() -> None:
     random, online = Random(4), OnlineFit()
     for n in range(3000):
         load = step(random)
-        online.observe(load, noisy(load, random) * (1 if n < 1000 else 2))
+        observe(online, load, noisy(load, random) * (1 if n < 1000 else 2))
     assert online.model.prefill_s(4000) == pytest.approx(2 * TRUE.prefill_s(4000), rel=0.1)
 
 
@@ -172,7 +177,7 @@ def test_a_stray_step_moves_nothing() -> None:
     random, online = Random(5), OnlineFit()
     for n in range(1000):
         load = step(random)
-        online.observe(load, 30.0 if n % 100 == 50 else noisy(load, random))
+        observe(online, load, 30.0 if n % 100 == 50 else noisy(load, random))
     assert online.model.prefill_s(4000) == pytest.approx(TRUE.prefill_s(4000), rel=0.15)
 
 
@@ -180,10 +185,10 @@ def test_hours_of_decoding_do_not_wipe_out_what_prefill_costs() -> None:
     random, online = Random(6), OnlineFit()
     for _ in range(1000):
         load = step(random)
-        online.observe(load, noisy(load, random))
+        observe(online, load, noisy(load, random))
     for _ in range(5000):
         load = StepLoad.of([], [100] * random.randint(1, 20))
-        online.observe(load, noisy(load, random))
+        observe(online, load, noisy(load, random))
     assert online.model.known
     assert online.model.prefill_s(4000) == pytest.approx(TRUE.prefill_s(4000), rel=0.15)
 
@@ -192,7 +197,7 @@ def test_an_engine_that_only_decodes_learns_what_decoding_costs() -> None:
     random, online = Random(9), OnlineFit()
     for _ in range(500):
         load = StepLoad.of([], [random.randint(10, 3000) for _ in range(random.randint(1, 20))])
-        online.observe(load, noisy(load, random))
+        observe(online, load, noisy(load, random))
     assert not online.model.known
     assert online.model.decode_step_s(10, 9000) == pytest.approx(
         TRUE.decode_step_s(10, 9000), rel=0.1
@@ -203,7 +208,7 @@ def test_a_model_is_published_only_when_costs_have_moved() -> None:
     random, online, published = Random(7), OnlineFit(), set()
     for _ in range(2000):
         load = step(random)
-        online.observe(load, noisy(load, random))
+        observe(online, load, noisy(load, random))
         published.add(id(online.model))
     assert len(published) < 15
 
@@ -212,7 +217,7 @@ def test_a_profile_is_used_until_enough_steps_are_seen() -> None:
     random, online = Random(8), OnlineFit(start=TRUE)
     for _ in range(20):
         load = step(random)
-        online.observe(load, noisy(load, random))
+        observe(online, load, noisy(load, random))
     assert online.model is TRUE
 
 
@@ -220,6 +225,6 @@ def test_a_profile_is_used_until_enough_steps_are_seen() -> None:
 def test_a_step_without_a_duration_teaches_nothing(duration_s: float) -> None:
     online = OnlineFit()
     for _ in range(100):
-        online.observe(StepLoad(100, 10_000, 0, 0), duration_s)
-        online.observe(StepLoad(0, 0, 0, 0), 1.0)
+        observe(online, StepLoad(100, 10_000, 0, 0), duration_s)
+        observe(online, StepLoad(0, 0, 0, 0), 1.0)
     assert online.model == CostModel.token_count()

@@ -153,7 +153,9 @@ class Rig:
         if seconds_per_token and isinstance(self.scheduler, PrefixAwareScheduler):
             # Times of a worker that takes none teach nothing.
             fixed = CostModel(a=seconds_per_token)
-            self.scheduler._steps.fit = SimpleNamespace(model=fixed, observe=lambda *_: None)
+            self.scheduler._steps.fit = SimpleNamespace(
+                model=fixed, note=lambda *_: None, catch_up=lambda: None
+            )
             self.scheduler._order.costing._costs = self.scheduler._steps.fit
         self.worker = Worker()
         whole = [isinstance(one, FullAttentionSpec) for one in groups or ()]
@@ -210,6 +212,7 @@ class Rig:
         """One step, as vLLM's engine core takes it. Returns the tokens of each request in it."""
         scheduler = self.scheduler
         output = scheduler.schedule()
+        scheduler.get_grammar_bitmask(output)
         manager = scheduler.kv_cache_manager
         blocks = {
             one: manager.get_block_ids(one)[self._group] for one in output.num_scheduled_tokens

@@ -166,7 +166,7 @@ def _held(rig: Rig, name: str) -> list[KVCacheBlock]:
 def _spare_blocks(rig: Rig) -> list[object]:
     discard = rig.scheduler._discard
     rig.scheduler._cache.tell(rig.scheduler._order)
-    rig.scheduler._order.recalibrate()
+    rig.scheduler._order.refresh(100)
     discard._sort_out()
     pool = rig.scheduler.kv_cache_manager.block_pool
     return [pool.blocks[n] for n in [*discard._spare, *discard._front]]

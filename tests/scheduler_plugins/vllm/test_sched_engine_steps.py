@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ class Fit:
     def __init__(self) -> None:
         self.seen: list[tuple[StepLoad, float]] = []
 
-    def observe(self, load: StepLoad, duration_s: float) -> None:
+    def note(self, load: StepLoad, duration_s: float) -> None:
         self.seen.append((load, duration_s))
 
 
@@ -172,10 +173,20 @@ def test_the_board_says_what_waits_runs_and_is_to_be_expected(boards: Path) -> N
 def test_the_board_counts_the_prefill_under_way_and_what_is_left_of_it(boards: Path) -> None:
     rig = Rig(budget=64)
     rig.add("long", words(1, 200))
-    rig.scheduler.schedule()
+    rig.scheduler.get_grammar_bitmask(rig.scheduler.schedule())
     posted = board_of(rig, boards)
     assert posted.step_s == pytest.approx(0.064)
     assert posted.report.prefill_left_s == pytest.approx(0.2)
+
+
+def test_what_is_done_behind_the_model_is_done_even_if_vllm_does_not_ask(boards: Path) -> None:
+    rig = Rig(budget=64)
+    rig.scheduler.get_grammar_bitmask = lambda output: None
+    rig.add("long", words(1, 200))
+    rig.step()
+    assert not file_of(rig, boards), "nobody asked yet"
+    rig.step()
+    assert board_of(rig, boards).report.prefill_left_s == pytest.approx(0.136)
 
 
 def test_the_board_is_taken_down_with_the_engine(boards: Path) -> None:
@@ -193,10 +204,11 @@ def test_an_engine_that_cannot_post_serves_all_the_same(
     rig = Rig()
     rig.add("a", words(1, 20))
     rig.step()
-    monkeypatch.setattr(Path, "write_bytes", _full)
+    monkeypatch.setattr(os, "pwrite", _full)
     rig.add("b", words(2, 20))
     rig.run()
     rig.assert_served()
+    assert not file_of(rig, boards), "what cannot be kept up to date must not be believed"
     monkeypatch.undo()
     boards.chmod(0o755)
     second = Rig()
@@ -207,5 +219,5 @@ def test_an_engine_that_cannot_post_serves_all_the_same(
     assert not file_of(second, boards)
 
 
-def _full(path: Path, content: bytes) -> int:
+def _full(file: int, content: bytes, offset: int) -> int:
     raise OSError(28, "No space left on device")

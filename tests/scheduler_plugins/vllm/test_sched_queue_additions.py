@@ -134,7 +134,7 @@ def test_the_last_block_that_a_waiting_request_finds_is_wanted() -> None:
     assert queue.wanted("x")
     cached.update("yz")
     queue.added("yz")
-    assert queue.recalibrate() == 1
+    queue.refresh(1)
     assert [queue.wanted(block) for block in "xyz"] == [False, False, True]
     queue.remove("a")
     assert not queue.wanted("z")
