@@ -4,18 +4,18 @@ not move them (`device_pages.py`).
 """
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import functools
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Words = npt.NDArray[Any]
-Index = npt.NDArray[np.int64]
+from pd_connector.grid import Grid, Index, Words
 
 _SMALL_PAGE_BYTES = 16 * 1024
-"""Parts of pages up to this size are copied many at a time."""
+"""Into pages whose part has up to this size rows are written many at a time: one by one, Python's share
+of the time would show. In larger ones a page's own order of memory is faster."""
 
 
 class Span(NamedTuple):
@@ -27,15 +27,37 @@ class Span(NamedTuple):
     start: int
 
 
-def spans(
-    pages: Sequence[int], first_token: int, stop_token: int, page_size: int, view_tokens: int
-) -> list[Span]:
-    """Tokens [first_token, stop_token) of a prompt, page by page of a view.
+class Where(NamedTuple):
+    """Tokens [first_token, stop_token) of a prompt in the pages of a view. What is computed of it is
+    kept: the layers of a chunk ask for the same.
 
-    Args:
+    Attributes:
         pages: of the engine, of `page_size` tokens each; the first holds `first_token`.
         view_tokens: tokens of a page of the view, which may be a part of the engine's page.
     """
+
+    pages: tuple[int, ...]
+    first_token: int
+    stop_token: int
+    page_size: int
+    view_tokens: int
+
+    def spans(self) -> Sequence[Span]:
+        """Page by page of the view."""
+        return _spans(self)
+
+    def rows(self, heads: int, steps: tuple[int, ...]) -> Index:
+        """Numbers of the rows of a grid, by head and then by token.
+
+        Args:
+            steps: from one page, head and token to the next.
+        """
+        return _rows(self, heads, steps)
+
+
+@functools.lru_cache(maxsize=8)
+def _spans(where: Where) -> Sequence[Span]:
+    pages, first_token, stop_token, page_size, view_tokens = where
     parts = page_size // view_tokens
     base = first_token // page_size * page_size
     found: list[Span] = []
@@ -47,15 +69,27 @@ def spans(
     return found
 
 
+@functools.lru_cache(maxsize=8)
+def _rows(where: Where, heads: int, steps: tuple[int, ...]) -> Index:
+    pages, first_token, stop_token, page_size, view_tokens = where
+    by_page, by_head, by_token = steps
+    token = np.arange(first_token % page_size, stop_token - first_token // page_size * page_size)
+    parts = page_size // view_tokens
+    place, within = np.divmod(token, view_tokens)
+    page = np.asarray(pages, np.int64)[place // parts] * parts + place % parts
+    found: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
+    return found.reshape(-1)
+
+
 class Copier(Protocol):
     """Views of a cache are `[page, head, token, dim]`, blocks `[head, token, dim]`, rows
     `[page, head, bytes]`; buffers are in host memory."""
 
-    def read(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
         """Fill `block`, dense and on the cache's device, from the cache."""
         ...
 
-    def write(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
         """Write `block`, on the cache's device, into the cache."""
         ...
 
@@ -69,50 +103,73 @@ class Copier(Protocol):
 
 
 class HostCopier:
-    """Page by page, which is as fast as the memory; where pages are small, all at once. (torch's
-    own indexing on CPU is several times slower.)"""
+    """Row by row of a grid, else page by page. (torch's own indexing on CPU is several times slower.)
 
-    def read(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+    The memory of views must stay where it is for as long as this lives.
+    """
+
+    def __init__(self) -> None:
+        self._grids: dict[Hashable, Grid | None] = {}
+
+    def read(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
+        grid = self._grid(view)
+        if grid is not None:
+            grid.take(where.rows(view.shape[1], grid.steps), _bits(block).numpy())
+            return
         source = _words(view)
         target = _like(block, source)
-        if (small := _small_pages(source, spans, target)) is not None:
-            small.block[...] = small.cache[small.pages]
-            return
-        for page, first, stop, start in spans:
+        for page, first, stop, start in where.spans():
             target[:, start : start + stop - first] = source[page, :, first:stop]
 
-    def write(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
+        grid = self._grid(view) if view[0].nbytes <= _SMALL_PAGE_BYTES else None
+        if grid is not None:
+            values = _bits(block.contiguous()).numpy()
+            grid.put(where.rows(view.shape[1], grid.steps), values)
+            return
         target = _words(view)
         source = _like(block.contiguous(), target)
-        if (small := _small_pages(target, spans, source)) is not None:
-            small.cache[small.pages] = small.block
-            return
-        for page, first, stop, start in spans:
+        for page, first, stop, start in where.spans():
             target[page, :, first:stop] = source[:, start : start + stop - first]
 
     def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        rows = _side_by_side(rows)
+        if (grid := self._grid(rows)) is not None:
+            grid.take(_row_numbers(grid, index, rows.shape[1]), buffer)
+            return
         source = rows.numpy()
         for place, page in enumerate(index):
-            buffer[place] = source[page]
+            buffer[place] = source[page].reshape(buffer.shape[1:])
 
     def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        rows = _side_by_side(rows)
+        if (grid := self._grid(rows)) is not None:
+            grid.put(_row_numbers(grid, index, rows.shape[1]), buffer)
+            return
         target = rows.numpy()
         for place, page in enumerate(index):
-            target[page] = buffer[place]
+            target[page] = buffer[place].reshape(target.shape[1:])
+
+    def _grid(self, view: torch.Tensor) -> Grid | None:
+        key = view.data_ptr(), view.shape, view.stride(), view.dtype
+        if key not in self._grids:
+            self._grids[key] = Grid.of(view)
+        return self._grids[key]
 
 
 class DeviceCopier:
     """On the current stream, in plain torch: for a GPU without Triton, and for chunks that are not for
     kernels. Copies from and to buffers may still be under way when a call returns."""
 
-    def read(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
+        spans = where.spans()
         index = torch.tensor([span.page for span in spans], device=view.device)
         picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
         _bits(block).copy_(picked[:, spans[0].first : spans[0].first + block.shape[1]])
 
-    def write(self, view: torch.Tensor, spans: Sequence[Span], block: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
         target, source = _bits(view), _bits(block)
-        for page, first, stop, start in spans:
+        for page, first, stop, start in where.spans():
             target[page, :, first:stop] = source[:, start : start + stop - first]
 
     def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
@@ -132,26 +189,19 @@ def as_tensor(data: Words) -> torch.Tensor:
     return torch.from_numpy(data)
 
 
-class _SmallPages(NamedTuple):
-    """A cache and a block with like axes but the first: all pages of it, and those in `pages`."""
+def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[page, head, bytes]` with those of all heads as one, if they lie so in whole pages."""
+    pages, heads, nbytes = rows.shape
+    together = heads * nbytes
+    if rows.stride(1) != nbytes or rows.stride(0) % together:
+        return rows
+    return rows.as_strided((pages, 1, together), (rows.stride(0), together, 1))
 
-    cache: Words
-    block: Words
-    pages: Index
 
-
-def _small_pages(cache: Words, spans: Sequence[Span], block: Words) -> _SmallPages | None:
-    """What to copy at once where whole pages are so small that one by one, Python's share of the
-    time would show; None elsewhere."""
-    _, heads, tokens, dim = cache.shape
-    small = heads * tokens * dim * cache.itemsize <= _SMALL_PAGE_BYTES
-    if not small or spans[0].first or spans[-1].stop != tokens:
-        return None
-    pages = np.fromiter((span.page for span in spans), np.int64, len(spans))
-    paged = block.reshape(heads, len(spans), tokens, dim).transpose(1, 0, 2, 3)
-    if cache.strides[2] > cache.strides[1]:  # in the order of memory it is twice as fast
-        cache, paged = cache.swapaxes(1, 2), paged.swapaxes(1, 2)
-    return _SmallPages(cache, paged, pages)
+def _row_numbers(grid: Grid, index: Index, heads: int) -> Index:
+    by_page, by_head = grid.steps
+    found: Index = (index[:, None] * by_page + np.arange(heads) * by_head).reshape(-1)
+    return found
 
 
 def _words(view: torch.Tensor) -> Words:

@@ -20,13 +20,11 @@ from pd_connector.copying import (
     Copier,
     DeviceCopier,
     HostCopier,
-    Index,
-    Span,
-    Words,
+    Where,
     as_tensor,
-    spans,
 )
 from pd_connector.geometry import Geometry, Group
+from pd_connector.grid import Index, Words
 from pd_connector.layer_pages import LayerPages, check_layer
 from pd_connector.memory import Pieces
 from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
@@ -239,7 +237,7 @@ class PagedCache:
                 self._copier.take_rows(rows, index, part)
             return
         for block in blocks(route, chunk):
-            where = self._spans(chunk, block.layer, route.source, pages)
+            where = self._where(chunk, block.layer, route.source, pages)
             view = self._view(block)[:, heads]
             out = torch.from_numpy(buffer[block.offset : block.offset + block.nbytes])
             if route.codec == "raw" and self._stream is None:  # the bits as they are
@@ -269,7 +267,7 @@ class PagedCache:
                 _elements(route.source, block),
                 _elements(route.destination, block),
             )
-            where = self._spans(chunk, block.layer, route.destination, pages)
+            where = self._where(chunk, block.layer, route.destination, pages)
             self._copier.write(self._view(block)[:, heads], where, decoded)
 
     def _view(self, block: Block) -> torch.Tensor:
@@ -278,12 +276,12 @@ class PagedCache:
         assert view is not None
         return view
 
-    def _spans(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> list[Span]:
-        """The chunk's tokens, page by page of the layer's view."""
+    def _where(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> Where:
+        """The chunk's tokens in the pages of the layer's view."""
         view = self._layers[layer].key
         self._check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
         tokens = chunk.first_token, chunk.stop_token
-        return spans(pages, *tokens, group.page_size, view.shape[2])
+        return Where(tuple(pages), *tokens, group.page_size, view.shape[2])
 
     def _row_range(
         self, layer: int, group: Group, heads: slice, pages: Sequence[int]

@@ -18,7 +18,7 @@ from support.caches import LATENT, LAYOUTS, Layer, Model, Rank, Setup, everythin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_connector.codec import DTYPES
-from pd_connector.copying import DeviceCopier, HostCopier, Span
+from pd_connector.copying import DeviceCopier, HostCopier, Where
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import pages_for
 from pd_connector.pages import LayerPages, PagedCache
@@ -451,7 +451,7 @@ class Dtypes(TorchDispatchMode):
 def test_torch_moves_fp8_as_integers() -> None:
     """Some of its operations do not exist for FP8 on a GPU."""
     view = torch.randn(6, 2, 16, 8).to(torch.float8_e4m3fn)
-    pages = [Span(4, 3, 16, 0), Span(1, 0, 14, 13)]
+    pages = Where((4, 1), 3, 30, 16, 16)
     block, other = torch.zeros(2, 27, 8).to(view.dtype), torch.zeros_like(view)
     copier = DeviceCopier()
     with Dtypes() as dtypes:
