@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from scheduler_plugins.vllm.board import ClassRecord
 
+_TOGETHER = 256
+"""First tokens that are counted together, at most: where nothing is posted nobody asks for them."""
 _KEPT = 0.98
 """What is kept of the mean number of generated tokens with each request that ends."""
 
@@ -39,14 +41,7 @@ class Ledger:
     @property
     def classes(self) -> dict[str, ClassRecord]:
         """What became of the requests of each class."""
-        answered, self._answered = self._answered, []
-        for one in answered:
-            record = self._classes.get(one.qos)
-            if record is None:
-                record = self._classes[one.qos] = ClassRecord()
-            assert one.first_token_s is not None
-            record.predicted_ttft.observe(one.predicted_s)
-            record.ttft.observe(one.first_token_s - one.arrival_s)
+        self._count()
         return self._classes
 
     def arrived(self, request_id: str, qos: str, arrival_s: float, predicted_s: float) -> None:
@@ -62,6 +57,8 @@ class Ledger:
         one = self._open[request_id]
         one.first_token_s = now_s
         self._answered.append(one)
+        if len(self._answered) >= _TOGETHER:
+            self._count()
 
     def age_s(self, request_id: str, now_s: float) -> float:
         """Time since the first token; 0 if there is none."""
@@ -77,3 +74,13 @@ class Ledger:
         # A mean of what there was: a plain decay from 0 would take a hundred requests to grow up.
         self._weight = self._weight * _KEPT + 1.0
         self.generated += (tokens - self.generated) / self._weight
+
+    def _count(self) -> None:
+        answered, self._answered = self._answered, []
+        for one in answered:
+            record = self._classes.get(one.qos)
+            if record is None:
+                record = self._classes[one.qos] = ClassRecord()
+            assert one.first_token_s is not None
+            record.predicted_ttft.observe(one.predicted_s)
+            record.ttft.observe(one.first_token_s - one.arrival_s)

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+MAY_COME = 64
+"""Requests that room is made for before they come; of more at a time some may evict what is shared."""
+
 logger = logging.getLogger("scheduler_plugins.vllm")
 
 
@@ -87,9 +90,6 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
         self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._block_tokens)
-        self._step_blocks = self._most_blocks(
-            self.max_num_scheduled_tokens, self.max_num_running_reqs
-        )
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
         self._gave_way_to = ""
         self._untidy = False
@@ -171,8 +171,11 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._steps.fit.catch_up()
         self._cache.tell(self._order)
         self._order.refresh(LOOKS_PER_PEEK)
-        if self._whole_cache and self._discard.lacks(self._step_blocks):
-            self._discard.make_room(self._step_blocks)
+        if self._whole_cache:
+            requests = min(len(self.requests) + MAY_COME, self.max_num_running_reqs)
+            blocks = self._most_blocks(self.max_num_scheduled_tokens, requests)
+            if self._discard.lacks(blocks):
+                self._discard.make_room(blocks)
         self._reporter.publish(self.running, time.monotonic(), idle=False)
 
     def _apply_settings(self) -> None:

@@ -126,6 +126,16 @@ def test_predicted_and_actual_times_are_kept_for_each_class() -> None:
     assert not ledger._open
 
 
+def test_a_ledger_that_nobody_reads_does_not_grow() -> None:
+    ledger = Ledger()
+    for n in range(1000):
+        ledger.arrived(str(n), "free", 0.0, 0.5)
+        ledger.token(str(n), 1.0)
+        ledger.gone(str(n), tokens=1, most_tokens=1)
+    assert len(ledger._answered) < 300
+    assert sum(ledger.classes["free"].ttft.counts) == 1000
+
+
 def test_the_mean_of_generated_tokens_is_a_mean_at_first() -> None:
     ledger = Ledger()
     for n, tokens in enumerate((10, 20, 30)):
