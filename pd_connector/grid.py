@@ -51,22 +51,17 @@ class Grid(NamedTuple):
 
     def take(self, index: Index, out: Words) -> None:
         """Fill dense bytes with these rows. The index must be within the grid: it is not checked."""
-        target = out.reshape(-1).view(np.uint8).reshape(len(index), -1)
-        source = self.rows
-        if source.dtype != np.uint8:
-            if target.ctypes.data % _WORD:
-                source = source.view(np.uint8)
-            else:
-                target = target.view(np.int64)
+        source, target = self._alike(len(index), out)
         np.take(source, index, axis=0, out=target, mode="clip")
 
     def put(self, index: Index, values: Words) -> None:
         """Write dense bytes into these rows; an index of which none comes twice."""
-        found = values.reshape(-1).view(np.uint8).reshape(len(index), -1)
-        target = self.rows
-        if target.dtype != np.uint8:
-            if found.ctypes.data % _WORD:
-                target = target.view(np.uint8)
-            else:
-                found = found.view(np.int64)
+        target, found = self._alike(len(index), values)
         target[index] = found
+
+    def _alike(self, count: int, dense: Words) -> tuple[Words, Words]:
+        """The grid's rows and `count` dense ones, in words that both allow. Views."""
+        rows, cells = self.rows, dense.reshape(-1).view(np.uint8).reshape(count, -1)
+        if cells.ctypes.data % _WORD:
+            return rows.view(np.uint8), cells
+        return rows, cells.view(rows.dtype)
