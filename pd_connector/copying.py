@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pd_connector.grid import Grid, Index, Words
+from pd_connector.tiles import is_tiled, read_tiles, write_tiles
 
 _SMALL_PAGE_BYTES = 16 * 1024
 """Into pages whose part has up to this size rows are written many at a time: one by one, Python's share
@@ -82,8 +83,8 @@ def _rows(where: Where, heads: int, steps: tuple[int, ...]) -> Index:
 
 
 class Copier(Protocol):
-    """Views of a cache are `[page, head, token, dim]`, blocks `[head, token, dim]`, rows
-    `[page, head, bytes]`; buffers are in host memory."""
+    """Views of a cache are `[page, head, token, dim]`, or tiled on the host (`tiles.py`); blocks
+    `[head, token, dim]`, rows `[page, head, bytes]`; buffers are in host memory."""
 
     def read(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
         """Fill `block`, dense and on the cache's device, from the cache."""
@@ -112,6 +113,9 @@ class HostCopier:
         self._grids: dict[Hashable, Grid | None] = {}
 
     def read(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
+        if is_tiled(view):
+            read_tiles(view, where.spans(), block)
+            return
         grid = self._grid(view)
         if grid is not None:
             grid.take(where.rows(view.shape[1], grid.steps), _bits(block).numpy())
@@ -122,6 +126,9 @@ class HostCopier:
             target[:, start : start + stop - first] = source[page, :, first:stop]
 
     def write(self, view: torch.Tensor, where: Where, block: torch.Tensor) -> None:
+        if is_tiled(view):
+            write_tiles(view, where.spans(), block.contiguous())
+            return
         grid = self._grid(view) if view[0].nbytes <= _SMALL_PAGE_BYTES else None
         if grid is not None:
             values = _bits(block.contiguous()).numpy()

@@ -22,6 +22,7 @@ from pd_connector.geometry import Group
 from pd_connector.layer_pages import LayerPages
 from pd_connector.plan import Chunk
 from pd_connector.route import Route
+from pd_connector.tiles import tokens_of
 from pd_connector.warm_up import WarmUp
 from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
 from pd_kernels.transfer.chunk import Chunk as Launch
@@ -198,7 +199,7 @@ class DevicePages:
         head = route.source_head if gathers else route.destination_head
         layers = route.layers[first_layer:stop_layer]
         views = [self._layers[layer] for layer in layers]
-        view_pages = group.page_size // views[0].key.shape[2]
+        view_pages = group.page_size // tokens_of(views[0].key)
         pages = min(view.key.shape[0] for view in views) // view_pages
         heads = range(head, head + len(route.heads))
         try:

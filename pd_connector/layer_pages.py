@@ -9,13 +9,15 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.geometry import Geometry, Group
 from pd_connector.plan import token_bytes
+from pd_connector.tiles import dims_of, is_tiled, tokens_of
 
 
 class LayerPages(NamedTuple):
     """One layer's cache, seen as K and V. A page here may be a part of the engine's page.
 
     Attributes:
-        key: `[page, kv head, token, dim]`, any strides; the latent of MLA.
+        key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,
+            `[page, kv head, token tile, token, dim tile, dim]`.
         value: the same of V; None for a latent.
         rows: the same memory as bytes, `[page, kv head, bytes]`, or `[page, 1, bytes]` where
             heads are not apart; None where pages are not dense.
@@ -36,9 +38,10 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
     elif group.value_dim:
         raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
     for view, dim in views:
-        good = view.ndim == 4 and view.shape[1] == heads and group.page_size % view.shape[2] == 0
+        good = view.ndim == 4 or (known and is_tiled(view) and view.device.type == "cpu")
+        good = good and view.shape[1] == heads and group.page_size % tokens_of(view) == 0
         if known:
-            good = good and view.shape[3] == dim and view.dtype == DTYPES[group.dtype]
+            good = good and dims_of(view) == dim and view.dtype == DTYPES[group.dtype]
         if not good:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
@@ -52,7 +55,7 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
                 "not dense: only those of a known dtype can be moved, and their layout has no name"
             )
         return
-    count, _, tokens, _ = pages.key.shape
+    count, tokens = len(pages.key), tokens_of(pages.key)
     apart = heads if group.heads_apart else 1
     wanted = count, apart, heads // apart * tokens * token_bytes(group)
     if tuple(pages.rows.shape) != wanted:

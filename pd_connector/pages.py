@@ -29,6 +29,7 @@ from pd_connector.layer_pages import LayerPages, check_layer
 from pd_connector.memory import Pieces
 from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
 from pd_connector.route import Route
+from pd_connector.tiles import tokens_of
 
 if TYPE_CHECKING:
     from pd_connector.device_pages import DevicePages
@@ -281,7 +282,7 @@ class PagedCache:
         view = self._layers[layer].key
         self._check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
         tokens = chunk.first_token, chunk.stop_token
-        return Where(tuple(pages), *tokens, group.page_size, view.shape[2])
+        return Where(tuple(pages), *tokens, group.page_size, tokens_of(view))
 
     def _row_range(
         self, layer: int, group: Group, heads: slice, pages: Sequence[int]
@@ -310,7 +311,7 @@ class PagedCache:
         return rows
 
     def _parts_per_page(self, layer: int, group: Group) -> int:
-        return int(group.page_size // self._layers[layer].key.shape[2])
+        return int(group.page_size // tokens_of(self._layers[layer].key))
 
     @staticmethod
     def _check_pages(pages: Sequence[int], count: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.caches import LATENT, LAYOUTS, Layer, Model, Rank, Setup, everything
+from support.caches import LATENT, LAYOUTS, ON_THE_HOST, Layer, Model, Rank, Setup, everything
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_connector.codec import DTYPES
@@ -152,9 +152,11 @@ LAYERS = st.sampled_from(
 
 
 @st.composite
-def setups(draw: st.DrawFn, model: Model) -> Setup:
+def setups(draw: st.DrawFn, model: Model, on_host: bool = True) -> Setup:
     latent = model[0].kind == "latent"
     known = ["HND", "HND in parts", "apart"] if latent else list(LAYOUTS)
+    if on_host and all(layer.value_dim and layer.value_dim % 4 == 0 for layer in model):
+        known += ON_THE_HOST
     return Setup(
         tp=draw(st.sampled_from([1, 2, 4])),
         starts=draw(st.sampled_from([(0,), (0, 1)])) if len(model) > 1 else (0,),
@@ -175,8 +177,8 @@ def test_between_any_two_layouts_every_element_arrives_bit_by_bit(
     dtype: str,
     seed: int,
 ) -> None:
-    ours = data.draw(setups(model), "ours")
-    theirs = data.draw(setups(model) | st.just(ours), "theirs")
+    ours = data.draw(setups(model, not by_torch), "ours")
+    theirs = data.draw(setups(model, not by_torch) | st.just(ours), "theirs")
     ours, theirs = (replace(setup, dtype=dtype) for setup in (ours, theirs))
     sources = ranks(model, ours, span[1], seed)
     dense = fill(sources, span[1], seed, spread=False)
@@ -203,7 +205,7 @@ def converted(x: torch.Tensor, ours: Setup, theirs: Setup, v: bool) -> torch.Ten
 
 @pytest.mark.parametrize("ours", list(DTYPES))
 @pytest.mark.parametrize("theirs", list(DTYPES))
-@pytest.mark.parametrize("layout", ["packed", "NHD"])
+@pytest.mark.parametrize("layout", ["packed", "NHD", "tiled"])
 def test_a_cache_of_another_dtype_gets_what_converting_each_element_gives(
     ours: str, theirs: str, layout: str
 ) -> None:
@@ -223,13 +225,14 @@ def test_a_cache_of_another_dtype_gets_what_converting_each_element_gives(
 
 @pytest.mark.parametrize(("codec", "wanted"), [("fp8_e4m3", 2.0**-4), ("int8", 1 / 254 + 2.0**-7)])
 @pytest.mark.parametrize("theirs", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["packed", "tiled"])
 def test_a_lossy_codec_keeps_every_element_within_its_bound(
-    codec: str, wanted: float, theirs: str
+    codec: str, wanted: float, theirs: str, layout: str
 ) -> None:
     """FP8 is off by 1/16 of the element (half a step of three bits) or less; INT8 by half a step
     of its group, whose scale is rounded up to bfloat16, and by the rounding of the result."""
     model, span = (Layer(4, 16, 16),) * 2, (3, 150)
-    sources = ranks(model, Setup(tp=2, layout="packed"), 150, 1)
+    sources = ranks(model, Setup(tp=2, layout=layout), 150, 1)
     dense = fill(sources, 150, 2, spread=True)
     largest = max(float(x.float().abs().max()) for x in dense.values())
     (destination,) = ranks(model, Setup(layout="NHD", dtype=theirs), 150, 3)
@@ -319,7 +322,7 @@ def test_a_byte_in_someone_elses_page_is_seen_by_these_comparisons() -> None:
         assert_untouched(rank, before, (0, 40))
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD", "packed"])
+@pytest.mark.parametrize("layout", ["HND", "NHD", "packed", "tiled"])
 @pytest.mark.parametrize("page", [-1, 5, 2**40])
 def test_a_page_that_does_not_exist_is_an_error_and_nothing_is_touched(
     page: int, layout: str

@@ -56,6 +56,13 @@ def describe_cache(
         groups.setdefault((*key, group.key_dim, group.value_dim), []).append((group, pages))
     merged = tuple(_merge([group for group, _ in members]) for members in groups.values())
     views = {g.layers[0]: pages for members in groups.values() for g, pages in members}
+    for group in merged:
+        if group.dtype not in DTYPES:
+            logger.warning(
+                "layers %d-%d hold %s: pages that PDConnector cannot look into pass as they are, without "
+                "a codec and between engines that are alike only",
+                *(min(group.layers), max(group.layers), group.dtype),
+            )
     geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
     return PagedCache(views, geometry)
 

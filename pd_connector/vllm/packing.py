@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How vLLM's CPU attention packs K and V within a page.
 
-Its pages are `[head][K|V]`; V lies as `[token][dim]`, K, for the instruction sets we know, as
-`[dim][token]`. Other instruction sets pack otherwise: what a page looks like is tried out with
-vLLM's own operation, and pages that look otherwise pass only between engines of the same kind.
+Its pages are `[head][K|V]`. With AMX both lie in tiles, as its matrix unit reads them; with the other
+instruction sets we know, K lies as `[dim][token]` and V as `[token][dim]`. What a page looks like is
+tried out with vLLM's own operation, and pages that look otherwise pass only between engines of the
+same kind.
 """
 
 import functools
@@ -11,9 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pd_connector.tiles import untiled
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
+
+_TILE = 16  # rows of an AMX tile
+_PAIR = 2  # elements that it multiplies at once
 
 
 class CpuPacking(NamedTuple):
@@ -32,16 +38,20 @@ class CpuPacking(NamedTuple):
 
     def known(self, spec: "AttentionSpec", page_size: int) -> bool:
         """Whether `halves` is right for pages of this form."""
-        if not self.name.startswith("CPU_ATTN") or spec.head_size != spec.head_size_v:
+        packs = self.name.startswith("CPU_ATTN") and self.isa is not None
+        if not packs or spec.head_size != spec.head_size_v:
             return False
         return _as_expected(self.isa, page_size, int(spec.head_size), spec.dtype)
 
     def halves(
         self, tensor: torch.Tensor, key_dim: int, value_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of pages `[page, head, token, K and V]`, `[page, head, token, dim]` each."""
+        """K and V of pages `[page, head, token, K and V]`: `[page, head, token, dim]` each, or tiled
+        (`pd_connector.tiles`)."""
         pages, heads, tokens, _ = tensor.shape
         page, head, *_ = tensor.stride()
+        if self.isa == "amx":
+            return _amx_halves(tensor, key_dim, value_dim)
         key = tensor.as_strided((pages, heads, tokens, key_dim), (page, head, 1, tokens))
         value = tensor.as_strided(
             (pages, heads, tokens, value_dim),
@@ -51,11 +61,31 @@ class CpuPacking(NamedTuple):
         return key, value
 
 
+def _amx_halves(
+    tensor: torch.Tensor, key_dim: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where AMX multiplies along an axis, two elements lie side by side, and sixteen such pairs of the
+    other axis follow one another: K is `[token / 16][dim / 2][16 tokens][2 dims]`, and V, which is
+    multiplied along the tokens, `[dim / 16][token / 2][16 dims][2 tokens]`."""
+    pages, heads, tokens, _ = tensor.shape
+    page, head, *_ = tensor.stride()
+    row = _TILE * _PAIR
+    key = tensor.as_strided(
+        (pages, heads, tokens // _TILE, _TILE, key_dim // _PAIR, _PAIR),
+        (page, head, _TILE * key_dim, _PAIR, row, 1),
+    )
+    value = tensor.as_strided(
+        (pages, heads, tokens // _PAIR, _PAIR, value_dim // _TILE, _TILE),
+        (page, head, row, 1, _TILE * tokens, _PAIR),
+        tensor.storage_offset() + tokens * key_dim,
+    )
+    return key, value
+
+
 @functools.cache
 def _as_expected(isa: str | None, page_size: int, dim: int, dtype: torch.dtype) -> bool:
     """Let vLLM write one page, and look whether its K and V are where we expect them."""
     from vllm import _custom_ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     heads = 2
     stored = dtype if dtype.itemsize > 1 else torch.uint8
@@ -67,7 +97,6 @@ def _as_expected(isa: str | None, page_size: int, dim: int, dtype: torch.dtype) 
     key_pages, value_pages = pages.view(2, heads, 2 * page_size, dim).chunk(2, dim=2)
     slots = torch.arange(page_size) + page_size
     cache_dtype = "auto" if dtype.itemsize > 1 else "fp8"
-    isa = isa or _get_attn_isa(written, page_size, dim)
     try:
         _custom_ops.cpu_attn_reshape_and_cache(
             key, value, key_pages, value_pages, slots, isa, 1.0, 1.0, cache_dtype
@@ -77,6 +106,6 @@ def _as_expected(isa: str | None, page_size: int, dim: int, dtype: torch.dtype) 
     seen = pages if dtype.itemsize > 1 else pages.view(torch.float8_e4m3fn)
     halves = CpuPacking("", isa).halves(seen, dim, dim)
     return all(
-        torch.equal(half[1].transpose(0, 1).to(written), wanted)
+        torch.equal(untiled(half)[1].transpose(0, 1).to(written), wanted)
         for half, wanted in zip(halves, (key, value), strict=True)
     )

@@ -5,13 +5,28 @@ import logging
 
 
 def register() -> None:
-    """Make `"kv_connector": "PDConnector"` known to vLLM. Harmless to repeat."""
+    """Make `"kv_connector": "PDConnector"` known to vLLM, and AMX usable. Harmless to repeat."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "PDConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "PDConnector", "pd_connector.vllm.connector", "PDConnector"
         )
+    ask_for_amx()
+
+
+def ask_for_amx() -> bool:
+    """Ask Linux for AMX's tiles where vLLM would use them; returns whether the process has them.
+
+    vLLM's attention on a CPU uses them without asking, as if a matrix product in AMX had always come
+    before. On a decode engine none has: its first step computes one token, and Linux kills it (SIGILL).
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not torch.cpu._is_amx_tile_supported():
+        return False
+    return bool(torch.cpu._init_amx())
 
 
 def join_engine_log() -> None:

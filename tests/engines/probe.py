@@ -44,10 +44,12 @@ class Probe:
         """Flip all bits of one byte of a page: the highest of the first element of V, of the last
         token of the first head in the first layer here."""
         layer = self._layers()[0]
-        value = layer[page, 0].view(_torch().uint8).flatten()
-        tokens, width = layer.shape[2], layer.shape[3] * layer.element_size()
-        last_token = value.numel() // 2 + (tokens - 1) * width // 2
-        value[last_token + layer.element_size() - 1] ^= 0xFF
+        found = layer[page, 0].view(_torch().uint8).flatten()
+        tokens, dims, size = layer.shape[2], layer.shape[3] // 2, layer.element_size()
+        context = self.vllm_config.compilation_config.static_forward_context
+        tiled = any(getattr(module, "isa", None) == "amx" for module in context.values())
+        last_token = (tokens // 2 - 1) * 32 + 1 if tiled else (tokens - 1) * dims
+        found[(tokens * dims + last_token) * size + size - 1] ^= 0xFF
 
     def running_tables(self) -> list[list[list[int]]]:
         """The page tables of each request that runs."""
@@ -90,7 +92,8 @@ def _canonical(module, cache, table, tokens):
     """K and V of one layer, read from pages `[page, head, token, K and V]`.
 
     vLLM's CPU attention packs each page of a head as K, `[dim][token]`, and then V,
-    `[token][dim]`; its MLA keeps `[token][dim]`.
+    `[token][dim]`; with AMX as K, `[token / 16][dim / 2][16 tokens][2 dims]`, and V,
+    `[dim / 16][token / 2][16 dims][2 tokens]`. Its MLA keeps `[token][dim]`.
     """
     torch = _torch()
     if cache.dtype is torch.uint8 and "fp8" in str(module.kv_cache_dtype):
@@ -107,6 +110,11 @@ def _canonical(module, cache, table, tokens):
         dim = width // 2
         flat = found.reshape(pages, heads, page_size * width)
         key, value = flat[..., : page_size * dim], flat[..., page_size * dim :]
+        if module.isa == "amx":
+            key = key.reshape(pages, heads, page_size // 16, dim // 2, 16, 2)
+            key = key.permute(0, 1, 3, 5, 2, 4)  # [dim][token]
+            value = value.reshape(pages, heads, dim // 16, page_size // 2, 16, 2)
+            value = value.permute(0, 1, 3, 5, 2, 4)  # [token][dim]
         halves = {
             "key": key.reshape(pages, heads, dim, page_size).permute(0, 3, 1, 2),
             "value": value.reshape(pages, heads, page_size, dim).permute(0, 2, 1, 3),

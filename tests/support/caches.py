@@ -80,7 +80,7 @@ class Setup:
                 layer.window if self.windows else 0,
                 self.dtype,
                 self.layout,
-                heads_apart=LAYOUTS[self.layout].heads_apart,
+                heads_apart=(LAYOUTS | ON_THE_HOST)[self.layout].heads_apart,
                 table=table,
                 scales=(self.scales,) * len(numbers) if self.dtype == "fp8_e4m3" else (),
             )
@@ -141,6 +141,8 @@ class Layout(NamedTuple):
         halves: K's pages lie before all of V's; then pages are not dense.
         parts: pages of the tensor that are one page of the engine.
         gap: elements between a page and the next.
+        tile: K of each head lies as `[token / tile][dim / 2][tile tokens][2 dims]`, and V follows it as
+            `[dim / tile][token / 2][tile dims][2 tokens]`; 0 for neither.
     """
 
     order: str = "HNC"
@@ -148,6 +150,7 @@ class Layout(NamedTuple):
     halves: bool = False
     parts: int = 1
     gap: int = 0
+    tile: int = 0
 
     @property
     def heads_apart(self) -> bool:
@@ -169,6 +172,11 @@ class Layout(NamedTuple):
             half = shape.pages * self.parts * shape.heads * tokens * shape.key_dim
             own = shape.value_dim if v else shape.key_dim
             return v * half + ((page * tokens + token) * shape.heads + head) * own + dim
+        if self.tile:
+            start += head * tokens * width + v * tokens * shape.key_dim
+            along, across, length = (dim, token, tokens) if v else (token, dim, shape.key_dim)
+            tile, within = divmod(along, self.tile)
+            return start + (tile * length + across // 2 * 2) * self.tile + within * 2 + across % 2
         if self.transposed:
             start += head * tokens * width
             if v:
@@ -195,7 +203,17 @@ class Layout(NamedTuple):
                 storage[split:].view(pages, tokens, heads, v).transpose(1, 2),
                 None,
             )
-        if self.transposed:
+        if self.tile:
+            t, strides = self.tile, (page, tokens * (k + v))
+            key = storage.as_strided(
+                (pages, heads, tokens // t, t, k // 2, 2), (*strides, t * k, 2, 2 * t, 1)
+            )
+            value = storage.as_strided(
+                (pages, heads, tokens // 2, 2, v // t, t),
+                (*strides, 2 * t, 1, t * tokens, 2),
+                tokens * k,
+            )
+        elif self.transposed:
             strides = page, tokens * (k + v)
             key = storage.as_strided((pages, heads, tokens, k), (*strides, 1, tokens))
             value = storage.as_strided((pages, heads, tokens, v), (*strides, v, 1), tokens * k)
@@ -221,6 +239,8 @@ LAYOUTS = {
     "apart": Layout(gap=24),
     "": Layout(halves=True),
 }
+ON_THE_HOST = {"tiled": Layout(tile=4)}
+"""Layouts that no GPU has, of caches whose dims are multiples of 4."""
 
 
 class Shape(NamedTuple):
@@ -252,7 +272,7 @@ class Rank:
             for layer in group.layers:
                 heads = len(geometry.heads(group))
                 shape = Shape(pages, heads, group.page_size, group.key_dim, group.value_dim)
-                layout, size = LAYOUTS[group.layout], DTYPES[group.dtype].itemsize
+                layout, size = (LAYOUTS | ON_THE_HOST)[group.layout], DTYPES[group.dtype].itemsize
                 noise = chance.randbytes(layout.elements(shape) * size)
                 made = torch.frombuffer(bytearray(noise), dtype=torch.uint8).to(device)
                 self.storage[layer] = made.view(DTYPES[group.dtype])
@@ -263,20 +283,18 @@ class Rank:
     def pages(self, group: Group, span: range) -> list[int]:
         return self.tables[group.table][span.start : span.stop]
 
-    def places(self, layer: int, head: int, token: int, v: bool) -> range:
+    def places(self, layer: int, head: int, token: int, v: bool) -> list[int]:
         """Where the elements of a token of the prompt lie in the layer's storage.
 
         Args:
             head: in model numbering.
         """
         group, shape = self.groups[layer], self.shapes[layer]
-        layout = LAYOUTS[group.layout]
+        layout = (LAYOUTS | ON_THE_HOST)[group.layout]
         page = self.tables[group.table][token // group.page_size]
         where = page, head - self.geometry.heads(group).start, token % group.page_size
         dims = shape.value_dim if v else shape.key_dim
-        first = layout.place(shape, *where, 0, v)
-        step = layout.place(shape, *where, 1, v) - first
-        return range(first, first + dims * step, step)
+        return [layout.place(shape, *where, dim, v) for dim in range(dims)]
 
     def parts(self, layer: int) -> list[bool]:
         """K, and V where there is one."""

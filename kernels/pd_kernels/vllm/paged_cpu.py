@@ -3,7 +3,8 @@
 writes. It is there to try everything but the kernels without a GPU.
 
 Pages are `[head][K|V]`; V lies as `[token][dim]`, K as `[dim][token]` for the instruction sets we know.
-Whether it does is tried out with vLLM's own operation when an engine starts.
+Whether it does is tried out with vLLM's own operation when an engine starts. AMX would read both in
+tiles, which no strides tell: where vLLM has it, CPU_ATTN computes without it.
 """
 
 import functools
@@ -44,10 +45,15 @@ class PagedCpu(CPUAttentionBackend):
 class PagedCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
     """Takes only pages that look as expected."""
 
+    isa: str
+
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self.isa == "amx":
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
         impl = self._layers[0].impl
         page, dim = self.block_size, self.head_dim
         if not _as_expected(self.isa, page, dim, self.dtype, impl.stored_dtype is not None):
