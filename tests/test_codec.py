@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.codecs import WAYS, computed
 
 from pd_connector.codec import CODECS, DTYPES, Elements, Part, elements
 
@@ -28,6 +30,14 @@ stores = st.builds(
     scales,
 )
 parts = st.sampled_from(list(Part))
+
+
+@pytest.fixture(autouse=True, scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with computed(request.param):
+        yield
+
+
 layouts = st.sampled_from(["dense", "token first", "dim first", "every other token"])
 
 

@@ -8,7 +8,18 @@ docs/codecs.md has the formats byte by byte, and the measured errors.
 """
 
 from pd_connector.codec.base import Codec, Part, Shape
+from pd_connector.codec.compiled import COMPILER
 from pd_connector.codec.elements import DTYPES, Elements
 from pd_connector.codec.negotiate import CODECS, negotiate, permitted
 
-__all__ = ["CODECS", "DTYPES", "Codec", "Elements", "Part", "Shape", "negotiate", "permitted"]
+__all__ = [
+    "CODECS",
+    "COMPILER",
+    "DTYPES",
+    "Codec",
+    "Elements",
+    "Part",
+    "Shape",
+    "negotiate",
+    "permitted",
+]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One byte an element: OCP FP8 E4M3, with one float32 scale per head and block."""
 
+import numpy as np
 import torch
 
 from pd_connector.codec.base import (
@@ -14,7 +15,8 @@ from pd_connector.codec.base import (
     put_scales,
     split,
 )
-from pd_connector.codec.elements import Elements, convert, largest
+from pd_connector.codec.compiled import COMPILER
+from pd_connector.codec.elements import Elements, convert, largest, words
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
 
@@ -52,16 +54,7 @@ class Fp8E4M3:
             scales = torch.full((heads,), own, dtype=torch.float32, device=x.device)
             convert(x, source, Elements(self.name, own), codes)
         else:
-            magnitudes = largest(x, (1, 2))
-            if not bool(magnitudes.isfinite().all()):
-                x = x.masked_fill(x.isinf(), torch.nan)
-                magnitudes = largest(x.nan_to_num(0.0), (1, 2))
-            powers = powers_of_two(magnitudes)
-            # In bfloat16 the quotient by a power of two is exact, too, or far below FP8's smallest.
-            wide = x.dtype if x.dtype == torch.bfloat16 else torch.float32
-            for head in range(heads):  # so that the temporary stays in a CPU's cache
-                codes[head].copy_(x[head].to(wide).div(powers[head].to(wide)))
-            scales = powers.view(-1)
+            scales = _scale_and_round(x, source, codes)
         put_scales(out, scales)
 
     def decode(
@@ -80,9 +73,36 @@ class Fp8E4M3:
         if source.is_fp8:
             convert(stored, source, destination, out)
             return out
-        for head, scale in enumerate(get_scales(scales, torch.float32, (shape[0],)).tolist()):
+        found = get_scales(scales, torch.float32, (shape[0],))
+        if loops := COMPILER.loops_for(stored, destination):
+            loops.fp8_decode(words(stored), found.numpy(), words(out))
+            return out
+        for head, scale in enumerate(found.tolist()):
             convert(stored[head], Elements(self.name, scale), destination, out[head])
         return out
+
+
+def _scale_and_round(x: torch.Tensor, source: Elements, codes: torch.Tensor) -> torch.Tensor:
+    """Fill the codes of a float block; returns the scales, float32 `[head]`."""
+    loops = COMPILER.loops_for(x, source)
+    if loops:
+        found = np.empty(len(x), np.uint16)
+        loops.largest_of_heads(words(x), found)
+        magnitudes = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).float()
+    else:
+        magnitudes = largest(x, (1, 2)).view(-1)
+    if not bool(magnitudes.isfinite().all()):
+        loops, x = None, x.masked_fill(x.isinf(), torch.nan)
+        magnitudes = largest(x.nan_to_num(0.0), (1, 2)).view(-1)
+    powers = powers_of_two(magnitudes)
+    if loops:
+        loops.fp8_encode(words(x), powers.numpy(), words(codes))
+        return powers
+    # In bfloat16 the quotient by a power of two is exact, too, or far below FP8's smallest.
+    wide = x.dtype if x.dtype == torch.bfloat16 else torch.float32
+    for head, power in enumerate(powers):  # so that the temporary stays in a CPU's cache
+        codes[head].copy_(x[head].to(wide).div(power.to(wide)))
+    return powers
 
 
 def powers_of_two(magnitudes: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from pd_connector.codec.base import (
     put_scales,
     split,
 )
-from pd_connector.codec.elements import Elements, convert, largest
+from pd_connector.codec.compiled import COMPILER
+from pd_connector.codec.elements import Elements, convert, largest, words
 
 SUPER_PAGE = 128  # tokens that share K's scales, counted from the block's first token
 _RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
@@ -56,12 +57,11 @@ class Int8:
         check_bytes(out, self.coded_bytes(part, shape, source))
         scales = torch.empty(_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
         codes = out[padded(_scale_bytes(part, shape)) :].view(torch.int8).view(shape)
-        for first, stop in _runs(shape):
-            values = _grouped(part, x[:, first:stop])
-            scale = _scales(largest(values, (_axis(part),)))
-            scaled = values.to(torch.float32, copy=True).div_(scale).round_()
-            _grouped(part, codes[:, first:stop]).copy_(scaled)
-            _scales_of(part, scales, first, stop).copy_(scale)
+        if loops := COMPILER.loops_for(x, source):
+            keys, values = loops.int8_encode_keys, loops.int8_encode_values
+            (keys if part is Part.KEY else values)(words(x), words(scales), words(codes))
+        else:
+            _quantise(part, x, scales, codes)
         put_scales(out, scales)
 
     def decode(
@@ -76,6 +76,10 @@ class Int8:
         scales = get_scales(raw, torch.bfloat16, _scale_shape(part, shape))
         codes = codes.view(torch.int8).view(shape)
         out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
+        if loops := COMPILER.loops_for(codes, destination):
+            keys, values = loops.int8_decode_keys, loops.int8_decode_values
+            (keys if part is Part.KEY else values)(words(codes), words(scales), words(out))
+            return out
         for first, stop in _runs(shape):
             _dequantise(
                 _grouped(part, codes[:, first:stop]),
@@ -84,6 +88,16 @@ class Int8:
                 _grouped(part, out[:, first:stop]),
             )
         return out
+
+
+def _quantise(part: Part, x: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+    """Fill scales and codes, run by run."""
+    for first, stop in _runs((x.shape[0], x.shape[1], x.shape[2])):
+        values = _grouped(part, x[:, first:stop])
+        scale = _scales(largest(values, (_axis(part),)))
+        scaled = values.to(torch.float32, copy=True).div_(scale).round_()
+        _grouped(part, codes[:, first:stop]).copy_(scaled)
+        _scales_of(part, scales, first, stop).copy_(scale)
 
 
 def _dequantise(

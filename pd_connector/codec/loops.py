@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codecs' inner loops for bfloat16 on a CPU: one pass over a block, which numba makes vector code of.
+
+Importing this compiles them, which takes seconds where numba has not kept them from before; see `compiled`.
+Elements are bfloat16's bits. Results are those of the codecs' torch operations, bit by bit, but for
+the payload of a NaN that is decoded.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from pd_connector.codec.elements import Words
+
+_U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
+_SUPER_PAGE = 128
+_MAGNITUDE = np.uint16(0x7FFF)
+_INFINITY = np.uint16(0x7F80)
+_SMALLEST_SCALE = np.float32(2.0**-126)
+_CODE_MAX = np.float32(127.0)
+_TO_INTEGER = np.float32(
+    1.5 * 2**23
+)  # a sum with it is rounded to an integer, which its last bits are
+_E4M3_NORMAL = np.uint32(121 << 23)  # bits of 2^-6, the smallest normal number
+_E4M3_BIAS = np.uint32(
+    120 << 3
+)  # between the exponents of float32 and of E4M3, in E4M3's last places
+_E4M3_UNIT = np.float32(2.0**-9)
+_TO_UNITS = np.float32(
+    2.0**14
+)  # a sum with it is rounded to a multiple of that unit, which its last
+_UNIT_BITS = np.uint32((127 + 14) << 23)  # bits count above those of 2^14
+_E4M3_NAN = np.uint32(0x7F)
+
+
+def _compiled(*signature: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Compile for arguments of these types, without Python's lock, and keep the result for later processes
+    where there is a place for it."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        options = {"nogil": True, "error_model": "numpy"}
+        try:
+            made = numba.njit(numba.void(*signature), cache=True, **options)(function)
+        except RuntimeError:  # no folder that can be written
+            made = numba.njit(numba.void(*signature), **options)(function)
+        result: Callable[..., None] = made
+        return result
+
+    return decorate
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _float(bits: Any) -> Any:
+    """The float32 that bits of a bfloat16 stand for."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _bfloat16(value: Any) -> Any:
+    """The bits of a float32, rounded to nearest even."""
+    bits = np.float32(value).view(np.uint32)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    return np.uint16(rounded >> np.uint32(16)) if value == value else np.uint16(0x7FC0)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _int8_scale(magnitude: Any) -> Any:
+    """The scale, a bfloat16 held in float32, of a group with this largest magnitude, in bits."""
+    exact = np.float32(_float(magnitude) / _CODE_MAX)
+    up = np.uint32((exact.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000))
+    scale = max(up.view(np.float32), _SMALLEST_SCALE)
+    if magnitude == 0:
+        scale = np.float32(1.0)
+    return np.float32(np.nan) if magnitude >= _INFINITY else np.float32(scale)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _int8_code(bits: Any, scale: Any) -> Any:
+    quotient = np.float32(_float(bits) / scale)
+    shifted = np.float32(quotient + _TO_INTEGER)
+    code = np.uint8(shifted.view(np.uint32) & np.uint32(0xFF))
+    return code if quotient == quotient else np.uint8(0)
+
+
+@_compiled(_U16[:, :, ::1], _U16[:, :, ::1], _U8[:, :, ::1])
+def int8_encode_keys(x: Words, scales: Words, codes: Words) -> None:
+    """`[head, token, dim]`, scales `[head, super-page, dim]`."""
+    heads, tokens, dims = x.shape
+    largest = np.empty(dims, np.uint16)
+    scale = np.empty(dims, np.float32)
+    for head in range(heads):
+        for page in range(scales.shape[1]):
+            first, stop = page * _SUPER_PAGE, min(tokens, (page + 1) * _SUPER_PAGE)
+            largest[:] = 0
+            for token in range(first, stop):
+                for dim in range(dims):
+                    largest[dim] = max(largest[dim], x[head, token, dim] & _MAGNITUDE)
+            for dim in range(dims):
+                scale[dim] = _int8_scale(largest[dim])
+                scales[head, page, dim] = _bfloat16(scale[dim])
+            for token in range(first, stop):
+                for dim in range(dims):
+                    codes[head, token, dim] = _int8_code(x[head, token, dim], scale[dim])
+
+
+@_compiled(_U16[:, :, ::1], _U16[:, ::1], _U8[:, :, ::1])
+def int8_encode_values(x: Words, scales: Words, codes: Words) -> None:
+    """`[head, token, dim]`, scales `[head, token]`."""
+    heads, tokens, dims = x.shape
+    for head in range(heads):
+        for token in range(tokens):
+            largest = np.uint16(0)
+            for dim in range(dims):
+                largest = max(largest, x[head, token, dim] & _MAGNITUDE)
+            scale = _int8_scale(largest)
+            scales[head, token] = _bfloat16(scale)
+            for dim in range(dims):
+                codes[head, token, dim] = _int8_code(x[head, token, dim], scale)
+
+
+@_compiled(_U8[:, :, ::1], _U16[:, :, ::1], _U16[:, :, ::1])
+def int8_decode_keys(codes: Words, scales: Words, out: Words) -> None:
+    """As `int8_encode_keys`."""
+    heads, tokens, dims = codes.shape
+    scale = np.empty(dims, np.float32)
+    for head in range(heads):
+        for page in range(scales.shape[1]):
+            for dim in range(dims):
+                scale[dim] = _float(scales[head, page, dim])
+            for token in range(page * _SUPER_PAGE, min(tokens, (page + 1) * _SUPER_PAGE)):
+                for dim in range(dims):
+                    code = np.float32(np.int8(codes[head, token, dim]))
+                    out[head, token, dim] = _bfloat16(np.float32(code * scale[dim]))
+
+
+@_compiled(_U8[:, :, ::1], _U16[:, ::1], _U16[:, :, ::1])
+def int8_decode_values(codes: Words, scales: Words, out: Words) -> None:
+    """As `int8_encode_values`."""
+    heads, tokens, dims = codes.shape
+    for head in range(heads):
+        for token in range(tokens):
+            scale = _float(scales[head, token])
+            for dim in range(dims):
+                code = np.float32(np.int8(codes[head, token, dim]))
+                out[head, token, dim] = _bfloat16(np.float32(code * scale))
+
+
+@_compiled(_U16[:, :, ::1], _U16[::1])
+def largest_of_heads(x: Words, largest: Words) -> None:
+    """The largest magnitude `[head]` of `[head, token, dim]`, as bits."""
+    heads, tokens, dims = x.shape
+    for head in range(heads):
+        found = np.uint16(0)
+        for token in range(tokens):
+            for dim in range(dims):
+                found = max(found, x[head, token, dim] & _MAGNITUDE)
+        largest[head] = found
+
+
+@_compiled(_U16[:, :, ::1], _F32[::1], _U8[:, :, ::1])
+def fp8_encode(x: Words, scales: Words, codes: Words) -> None:
+    """Finite `[head, token, dim]`, and powers of two `[head]` that keep them within ±448."""
+    heads, tokens, dims = x.shape
+    for head in range(heads):
+        scale = scales[head]
+        for token in range(tokens):
+            for dim in range(dims):
+                bits = x[head, token, dim]
+                value = np.float32(_float(bits & _MAGNITUDE) / scale)
+                found = value.view(np.uint32)
+                even = np.uint32((found >> np.uint32(20)) & np.uint32(1))
+                up = np.uint32(found + np.uint32(0x7FFFF) + even)
+                normal = np.uint32((up >> np.uint32(20)) - _E4M3_BIAS)
+                units = np.uint32(np.float32(value + _TO_UNITS).view(np.uint32) - _UNIT_BITS)
+                code = np.uint8(normal if found >= _E4M3_NORMAL else units)
+                sign = np.uint8(np.uint16(bits >> np.uint16(8)) & np.uint16(0x80))
+                codes[head, token, dim] = np.uint8(code | sign)
+
+
+@_compiled(_U8[:, :, ::1], _F32[::1], _U16[:, :, ::1])
+def fp8_decode(codes: Words, scales: Words, out: Words) -> None:
+    """As `fp8_encode`; NaN where the code is."""
+    heads, tokens, dims = codes.shape
+    for head in range(heads):
+        scale = scales[head]
+        for token in range(tokens):
+            for dim in range(dims):
+                code = np.uint32(codes[head, token, dim])
+                magnitude = code & np.uint32(0x7F)
+                normal = np.uint32((magnitude + _E4M3_BIAS) << np.uint32(20)).view(np.float32)
+                small = np.float32(np.float32(magnitude) * _E4M3_UNIT)
+                value = normal if magnitude >= np.uint32(8) else small
+                value = np.float32(-value) if code >= np.uint32(0x80) else value
+                found = _bfloat16(np.float32(value * scale))
+                if magnitude == _E4M3_NAN:
+                    found = np.uint16(0x7FC0)
+                out[head, token, dim] = found
