@@ -135,14 +135,18 @@ def _prompts(lengths: Iterable[int]) -> list[str]:
 
 
 def _table(rows: list[Row]) -> Table:
+    caption = (
+        f"{DECODED_TOKENS} tokens decoded for each prompt. Time to first token: through the "
+        "router. Handoff: from the finished prefill to the first token, in two steps. Last "
+        "column: both against the same prompt computed whole by one engine."
+    )
+    if any(0 < row.difference <= TOLERANCE for row in rows):
+        caption += (
+            " One engine differs from itself as much where it has a long prompt in its prefix cache: "
+            "it sums in another order then."
+        )
     table = Table(
-        title="Prefill in one process, decode in another",
-        caption=(
-            f"{DECODED_TOKENS} tokens decoded for each prompt. Time to first token: through the "
-            "router. Handoff: from the finished prefill to the first token, in two steps. Last "
-            "column: both against the same prompt computed whole by one engine."
-        ),
-        caption_justify="left",
+        title="Prefill in one process, decode in another", caption=caption, caption_justify="left"
     )
     for heading in ("prompt\ntokens", "time to\nfirst token", "handoff", "bytes on\nthe wire"):
         table.add_column(heading, justify="right")
