@@ -30,7 +30,8 @@ def test_every_answer_equals_one_engines_and_no_process_is_left(demo):
     assert family.returncode == 0, said
     # With AMX, vLLM's attention sums a prompt of 3,000 tokens in another order than its last token alone.
     exact = said.count("bit for bit")
-    assert exact == 5 or (exact == 4 and "within" in said and "One engine differs" in said), said
+    words = " ".join(said.split())
+    assert exact == 5 or (exact == 4 and "within" in words and "One engine differs" in words), said
     assert "two GPU hosts" in said.splitlines()[-1], said
     assert family.survivors() == []
 
