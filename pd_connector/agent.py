@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from pd_connector.codec import COMPILER
 from pd_connector.commands import Command, Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
@@ -197,6 +198,8 @@ class Agent:
         config = self._config
         keys = CurveKeys.derive(config.key) if config.key else None
         self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
+        if config.codec != "raw" and self._cache.on_host:
+            COMPILER.begin()  # before chunks come; nobody waits for it
         if consumes:
             self._pins.add(self._landing.memory, "landing slots")
         if produces:

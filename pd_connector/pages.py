@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_connector.codec import CODECS, COMPILER, Elements, Part
+from pd_connector.codec import CODECS, Elements, Part
 from pd_connector.copying import (
     Copier,
     DeviceCopier,
@@ -98,8 +98,6 @@ class PagedCache:
         """Make ready to gather, or scatter, chunks of these routes. Returns whether that has been done;
         it may take seconds where kernels must be compiled, which another thread does meanwhile."""
         if self._kernels is None:
-            if self.on_host and any(route.codec != "raw" for route in routes):
-                COMPILER.begin()  # nobody waits: until it is done torch computes the same
             return True
         done = [self._kernels.prepare(route, gathers=gathers) for route in routes]  # begin all
         return all(done)
