@@ -78,7 +78,7 @@ LINK = _by_name(
     _over_link("int8", "auto", _STREAMED),
 )
 """Ours over a link between two namespaces."""
-LINK_DEFAULT = ("raw", "fp8_e4m3", "int8", "raw+overlap")
+LINK_DEFAULT = tuple(LINK)
 
 LOCAL = _by_name(*map(_on_one_machine, ("shm", "tcp", "nixl")))
 """Ours on one machine."""

@@ -23,7 +23,7 @@ from pd_connector.bench.contender import (
 from pd_connector.bench.flow import BenchError
 from pd_connector.bench.handoff import Findings
 from pd_connector.bench.plan import Plan
-from pd_connector.cli.bench_core import overhead, reshard, wire
+from pd_connector.cli.bench_core import codec, overhead, reshard, wire
 from pd_connector.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.launch.netns import available
 from pd_connector.launch.signals import terminate_as_interrupt
@@ -120,7 +120,7 @@ def handoff(
         raise typer.Exit(NOT_MEASURED)
 
 
-for _command in (wire, reshard, overhead):
+for _command in (wire, reshard, codec, overhead):
     app.command()(_command)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need no engine: `wire`, `reshard` and `overhead`."""
+"""The benchmarks that need no engine: `wire`, `reshard`, `codec` and `overhead`."""
 
 from __future__ import annotations
 
@@ -109,6 +109,19 @@ def reshard(
     flat = [one for one in comparisons if one.bar is not None]
     pairs = [one for one in comparisons if one.bar is None]
     report([("torch", pairs), ("fastest", flat)], [note], json)
+
+
+def codec(
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each.")] = 9, json: Json = None
+) -> None:
+    """Code bfloat16 on one core with the loops that numba compiles, beside torch's operations."""
+    from pd_connector.bench.codec import measure
+
+    with exit_codes(Console(stderr=True)):
+        noise = Noise([])
+        comparisons = measure(runs)
+        note = noise_note(noise.cores())
+    report([("torch", comparisons)], [note], json)
 
 
 def overhead(json: Json = None) -> None:

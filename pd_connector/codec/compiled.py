@@ -2,8 +2,10 @@
 """Whether the codecs' compiled loops can be used. Where numba is missing (vLLM brings it), and until they
 are compiled, torch computes the same, several times as slowly."""
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -46,6 +48,15 @@ class Compiler:
         """
         fits = elements.dtype == "bfloat16" and x.is_contiguous() and x.device.type == "cpu"
         return self._loops if fits else None
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave all to torch meanwhile: to compare."""
+        loops, self._loops = self._loops, None
+        try:
+            yield
+        finally:
+            self._loops = loops
 
     def _compile(self) -> None:
         try:

@@ -164,11 +164,11 @@ def fp8_encode(x: Words, scales: Words, codes: Words) -> None:
     """Finite `[head, token, dim]`, and powers of two `[head]` that keep them within ±448."""
     heads, tokens, dims = x.shape
     for head in range(heads):
-        scale = scales[head]
+        inverse = np.float32(np.float32(1.0) / scales[head])  # exact, as is the product
         for token in range(tokens):
             for dim in range(dims):
                 bits = x[head, token, dim]
-                value = np.float32(_float(bits & _MAGNITUDE) / scale)
+                value = np.float32(_float(bits & _MAGNITUDE) * inverse)
                 found = value.view(np.uint32)
                 even = np.uint32((found >> np.uint32(20)) & np.uint32(1))
                 up = np.uint32(found + np.uint32(0x7FFFF) + even)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pd_connector.bench import codec as codec_bench
 from pd_connector.bench import overhead as overhead_module
 from pd_connector.bench import reshard, wire
 from pd_connector.bench.flow import BenchError
@@ -21,6 +22,7 @@ from pd_connector.bench.wire_pair import WirePair, WireRun
 from pd_connector.bench.wire_size import LAYERS, PAGE_BYTES, PAGE_TOKENS
 from pd_connector.cli import bench as command
 from pd_connector.cli import bench_core
+from pd_connector.codec import COMPILER, Elements
 from pd_connector.launch import proc
 from pd_connector.launch.netns import Bed, available
 
@@ -167,6 +169,17 @@ def test_resharding_that_goes_wrong_is_no_figure(monkeypatch):
     model = torch.randn(8, 128, 8, 256).to(torch.bfloat16)
     with pytest.raises(BenchError, match="ours: wrong KV"):
         reshard._compare(model, Engines(1, 2, 16, 16), 1)
+
+
+def test_codecs_are_timed_both_ways_and_left_as_they_were():
+    pytest.importorskip("numba")
+    x = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
+    found = codec_bench.measure(2, (2, 130, 64))
+    assert len(found) == 2 * 2 * 2
+    assert all(one.ours.median > 0 < one.baseline.median for one in found)
+    assert COMPILER.loops_for(x, Elements("bfloat16")) is not None
+    with COMPILER.off():
+        assert COMPILER.loops_for(x, Elements("bfloat16")) is None
 
 
 def test_a_side_over_its_budget_misses_the_bar(monkeypatch, tmp_path):
