@@ -77,6 +77,7 @@ def made(model: Path) -> tuple[Any, Any]:
         block_size=PAGE,
         max_model_len=512,
         enforce_eager=True,
+        attention_backend="CPU_MLA",  # with AMX, vLLM has another one
     ).create_engine_config()
     with set_current_vllm_config(config):
         layer = MLAAttention(
