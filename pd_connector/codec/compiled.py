@@ -66,6 +66,7 @@ class Compiler:
                 from pd_connector.codec import loops
 
                 self._loops = loops
+                logger.info("codecs on this CPU are computed by loops that numba has compiled")
         except Exception as error:  # whatever is wrong with numba here, codecs work without it
             logger.info("codecs on this CPU are computed by torch, not by numba: %r", error)
 

@@ -25,8 +25,8 @@ from pd_connector.codec.elements import Elements, convert, largest, words
 
 SUPER_PAGE = 128  # tokens that share K's scales, counted from the block's first token
 _RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
-_CODE_MAX = 127.0
-_SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller ones to zero
+CODE_MAX = 127.0
+SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller ones to zero
 
 
 class Int8:
@@ -112,10 +112,10 @@ def _dequantise(
 
 def _scales(magnitudes: torch.Tensor) -> torch.Tensor:
     """The scales as bfloat16 values held in float32, for float32 magnitudes of any shape."""
-    exact = magnitudes / torch.full_like(magnitudes, _CODE_MAX)
+    exact = magnitudes / torch.full_like(magnitudes, CODE_MAX)
     # The bits of a positive float are in its order: adding all but one of the last place rounds up.
     up = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    up = torch.where(magnitudes == 0, torch.ones_like(up), up.clamp(min=_SMALLEST_SCALE))
+    up = torch.where(magnitudes == 0, torch.ones_like(up), up.clamp(min=SMALLEST_SCALE))
     return torch.where(magnitudes.isfinite(), up, torch.full_like(up, torch.nan))
 
 

@@ -12,14 +12,16 @@ from typing import Any
 import numba
 import numpy as np
 
+from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
-_SUPER_PAGE = 128
+# numba keeps what it has compiled for as long as this file stays as it is, constants included.
+_SUPER_PAGE = int8.SUPER_PAGE
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = np.uint16(0x7F80)
-_SMALLEST_SCALE = np.float32(2.0**-126)
-_CODE_MAX = np.float32(127.0)
+_SMALLEST_SCALE = np.float32(int8.SMALLEST_SCALE)
+_CODE_MAX = np.float32(int8.CODE_MAX)
 _TO_INTEGER = np.float32(
     1.5 * 2**23
 )  # a sum with it is rounded to an integer, which its last bits are
