@@ -12,7 +12,7 @@ import torch
 
 from pd_connector.codec.elements import Words, words
 
-AXES = 6
+_AXES = 6
 _SHORT = 2
 """numpy's innermost loop is over the axis that is densest where it writes. Where that is one of so few
 tokens, writing each of them by itself is three times as fast."""
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
 
 
 def is_tiled(view: torch.Tensor) -> bool:
-    return bool(view.ndim == AXES)
+    return bool(view.ndim == _AXES)
 
 
 def tokens_of(view: torch.Tensor) -> int:

@@ -22,18 +22,15 @@ _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = np.uint16(0x7F80)
 _SMALLEST_SCALE = np.float32(int8.SMALLEST_SCALE)
 _CODE_MAX = np.float32(int8.CODE_MAX)
-_TO_INTEGER = np.float32(
-    1.5 * 2**23
-)  # a sum with it is rounded to an integer, which its last bits are
+# A sum with it is rounded to an integer, which its last bits are.
+_TO_INTEGER = np.float32(1.5 * 2**23)
 _E4M3_NORMAL = np.uint32(121 << 23)  # bits of 2^-6, the smallest normal number
-_E4M3_BIAS = np.uint32(
-    120 << 3
-)  # between the exponents of float32 and of E4M3, in E4M3's last places
+# Between the exponents of float32 and of E4M3, in E4M3's last places.
+_E4M3_BIAS = np.uint32(120 << 3)
 _E4M3_UNIT = np.float32(2.0**-9)
-_TO_UNITS = np.float32(
-    2.0**14
-)  # a sum with it is rounded to a multiple of that unit, which its last
-_UNIT_BITS = np.uint32((127 + 14) << 23)  # bits count above those of 2^14
+# A sum with it is rounded to a multiple of that unit, which its bits count above those of 2^14.
+_TO_UNITS = np.float32(2.0**14)
+_UNIT_BITS = np.uint32((127 + 14) << 23)
 _E4M3_NAN = np.uint32(0x7F)
 
 

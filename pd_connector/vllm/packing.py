@@ -48,10 +48,10 @@ class CpuPacking(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of pages `[page, head, token, K and V]`: `[page, head, token, dim]` each, or tiled
         (`pd_connector.tiles`)."""
-        pages, heads, tokens, _ = tensor.shape
-        page, head, *_ = tensor.stride()
         if self.isa == "amx":
             return _amx_halves(tensor, key_dim, value_dim)
+        pages, heads, tokens, _ = tensor.shape
+        page, head, *_ = tensor.stride()
         key = tensor.as_strided((pages, heads, tokens, key_dim), (page, head, 1, tokens))
         value = tensor.as_strided(
             (pages, heads, tokens, value_dim),

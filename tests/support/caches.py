@@ -80,7 +80,7 @@ class Setup:
                 layer.window if self.windows else 0,
                 self.dtype,
                 self.layout,
-                heads_apart=(LAYOUTS | ON_THE_HOST)[self.layout].heads_apart,
+                heads_apart=_EVERY[self.layout].heads_apart,
                 table=table,
                 scales=(self.scales,) * len(numbers) if self.dtype == "fp8_e4m3" else (),
             )
@@ -241,6 +241,7 @@ LAYOUTS = {
 }
 ON_THE_HOST = {"tiled": Layout(tile=4)}
 """Layouts that no GPU has, of caches whose dims are multiples of 4."""
+_EVERY = LAYOUTS | ON_THE_HOST
 
 
 class Shape(NamedTuple):
@@ -272,7 +273,7 @@ class Rank:
             for layer in group.layers:
                 heads = len(geometry.heads(group))
                 shape = Shape(pages, heads, group.page_size, group.key_dim, group.value_dim)
-                layout, size = (LAYOUTS | ON_THE_HOST)[group.layout], DTYPES[group.dtype].itemsize
+                layout, size = _EVERY[group.layout], DTYPES[group.dtype].itemsize
                 noise = chance.randbytes(layout.elements(shape) * size)
                 made = torch.frombuffer(bytearray(noise), dtype=torch.uint8).to(device)
                 self.storage[layer] = made.view(DTYPES[group.dtype])
@@ -290,7 +291,7 @@ class Rank:
             head: in model numbering.
         """
         group, shape = self.groups[layer], self.shapes[layer]
-        layout = (LAYOUTS | ON_THE_HOST)[group.layout]
+        layout = _EVERY[group.layout]
         page = self.tables[group.table][token // group.page_size]
         where = page, head - self.geometry.heads(group).start, token % group.page_size
         dims = shape.value_dim if v else shape.key_dim
