@@ -24,12 +24,14 @@ from pd_connector.gate import Gate
 from pd_connector.geometry import Shard
 from pd_connector.handshake import Identity
 from pd_connector.incoming import Finished, Held, Load
+from pd_connector.memory import LOOPS
 from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import PagedCache
 from pd_connector.pins import Pins
 from pd_connector.scheduling import prefer_own_threads, prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
 from pd_connector.serve import Server
+from pd_connector.shared_cache import SharedCache
 from pd_connector.slab import Slab
 from pd_connector.station import Station
 from pd_connector.telemetry import Telemetry
@@ -105,6 +107,7 @@ class Agent:
         self._landing = Slab(config.slots, config.slot_bytes, shared=shared)
         self._sending = Slab(config.slots, config.slot_bytes, shared=shared)
         self._pins = Pins(cache.device)
+        self._shared: SharedCache | None = None
         self._transports: list[Transport] = []
         self._server: Server | None = None
         self._fetcher: Fetcher | None = None
@@ -198,14 +201,15 @@ class Agent:
         config = self._config
         keys = CurveKeys.derive(config.key) if config.key else None
         self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
-        if config.codec != "raw" and self._cache.on_host:
-            COMPILER.begin()  # before chunks come; nobody waits for it
+        self._begin_to_compile()
         if consumes:
             self._pins.add(self._landing.memory, "landing slots")
         if produces:
             self._pins.add(self._sending.memory, "send slots")
         slabs = self._landing, self._sending
-        made = make_transports(self._context, config, keys, *slabs, self._pins)
+        if produces and self._pages_are_read:
+            self._shared = SharedCache.of(self._cache.storages)
+        made = make_transports(self._context, config, keys, *slabs, self._pins, self._shared)
         self._transports = [wrap(transport) for transport in made]
         station = Station(
             config,
@@ -220,6 +224,19 @@ class Agent:
             self._server = Server(station, self._sending, self._gate, self._tell)
         if consumes:
             self._fetcher = Fetcher(station, self._shards, self._tell)
+
+    @property
+    def _pages_are_read(self) -> bool:
+        """Whether peers may read pages where they lie."""
+        config = self._config
+        return self._cache.on_host and config.direction == "auto" and "shm" in config.transports
+
+    def _begin_to_compile(self) -> None:
+        """Loops that chunks will want; nobody waits for them."""
+        if self._config.codec != "raw" and self._cache.on_host:
+            COMPILER.begin()
+        if self._pages_are_read:
+            LOOPS.begin()
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
@@ -322,4 +339,6 @@ class Agent:
         self._pins.release()
         self._landing.close()
         self._sending.close()
+        if self._shared:
+            self._shared.close()
         self._context.destroy(linger=100)

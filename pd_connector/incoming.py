@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pd_connector import wire
 from pd_connector.errors import Cause
 from pd_connector.geometry import Geometry, Shard
-from pd_connector.memory import Pieces
+from pd_connector.memory import LOOPS, Pieces
 from pd_connector.plan import Chunk, chunk_limit, plan
 from pd_connector.route import Route, meet
 
@@ -140,6 +140,7 @@ class Session:
             readers=stream.readers,
             bytes_per_s=int(self.bytes_per_s or 0),
             direct=self.direct,
+            lanes=LOOPS.loops is not None,
         )
 
     def measured(self, nbytes: int, seconds: float) -> None:
@@ -188,6 +189,7 @@ class Stream:
             min(session.slot_bytes, slot_bytes),
             session.bytes_per_s,
             read=session.read,
+            direct=session.direct,
         )
         try:
             chunks = plan(session.routes, *span, self.chunk_bytes, streamed=load.wait)

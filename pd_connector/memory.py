@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of memory in this process and in another of the same machine, and the kernel's copy from
-there to here (`process_vm_readv`, Linux' cross-memory attach).
+"""Pieces of memory in this process and in another of the same machine, and how they come from there to
+here: by the kernel (`process_vm_readv`, Linux' cross-memory attach), or from where the other's memory is
+mapped.
 """
 
 import ctypes
 import os
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from pd_connector.compiler import Compiler
+
 Addresses = npt.NDArray[np.uint64]
+
+LOOPS = Compiler("pd_connector.piece_loops", "sums of pages")
 
 _VECTORS = 1024
 """Vectors to a call: the kernel's limit."""
@@ -31,10 +37,12 @@ class Pieces(NamedTuple):
     Attributes:
         addresses: uint64 `[pieces]`.
         piece_bytes: bytes of each.
+        lanes: whether their checksum is formed by compiled loops (`piece_loops.py`), and not by XXH3.
     """
 
     addresses: Addresses
     piece_bytes: int
+    lanes: bool = False
 
     def __bool__(self) -> bool:
         return len(self.addresses) > 0
@@ -43,18 +51,22 @@ class Pieces(NamedTuple):
     def nbytes(self) -> int:
         return len(self.addresses) * self.piece_bytes
 
+    def in_lanes(self) -> "Pieces":
+        """The same, with `lanes` if that can be done here: it takes no time beside a copy."""
+        loops = LOOPS.loops
+        return self._replace(lanes=loops is not None and self.piece_bytes % loops.ROW_BYTES == 0)
+
     def checksum(self) -> bytes:
         """Of all bytes, which must be this process': 16 bytes, for accidents and not against
-        forgery. XXH3: a fifth of the time of `integrity.checksum` where pages lie scattered, and
-        nothing that a GPU could form on the way."""
-        digest = xxhash.xxh3_128()
-        _add(digest, self)
-        return digest.digest()
+        forgery, and nothing that a GPU could form on the way. Raises OSError if it cannot be formed."""
+        summing = _summing(self)
+        summing.add(self)
+        return summing.digest()
 
 
 def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
-    """Copy pieces of another process into those of this one; returns the checksum of what lies
-    here afterwards. Python's lock is free while the kernel copies.
+    """Copy pieces of another process into those of this one; returns the checksum, as `theirs` is
+    summed, of what lies here afterwards. Python's lock is free while memory is copied.
 
     Args:
         pid: the process, as this process numbers it.
@@ -65,18 +77,110 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
             the pieces may have been filled.
         ValueError: pieces differ in number or size.
     """
+    _check_alike(theirs, ours)
+    summing = _summing(theirs)
+    step = min(_VECTORS, max(1, _BATCH_BYTES // ours.piece_bytes))
+    scratch = _Scratch(step, ours.piece_bytes) if theirs.lanes else None
+    there, here = _vectors(theirs), _vectors(ours)
+    for first in range(0, len(here), step):
+        part = slice(first, first + step)
+        to = ours._replace(addresses=ours.addresses[part])
+        if scratch is None:
+            _copy(pid, there[part], here[part])
+            summing.add(to)
+        else:  # the loops write past the cache, which the kernel does not
+            between = scratch.pieces(len(to.addresses))
+            _copy(pid, there[part], _vectors(between))
+            summing.copy(between, to)
+    return summing.digest()
+
+
+def copy_memory(theirs: Pieces, ours: Pieces) -> bytes:
+    """As `read_memory`, from memory that is mapped in this process."""
+    _check_alike(theirs, ours)
+    summing = _summing(theirs)
+    summing.copy(theirs, ours)
+    return summing.digest()
+
+
+class _Scratch:
+    """Memory for a few pieces, which stays in the core's cache."""
+
+    def __init__(self, count: int, piece_bytes: int) -> None:
+        self._memory = np.empty(count * piece_bytes, np.uint8)
+        self._piece_bytes = piece_bytes
+
+    def pieces(self, count: int) -> Pieces:
+        offsets = np.arange(count, dtype=np.uint64) * np.uint64(self._piece_bytes)
+        return Pieces(offsets + np.uint64(self._memory.ctypes.data), self._piece_bytes)
+
+
+class _Xxh3:
+    """XXH3 of the bytes in order."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, pieces: Pieces) -> None:
+        piece = ctypes.c_uint8 * pieces.piece_bytes
+        for address in pieces.addresses.tolist():
+            self._digest.update(piece.from_address(address))
+
+    def copy(self, there: Pieces, here: Pieces) -> None:
+        _move(there, here)
+        self.add(here)
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+
+class _Lanes:
+    """XXH3 of lanes' sums, for pieces of whole rows."""
+
+    def __init__(self, loops: ModuleType) -> None:
+        self._loops = loops
+        self._nbytes = 0
+        self._sums = np.zeros(2 * loops.LANES, np.uint64)
+
+    def add(self, pieces: Pieces) -> None:
+        self._nbytes += pieces.nbytes
+        self._loops.sum_pieces(pieces.addresses, pieces.piece_bytes, self._sums)
+
+    def copy(self, there: Pieces, here: Pieces) -> None:
+        if (here.addresses % self._loops.VECTOR_BYTES).any():
+            _move(there, here)
+            return self.add(here)
+        self._nbytes += here.nbytes
+        size = here.piece_bytes
+        self._loops.copy_pieces(there.addresses, here.addresses, size, self._sums)
+        return None
+
+    def digest(self) -> bytes:
+        summed = self._nbytes.to_bytes(8, "little") + self._sums.tobytes()
+        return xxhash.xxh3_128(summed).digest()
+
+
+def _summing(pieces: Pieces) -> _Xxh3 | _Lanes:
+    """What forms the checksum of these. Raises OSError if this process cannot."""
+    if not pieces.lanes:
+        return _Xxh3()
+    loops = LOOPS.loops
+    if loops is None or pieces.piece_bytes % loops.ROW_BYTES:
+        raise OSError(f"pieces of {pieces.piece_bytes} bytes cannot be summed in lanes here")
+    return _Lanes(loops)
+
+
+def _check_alike(theirs: Pieces, ours: Pieces) -> None:
     if len(theirs.addresses) != len(ours.addresses) or theirs.piece_bytes != ours.piece_bytes:
         raise ValueError(
             f"{len(theirs.addresses)} pieces of {theirs.piece_bytes} bytes there, "
             f"{len(ours.addresses)} of {ours.piece_bytes} here"
         )
-    digest = xxhash.xxh3_128()
-    step = min(_VECTORS, max(1, _BATCH_BYTES // ours.piece_bytes))
-    there, here = _vectors(theirs), _vectors(ours)
-    for first in range(0, len(here), step):
-        _copy(pid, there[first : first + step], here[first : first + step])
-        _add(digest, ours._replace(addresses=ours.addresses[first : first + step]))
-    return digest.digest()
+
+
+def _move(there: Pieces, here: Pieces) -> None:
+    for source, target in zip(there.addresses.tolist(), here.addresses.tolist(), strict=True):
+        ctypes.memmove(target, source, here.piece_bytes)
 
 
 def _vectors(pieces: Pieces) -> Addresses:
@@ -97,9 +201,3 @@ def _copy(pid: int, there: Addresses, here: Addresses) -> None:
         raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")
     if copied != (wanted := int(here[:, 1].sum())):
         raise OSError(f"process_vm_readv of process {pid}: {copied} bytes of {wanted}")
-
-
-def _add(digest: "xxhash.xxh3_128", pieces: Pieces) -> None:
-    piece = ctypes.c_uint8 * pieces.piece_bytes
-    for address in pieces.addresses.tolist():
-        digest.update(piece.from_address(address))

@@ -153,7 +153,9 @@ class Outbox:
         """Where the chunk lies, if the consumer may read it there."""
         route = send.route
         found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
-        return found if found and len(found.addresses) <= wire.MAX_PIECES else None
+        if not found or len(found.addresses) > wire.MAX_PIECES:
+            return None
+        return found.in_lanes() if send.lanes else found
 
     def _write(
         self,
@@ -186,7 +188,7 @@ class Outbox:
         offer = self._offer(self._begun(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
         place = send.transfer, offer, send.slot
-        return wire.OfferedPages(*place, pieces.piece_bytes, addresses, header)
+        return wire.OfferedPages(*place, pieces.piece_bytes, addresses, header, pieces.lanes)
 
     def _offer(self, moving: Moving) -> int:
         """Take note of an offer; returns its number."""

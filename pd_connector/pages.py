@@ -29,6 +29,7 @@ from pd_connector.layer_pages import LayerPages, check_layer
 from pd_connector.memory import Pieces
 from pd_connector.plan import Block, Chunk, blocks, page_part_bytes, token_bytes
 from pd_connector.route import Route
+from pd_connector.shared_cache import Span
 from pd_connector.tiles import tokens_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,13 @@ class PagedCache:
     def on_host(self) -> bool:
         """Whether pages are read and written by this machine's processors themselves."""
         return self._stream is None and self._kernels is None
+
+    @property
+    def storages(self) -> list[Span]:
+        """The memory that holds it, each piece once."""
+        views = [v for layer in self._layers.values() for v in (layer.key, layer.value)]
+        held = [view.untyped_storage() for view in views if view is not None]
+        return sorted({Span(storage.data_ptr(), storage.nbytes()) for storage in held})
 
     @property
     def largest_page_bytes(self) -> int:

@@ -27,6 +27,8 @@ MIN_CHUNK_BYTES = 256 * 1024
 READ_CHUNK_BYTES = 4 * 1024 * 1024
 """Of a chunk that the consumer reads where it lies: the few that are under way at a time stay in the
 cache that the processors share."""
+DIRECT_CHUNK_BYTES = 8 * 1024 * 1024
+"""Of a chunk that the consumer reads in the producer's pages: nothing is gathered, and messages cost less."""
 CHUNK_S = 0.03
 """Time that a chunk may take on the link, in seconds."""
 EDGE_PIECES = 4
@@ -166,6 +168,7 @@ def chunk_limit(
     bytes_per_s: float | None,
     *,
     read: bool = False,
+    direct: bool = False,
 ) -> int:
     """How many bytes a chunk of a transfer of `tokens` tokens should have at most.
 
@@ -176,13 +179,15 @@ def chunk_limit(
     Args:
         bytes_per_s: what the link was measured to move; None where it was not.
         read: the consumer reads chunks, they are not written to it.
+        direct: it reads them in pages, where they are `verbatim`.
     """
     few = min(tokens, MIN_CHUNK_TOKENS)
     least = max((_chunk_bytes(r, r.verbatim, few) for r in routes), default=1)
     total = sum(len(r.layers) * _layer_bytes(r, tokens) for r in routes)
     wished = min(total // 4, slot_bytes if bytes_per_s is None else int(bytes_per_s * CHUNK_S))
     if read:
-        wished = min(wished, READ_CHUNK_BYTES)
+        in_pages = direct and all(route.verbatim for route in routes)
+        wished = min(wished, DIRECT_CHUNK_BYTES if in_pages else READ_CHUNK_BYTES)
     return min(slot_bytes, max(least, wished, MIN_CHUNK_BYTES))
 
 

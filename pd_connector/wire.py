@@ -105,7 +105,8 @@ class Open(Message, frozen=True):
     the prefill may not have started yet. `slots` are granted at once; a chunk has
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 where it was not. With `direct` the consumer can read the producer's pages.
+    move, 0 where it was not. With `direct` the consumer can read the producer's pages, and with `lanes`
+    form their checksum of lanes' sums.
     """
 
     transfer: Name
@@ -118,6 +119,7 @@ class Open(Message, frozen=True):
     readers: Readers = 1
     bytes_per_s: Count = 0
     direct: bool = False
+    lanes: bool = False
 
 
 class Accept(Message, frozen=True):
@@ -163,7 +165,8 @@ class OfferedPages(Message, frozen=True):
     there, on account of the landing slot that was granted.
 
     `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
-    little-endian words of 64 bits.
+    little-endian words of 64 bits. With `lanes` their checksum is formed of lanes' sums, which the
+    consumer has said it can.
     """
 
     transfer: Name
@@ -172,6 +175,7 @@ class OfferedPages(Message, frozen=True):
     piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     addresses: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PIECES)]
     header: Header
+    lanes: bool = False
 
 
 class Taken(Message, frozen=True):

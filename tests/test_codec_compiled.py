@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.codecs import computed
 
 from pd_connector.codec import CODECS, COMPILER, Elements, Part
+from pd_connector.codec.compiled import loops_for
 
 pytest.importorskip("numba")
 
@@ -100,7 +101,7 @@ def test_blocks_decoded_from_any_bytes_are_the_same(
 def test_loops_that_round_otherwise_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = block((2, 130, 64), 1, "ordinary")
     assert COMPILER.wait()
-    loops = COMPILER.loops_for(x, BF16)
+    loops = loops_for(x, BF16)
     loop = "int8_encode_keys" if name == "int8" else "fp8_encode"
     right = getattr(loops, loop)
 
@@ -126,8 +127,8 @@ def test_loops_that_round_otherwise_are_noticed(name: str, monkeypatch: pytest.M
 )
 def test_what_the_loops_do_not_take_is_left_to_torch(x: torch.Tensor, elements: Elements) -> None:
     assert COMPILER.wait()
-    assert COMPILER.loops_for(x, elements) is None
-    assert COMPILER.loops_for(torch.zeros(2, 8, 16, dtype=torch.bfloat16), BF16) is not None
+    assert loops_for(x, elements) is None
+    assert loops_for(torch.zeros(2, 8, 16, dtype=torch.bfloat16), BF16) is not None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pd_connector.codec.base import (
     put_scales,
     split,
 )
-from pd_connector.codec.compiled import COMPILER
+from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import Elements, convert, largest, words
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
@@ -74,7 +74,7 @@ class Fp8E4M3:
             convert(stored, source, destination, out)
             return out
         found = get_scales(scales, torch.float32, (shape[0],))
-        if loops := COMPILER.loops_for(stored, destination):
+        if loops := loops_for(stored, destination):
             loops.fp8_decode(words(stored), found.numpy(), words(out))
             return out
         for head, scale in enumerate(found.tolist()):
@@ -84,7 +84,7 @@ class Fp8E4M3:
 
 def _scale_and_round(x: torch.Tensor, source: Elements, codes: torch.Tensor) -> torch.Tensor:
     """Fill the codes of a float block; returns the scales, float32 `[head]`."""
-    loops = COMPILER.loops_for(x, source)
+    loops = loops_for(x, source)
     if loops:
         found = np.empty(len(x), np.uint16)
         loops.largest_of_heads(words(x), found)

@@ -20,7 +20,7 @@ from pd_connector.codec.base import (
     put_scales,
     split,
 )
-from pd_connector.codec.compiled import COMPILER
+from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import Elements, convert, largest, words
 
 SUPER_PAGE = 128  # tokens that share K's scales, counted from the block's first token
@@ -57,7 +57,7 @@ class Int8:
         check_bytes(out, self.coded_bytes(part, shape, source))
         scales = torch.empty(_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
         codes = out[padded(_scale_bytes(part, shape)) :].view(torch.int8).view(shape)
-        if loops := COMPILER.loops_for(x, source):
+        if loops := loops_for(x, source):
             keys, values = loops.int8_encode_keys, loops.int8_encode_values
             (keys if part is Part.KEY else values)(words(x), words(scales), words(codes))
         else:
@@ -76,7 +76,7 @@ class Int8:
         scales = get_scales(raw, torch.bfloat16, _scale_shape(part, shape))
         codes = codes.view(torch.int8).view(shape)
         out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
-        if loops := COMPILER.loops_for(codes, destination):
+        if loops := loops_for(codes, destination):
             keys, values = loops.int8_decode_keys, loops.int8_decode_values
             (keys if part is Part.KEY else values)(words(codes), words(scales), words(out))
             return out

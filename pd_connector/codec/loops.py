@@ -6,7 +6,6 @@ Elements are bfloat16's bits. Results are those of the codecs' torch operations,
 the payload of a NaN that is decoded.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -14,6 +13,7 @@ import numpy as np
 
 from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
+from pd_connector.jit import compiled
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
 # numba keeps what it has compiled for as long as this file stays as it is, constants included.
@@ -32,22 +32,6 @@ _E4M3_UNIT = np.float32(2.0**-9)
 _TO_UNITS = np.float32(2.0**14)
 _UNIT_BITS = np.uint32((127 + 14) << 23)
 _E4M3_NAN = np.uint32(0x7F)
-
-
-def _compiled(*signature: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Compile for arguments of these types, without Python's lock, and keep the result for later processes
-    where there is a place for it."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        options = {"nogil": True, "error_model": "numpy"}
-        try:
-            made = numba.njit(numba.void(*signature), cache=True, **options)(function)
-        except RuntimeError:  # no folder that can be written
-            made = numba.njit(numba.void(*signature), **options)(function)
-        result: Callable[..., None] = made
-        return result
-
-    return decorate
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -83,7 +67,7 @@ def _int8_code(bits: Any, scale: Any) -> Any:
     return code if quotient == quotient else np.uint8(0)
 
 
-@_compiled(_U16[:, :, ::1], _U16[:, :, ::1], _U8[:, :, ::1])
+@compiled(_U16[:, :, ::1], _U16[:, :, ::1], _U8[:, :, ::1])
 def int8_encode_keys(x: Words, scales: Words, codes: Words) -> None:
     """`[head, token, dim]`, scales `[head, super-page, dim]`."""
     heads, tokens, dims = x.shape
@@ -104,7 +88,7 @@ def int8_encode_keys(x: Words, scales: Words, codes: Words) -> None:
                     codes[head, token, dim] = _int8_code(x[head, token, dim], scale[dim])
 
 
-@_compiled(_U16[:, :, ::1], _U16[:, ::1], _U8[:, :, ::1])
+@compiled(_U16[:, :, ::1], _U16[:, ::1], _U8[:, :, ::1])
 def int8_encode_values(x: Words, scales: Words, codes: Words) -> None:
     """`[head, token, dim]`, scales `[head, token]`."""
     heads, tokens, dims = x.shape
@@ -119,7 +103,7 @@ def int8_encode_values(x: Words, scales: Words, codes: Words) -> None:
                 codes[head, token, dim] = _int8_code(x[head, token, dim], scale)
 
 
-@_compiled(_U8[:, :, ::1], _U16[:, :, ::1], _U16[:, :, ::1])
+@compiled(_U8[:, :, ::1], _U16[:, :, ::1], _U16[:, :, ::1])
 def int8_decode_keys(codes: Words, scales: Words, out: Words) -> None:
     """As `int8_encode_keys`."""
     heads, tokens, dims = codes.shape
@@ -134,7 +118,7 @@ def int8_decode_keys(codes: Words, scales: Words, out: Words) -> None:
                     out[head, token, dim] = _bfloat16(np.float32(code * scale[dim]))
 
 
-@_compiled(_U8[:, :, ::1], _U16[:, ::1], _U16[:, :, ::1])
+@compiled(_U8[:, :, ::1], _U16[:, ::1], _U16[:, :, ::1])
 def int8_decode_values(codes: Words, scales: Words, out: Words) -> None:
     """As `int8_encode_values`."""
     heads, tokens, dims = codes.shape
@@ -146,7 +130,7 @@ def int8_decode_values(codes: Words, scales: Words, out: Words) -> None:
                 out[head, token, dim] = _bfloat16(np.float32(code * scale))
 
 
-@_compiled(_U16[:, :, ::1], _U16[::1])
+@compiled(_U16[:, :, ::1], _U16[::1])
 def largest_of_heads(x: Words, largest: Words) -> None:
     """The largest magnitude `[head]` of `[head, token, dim]`, as bits."""
     heads, tokens, dims = x.shape
@@ -158,7 +142,7 @@ def largest_of_heads(x: Words, largest: Words) -> None:
         largest[head] = found
 
 
-@_compiled(_U16[:, :, ::1], _F32[::1], _U8[:, :, ::1])
+@compiled(_U16[:, :, ::1], _F32[::1], _U8[:, :, ::1])
 def fp8_encode(x: Words, scales: Words, codes: Words) -> None:
     """Finite `[head, token, dim]`, and powers of two `[head]` that keep them within ±448."""
     heads, tokens, dims = x.shape
@@ -178,7 +162,7 @@ def fp8_encode(x: Words, scales: Words, codes: Words) -> None:
                 codes[head, token, dim] = np.uint8(code | sign)
 
 
-@_compiled(_U8[:, :, ::1], _F32[::1], _U16[:, :, ::1])
+@compiled(_U8[:, :, ::1], _F32[::1], _U16[:, :, ::1])
 def fp8_decode(codes: Words, scales: Words, out: Words) -> None:
     """As `fp8_encode`; NaN where the code is."""
     heads, tokens, dims = codes.shape

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where producers of the same machine and user call: a Unix socket, and who waits at it.
 
-A producer presents a token, which has come over the control channel, and with it a descriptor of
-its sending slab. It waits here until somebody expects that token.
+A producer presents a token, which has come over the control channel, and with it descriptors of
+its sending slab and its cache. It waits here until somebody expects that token.
 """
 
 import array
@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from pd_connector.slab import SLAB_SEALS
 
 TOKEN_BYTES = 16
 _MAX_STRANGERS = 64
+_MAX_DESCRIPTORS = 2
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -31,12 +32,12 @@ class Guest(NamedTuple):
 
     link: socket.socket
     token: bytes = b""  # empty until it has presented one
-    descriptor: int = -1  # of its sending slab, if it shares that
+    descriptors: tuple[int, ...] = ()  # of its sending slab, and of its cache if it shares that
 
     def leave(self) -> None:
         self.link.close()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 class Lobby:
@@ -91,8 +92,8 @@ class Lobby:
                 self._strangers.pop(0).leave()
 
 
-def call(name: str, token: bytes, descriptor: int) -> socket.socket:
-    """Call at a lobby, hand over a descriptor (-1 for none), and return the link.
+def call(name: str, token: bytes, descriptors: Sequence[int]) -> socket.socket:
+    """Call at a lobby, hand over descriptors, and return the link.
 
     Raises:
         OSError: there is no such lobby in this network namespace, or it is another user's.
@@ -103,7 +104,7 @@ def call(name: str, token: bytes, descriptor: int) -> socket.socket:
         link.connect(f"\0{name}")
         if not is_of_same_user(link):
             raise PermissionError("the socket belongs to another user")
-        give(link, token, descriptor)
+        give(link, token, descriptors)
     except BaseException:
         link.close()
         raise
@@ -127,30 +128,28 @@ def _credentials(link: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-def give(link: socket.socket, data: bytes, descriptor: int) -> None:
-    """Send bytes and a descriptor (-1 for none) in one message. Raises OSError."""
-    rights = array.array("i", [descriptor] if descriptor >= 0 else [])
+def give(link: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
+    """Send bytes and descriptors in one message. Raises OSError."""
+    rights = array.array("i", descriptors)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
     link.sendmsg([data], ancillary)
 
 
-def take(link: socket.socket, nbytes: int) -> tuple[bytes, int]:
-    """Receive one message of at most `nbytes` bytes, and its descriptor or -1. Raises OSError."""
-    data, ancillary, _, _ = link.recvmsg(nbytes, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+def take(link: socket.socket, nbytes: int) -> tuple[bytes, tuple[int, ...]]:
+    """Receive one message of at most `nbytes` bytes, and its descriptors, two at most. Raises OSError."""
+    space = socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS)
+    data, ancillary, _, _ = link.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
     received = array.array("i")
     for level, kind, rights in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
-    # The space of one is room for two, for the sake of alignment.
-    for descriptor in received[1:]:
+    for descriptor in received[_MAX_DESCRIPTORS:]:  # the space may be more, for alignment
         os.close(descriptor)
-    return data, received[0] if received else -1
+    return data, tuple(received[:_MAX_DESCRIPTORS])
 
 
 def map_slab(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8] | None:
-    """Map a peer's slab and close the descriptor; None if it is not what a `Slab` shares."""
-    if descriptor < 0:
-        return None
+    """Map a peer's memory and close the descriptor; None if it is not what a `Slab` shares."""
     try:
         # Memory that its owner may shrink would kill this process on an access.
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SLAB_SEALS == SLAB_SEALS
@@ -166,14 +165,14 @@ def map_slab(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8]
 def _listen(guest: Guest) -> Guest | None:
     """The guest with what it has presented since; None if it is gone, or talks out of turn."""
     try:
-        data, descriptor = take(guest.link, TOKEN_BYTES)
+        data, descriptors = take(guest.link, TOKEN_BYTES)
     except BlockingIOError:
         return guest
     except OSError:
         return None
     if data and not guest.token:
-        return guest._replace(token=data, descriptor=descriptor)
-    if descriptor >= 0:
+        return guest._replace(token=data, descriptors=descriptors)
+    for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     return None

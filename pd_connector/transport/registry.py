@@ -5,6 +5,7 @@ from pd_connector.config import Config
 from pd_connector.pins import Pins
 from pd_connector.security import CurveKeys
 from pd_connector.session import Context
+from pd_connector.shared_cache import SharedCache
 from pd_connector.slab import Slab
 from pd_connector.transport.base import Transport
 from pd_connector.transport.shm import ShmTransport
@@ -18,8 +19,13 @@ def make_transports(
     landing: Slab,
     sending: Slab,
     pins: Pins,
+    cache: SharedCache | None = None,
 ) -> list[Transport]:
-    """The transports of `config.transports`, in that order. Raises TransportError."""
+    """The transports of `config.transports`, in that order. Raises TransportError.
+
+    Args:
+        cache: what peers on this machine may look at, if any.
+    """
     made: list[Transport] = []
     for name in config.transports:
         if name == "nixl":
@@ -27,7 +33,7 @@ def make_transports(
 
             made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":
-            made.append(ShmTransport(landing, sending, pins))
+            made.append(ShmTransport(landing, sending, pins, cache))
         elif name == "ucx":
             from pd_connector.transport.ucx import UcxTransport
 

@@ -12,7 +12,6 @@ over the control channel.
 
 import itertools
 import logging
-import mmap
 import secrets
 import select
 import socket
@@ -23,8 +22,9 @@ import msgspec
 import numpy as np
 
 from pd_connector.errors import TransportError
-from pd_connector.memory import Pieces, read_memory
+from pd_connector.memory import Pieces, copy_memory, read_memory
 from pd_connector.pins import Pins
+from pd_connector.shared_cache import SharedCache
 from pd_connector.slab import Slab
 from pd_connector.transport.base import Landed, Route, Transport, Written, check_fits
 from pd_connector.transport.lobby import (
@@ -32,7 +32,6 @@ from pd_connector.transport.lobby import (
     Lobby,
     call,
     give,
-    map_slab,
     peer_process,
 )
 from pd_connector.transport.shm_peers import NOTE, Address, Consumer, Producer, read_address
@@ -58,6 +57,7 @@ class ShmTransport(Transport):
         landing: slab that peers write into; must be shared (`Slab(..., shared=True)`).
         sending: slab that peers may read from, if it is shared.
         pins: take the producers' slabs, out of which chunks are copied to a GPU.
+        cache: what peers may look at, if any.
     """
 
     name = "shm"
@@ -65,9 +65,16 @@ class ShmTransport(Transport):
     copies = True
     readable = True
 
-    def __init__(self, landing: Slab, sending: Slab, pins: Pins | None = None) -> None:
+    def __init__(
+        self,
+        landing: Slab,
+        sending: Slab,
+        pins: Pins | None = None,
+        cache: SharedCache | None = None,
+    ) -> None:
         self._landing = landing
         self._sending = sending
+        self._cache = cache
         self._pins = pins or Pins()
         self._lobby = Lobby()
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -90,13 +97,14 @@ class ShmTransport(Transport):
                 sending.slots if sending.handle >= 0 else 0,
                 sending.slot_bytes,
                 self._shown.ctypes.data,
+                self._cache.spans if self._cache else (),
             )
         )
 
     def connect(self, consumer: bytes) -> Route:
         address = read_address(consumer)
         try:
-            link = call(address.listener, self._token, self._sending.handle)
+            link = call(address.listener, self._token, self._handles)
         except (OSError, ValueError) as error:
             raise TransportError(f"shm: consumer is not on this machine ({error})") from error
         self._consumers[link.fileno()] = Consumer(link, address.slots, address.slot_bytes)
@@ -152,11 +160,16 @@ class ShmTransport(Transport):
         self._reads.append(_Read(source, send_slot, nbytes, slot, header))
 
     def direct(self, source: Hashable) -> bool:
-        """Where the kernel lets this process read the producer's, which some forbid (containers,
-        `kernel.yama.ptrace_scope`). What is looked at is the token that the producer told."""
+        """Where the producer has shared its cache; or the kernel lets this process read the producer's
+        memory, which some forbid (containers, `kernel.yama.ptrace_scope`). What is looked at is the
+        token that the producer told."""
         assert isinstance(source, int)
         producer = self._producers.get(self._sources.get(source, b""))
-        if producer is None or not producer.links or not producer.address.token_address:
+        if producer is None or not producer.links:
+            return False
+        if producer.cache is not None:
+            return True
+        if not producer.address.token_address:
             return False
         if producer.pid is None:
             producer.pid = self._probed(producer)
@@ -166,9 +179,13 @@ class ShmTransport(Transport):
         assert isinstance(source, int)
         producer = self._producers.get(self._sources.get(source, b""))
         # Once it has hung up, its number may be another process'.
-        if producer is None or not producer.pid or not producer.links:
+        if producer is None or not producer.links:
             raise TransportError("shm: no such producer (any more)")
         try:
+            if producer.cache is not None:
+                return copy_memory(producer.cache.find(theirs), ours)
+            if not producer.pid:
+                raise TransportError("shm: the producer's memory cannot be read")
             return read_memory(producer.pid, theirs, ours)
         except (OSError, ValueError) as error:
             raise TransportError(f"shm: {error}") from None
@@ -219,22 +236,24 @@ class ShmTransport(Transport):
             self.dismiss(source)
         self._lobby.close()
 
+    @property
+    def _handles(self) -> list[int]:
+        """Of what peers may read, in the order in which they take it."""
+        handles = [self._sending.handle, self._cache.handle if self._cache else -1]
+        return list(itertools.takewhile(lambda handle: handle >= 0, handles))
+
     def _admit(self) -> None:
         """Exchange memory with the expected producers that have called."""
         for guest in self._lobby.admit(self._producers):
             producer = self._producers[guest.token]
-            address = producer.address
-            nbytes = address.send_slots * address.send_slot_bytes
             try:
-                give(guest.link, b"\0", self._landing.handle)
+                give(guest.link, b"\0", [self._landing.handle])
             except OSError:
                 guest.leave()
                 continue
             producer.links.append(guest.link)
-            producer.window = map_slab(guest.descriptor, nbytes, mmap.ACCESS_READ)
-            if producer.window is None:
-                producer.problem = "shm: the producer has not handed over a slab as it announced"
-            else:
+            producer.take(guest.descriptors)
+            if producer.window is not None:
                 self._pins.add(producer.window, "slots of a producer", read_only=True)
 
     @staticmethod

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_connector.errors import TransportError
+from pd_connector.shared_cache import CacheWindow, Span
 from pd_connector.transport.lobby import map_slab, take
 
 NOTE = struct.Struct("<IQ")
@@ -21,6 +22,11 @@ NOTE = struct.Struct("<IQ")
 _Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
 _SlotBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 _Memory = npt.NDArray[np.uint8]
+_Span = tuple[
+    Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)],
+    Annotated[int, msgspec.Meta(ge=1, le=1 << 48)],
+]
+_MAX_SPANS = 1 << 12
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -32,14 +38,17 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     send_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
     send_slot_bytes: _SlotBytes = 1
     token_address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0  # in the peer's memory
+    # Address and bytes of the memory of its cache, in the order behind the descriptor it hands over.
+    cache: Annotated[tuple[_Span, ...], msgspec.Meta(max_length=_MAX_SPANS)] = ()
 
 
 @dataclass(slots=True)
 class Producer:
     """A producer that may write here, as long as a source names it.
 
-    `window` is its sending slab once that has come; `problem` says why it will not come. `pid` is its
-    process where its memory can be read, 0 where it cannot, None before that was tried.
+    `window` is its sending slab once that has come; `problem` says why it will not come. `cache` is
+    its cache, if it shares that. `pid` is its process where its memory can be read, 0 where it cannot,
+    None before that was tried.
     """
 
     address: Address
@@ -47,7 +56,24 @@ class Producer:
     links: list[socket.socket] = field(default_factory=list)
     window: _Memory | None = None
     problem: str = ""
+    cache: CacheWindow | None = None
     pid: int | None = None
+
+    def take(self, descriptors: tuple[int, ...]) -> None:
+        """Map what it has handed over; the descriptors are closed."""
+        address = self.address
+        slab_bytes = address.send_slots * address.send_slot_bytes
+        spans = [Span(*span) for span in address.cache]
+        sizes = (slab_bytes, sum(span.nbytes for span in spans))
+        mapped = [
+            map_slab(descriptor, nbytes, mmap.ACCESS_READ)
+            for descriptor, nbytes in zip(descriptors, sizes, strict=False)
+        ]
+        self.window = mapped[0] if mapped else None
+        cache = mapped[1] if len(mapped) > 1 else None
+        self.cache = CacheWindow(spans, cache) if cache is not None else None
+        if self.window is None:
+            self.problem = "shm: the producer has not handed over a slab as it announced"
 
 
 @dataclass(slots=True)
@@ -86,11 +112,12 @@ class Consumer:
     def open_window(self) -> None:
         """Take the consumer's memory, if it has come, and copy what has waited for it."""
         try:
-            _, descriptor = take(self.link, 1)
+            _, descriptors = take(self.link, 1)
         except OSError:
             return
         nbytes = self.slots * self.slot_bytes
-        self.window = map_slab(descriptor, nbytes, mmap.ACCESS_WRITE)
+        for descriptor in descriptors:
+            self.window = map_slab(descriptor, nbytes, mmap.ACCESS_WRITE)
         if self.window is not None:
             for header, payload, slot in self.waiting:
                 self.copy(header, memoryview(payload), slot)
