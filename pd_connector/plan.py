@@ -29,6 +29,8 @@ READ_CHUNK_BYTES = 4 * 1024 * 1024
 cache that the processors share."""
 DIRECT_CHUNK_BYTES = 8 * 1024 * 1024
 """Of a chunk that the consumer reads in the producer's pages: nothing is gathered, and messages cost less."""
+SPARE_BYTES = 256 * 1024
+"""Of a last page that would pass with so many bytes that nobody wants, only the tokens pass."""
 CHUNK_S = 0.03
 """Time that a chunk may take on the link, in seconds."""
 EDGE_PIECES = 4
@@ -140,16 +142,13 @@ def plan(
                 f"token {first} lies within a page of {route.source.page_size}: pages of "
                 f"{route.source.dtype} pass as a whole only"
             )
-        layers, tokens = _shape(route, verbatim, stop_token - first, chunk_bytes, streamed)
-        spans = [
-            (layer, min(layer + layers, len(route.layers)))
-            for layer in range(0, len(route.layers), layers)
-        ]
-        start = first
-        while start < stop_token:
-            stop = min(stop_token, (start // tokens + 1) * tokens)
-            bare += [(start, number, layer, last, stop, verbatim) for layer, last in spans]
-            start = stop
+        whole = _whole_until(route, stop_token) if verbatim else stop_token
+        if first < whole:
+            shape = _shape(route, verbatim, whole - first, chunk_bytes, streamed)
+            bare += _rows(number, route, first, whole, verbatim, shape)
+        if whole < stop_token:
+            shape = _shape(route, False, stop_token - whole, chunk_bytes, False)
+            bare += _rows(number, route, whole, stop_token, False, shape)
     if len(routes) > 1:
         bare.sort()
     for _ in range(EDGE_CUTS if bare else 0):
@@ -218,6 +217,29 @@ def _chunk_bytes(route: Route, verbatim: bool, tokens: int) -> int:
     if verbatim:
         return pages_for(tokens, route.source.page_size) * page_part_bytes(route)
     return _layer_bytes(route, tokens)
+
+
+def _whole_until(route: Route, stop_token: int) -> int:
+    """Up to which token whole pages should pass: the last page, if it would bring much that nobody
+    wants, passes as its tokens. (A window begins at any token, which only whole pages may ignore.)"""
+    group = route.source
+    if route.destination.window or group.dtype not in DTYPES:
+        return stop_token
+    filled, spare = stop_token % group.page_size, -stop_token % group.page_size
+    token_bytes = len(route.layers) * page_part_bytes(route) // group.page_size
+    return stop_token - filled if spare * token_bytes >= SPARE_BYTES else stop_token
+
+
+def _rows(
+    number: int, route: Route, first: int, stop: int, verbatim: bool, shape: tuple[int, int]
+) -> Iterator[_Bare]:
+    """Chunks of a route of so many layers and tokens each, by token."""
+    layers, tokens = shape
+    count = len(route.layers)
+    for start in (first, *range((first // tokens + 1) * tokens, stop, tokens)):
+        end = min(stop, (start // tokens + 1) * tokens)
+        for layer in range(0, count, layers):
+            yield start, number, layer, min(layer + layers, count), end, verbatim
 
 
 def _pieces(routes: Sequence[Route], whole: _Bare) -> list[_Bare]:

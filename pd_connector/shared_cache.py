@@ -77,8 +77,8 @@ class SharedCache:
         """Replace the memory in which these lie; None where that cannot be done, which is logged.
         Nobody may write there meanwhile."""
         try:
-            private = _private_memory()
-            shared = cls([_allocation(storage, private) for storage in storages])
+            private = private_memory()
+            shared = cls([allocation_of(storage, private) for storage in storages])
         except (OSError, ValueError) as error:
             logger.info("the cache cannot be shared, peers copy it by system calls: %s", error)
             return None
@@ -136,7 +136,7 @@ class CacheWindow:
         return theirs._replace(addresses=self._here[spans] + offsets)
 
 
-def _allocation(storage: Span, private: Sequence[Span]) -> Span:
+def allocation_of(storage: Span, private: Sequence[Span]) -> Span:
     """All that has been mapped for an allocation. Raises ValueError if that is not known."""
     page = mmap.PAGESIZE
     if storage.address % page < _HEAD_BYTES:  # its head would be on another page, if it has one
@@ -153,7 +153,7 @@ def _allocation(storage: Span, private: Sequence[Span]) -> Span:
     return found
 
 
-def _private_memory() -> list[Span]:
+def private_memory() -> list[Span]:
     """Ranges of plain memory of this process, neighbours as one."""
     found: list[Span] = []
     with open("/proc/self/maps") as lines:

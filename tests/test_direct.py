@@ -24,7 +24,8 @@ __all__ = ["children", "nursery", "ranks"]
 DIRECT: dict[str, Any] = {"transports": ("shm",)}
 LARGE: dict[str, Any] = {
     "geometry": geometry_of(page_size=256, key_dim=128, value_dim=128),
-    "pages": 66,  # of 512 KiB: malloc maps each layer by itself
+    "pages": 66,  # of 512 KiB
+    "alone": True,
 }
 
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from pd_connector.plan import (
     EDGE_CUTS,
     EDGE_PIECES,
     MIN_CHUNK_TOKENS,
+    SPARE_BYTES,
     Chunk,
     blocks,
     bytes_per_token,
@@ -159,12 +161,18 @@ def assert_only_wanted(
     requests(),
     st.sampled_from([CODECS, ("int8", "raw"), ("raw",)]),
     st.integers(1, 40),
+    st.sampled_from([1, 2000, SPARE_BYTES]),
 )
 @settings(max_examples=300)
 def test_every_wanted_element_arrives_once_and_no_other_does(
-    pair: tuple[Model, Setup, Setup], request: Request, accepted: tuple[str, ...], tightness: int
+    pair: tuple[Model, Setup, Setup],
+    request: Request,
+    accepted: tuple[str, ...],
+    tightness: int,
+    spare_bytes: int,
 ) -> None:
-    event(f"whole pages: {assert_exact(pair, request, accepted, tightness)}")
+    with mock.patch("pd_connector.plan.SPARE_BYTES", spare_bytes):
+        event(f"whole pages: {assert_exact(pair, request, accepted, tightness)}")
 
 
 @pytest.mark.parametrize(
@@ -299,6 +307,22 @@ def test_a_short_prompt_is_a_few_chunks_whatever_the_page_size(page_size: int, t
         chunks = plan(paths, 0, tokens, limit)
         sent = sum(chunk.nbytes(paths[0]) for chunk in chunks)
         assert len(chunks) <= max(8, 2 * sent / limit + 1) + PIECES
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "tokens", "sent"), [(128, 1000, 1000), (128, 100, 100), (16, 8191, 8192)]
+)
+def test_a_last_page_passes_as_its_tokens_where_that_spares_much(
+    page_size: int, tokens: int, sent: int, streamed: bool
+) -> None:
+    alike = Setup(page_sizes=(page_size,))
+    paths = one_route(LLAMA_8B, alike, alike)
+    chunks = plan(paths, 0, tokens, 4 * MIB, streamed=streamed)
+    assert sum(chunk.nbytes(paths[0]) for chunk in chunks) == sent * 32 * 8 * 256 * 2
+    last = [chunk for chunk in chunks if not chunk.verbatim]
+    assert bool(last) == (sent == tokens)
+    assert all(chunk.first_token == tokens // page_size * page_size for chunk in last)
 
 
 def test_a_slow_link_has_smaller_chunks_and_a_fast_one_whole_slots() -> None:

@@ -23,6 +23,7 @@ from pd_connector.bench.wire_size import LAYERS, PAGE_BYTES, PAGE_TOKENS
 from pd_connector.cli import bench as command
 from pd_connector.cli import bench_core
 from pd_connector.codec import COMPILER, Elements
+from pd_connector.codec.compiled import loops_for
 from pd_connector.launch import proc
 from pd_connector.launch.netns import Bed, available
 
@@ -177,9 +178,9 @@ def test_codecs_are_timed_both_ways_and_left_as_they_were():
     found = codec_bench.measure(2, (2, 130, 64))
     assert len(found) == 2 * 2 * 2
     assert all(one.ours.median > 0 < one.baseline.median for one in found)
-    assert COMPILER.loops_for(x, Elements("bfloat16")) is not None
+    assert loops_for(x, Elements("bfloat16")) is not None
     with COMPILER.off():
-        assert COMPILER.loops_for(x, Elements("bfloat16")) is None
+        assert loops_for(x, Elements("bfloat16")) is None
 
 
 def test_a_side_over_its_budget_misses_the_bar(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ from pd_connector.geometry import Geometry, Group, Shard
 from pd_connector.incoming import Finished, Held, Load, Peer, Source
 from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import LayerPages, PagedCache
+from support.memory import alone_in_memory
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
 
@@ -106,9 +107,12 @@ class Rank:
         engine_id: str = "engine",
         produces: bool = True,
         consumes: bool = True,
+        alone: bool = False,
         **options: Any,
     ) -> None:
         self.layers = make_layers(geometry, pages, seed)
+        if alone:
+            self.layers = {n: alone_in_memory(layer) for n, layer in self.layers.items()}
         self.geometry = geometry
         self.engine_id = engine_id
         self.ended: dict[str, Outcome] = {}
