@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from pd_connector.buffers import Buffers
 from pd_connector.codec import COMPILER
 from pd_connector.commands import Command, Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.config import Config
@@ -27,12 +28,9 @@ from pd_connector.incoming import Finished, Held, Load
 from pd_connector.memory import LOOPS
 from pd_connector.outgoing import Free, Offer
 from pd_connector.pages import PagedCache
-from pd_connector.pins import Pins
 from pd_connector.scheduling import prefer_own_threads, prefer_short_slices
 from pd_connector.security import CurveKeys, Gatekeeper
 from pd_connector.serve import Server
-from pd_connector.shared_cache import SharedCache
-from pd_connector.slab import Slab
 from pd_connector.station import Station
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
@@ -103,11 +101,8 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper: Gatekeeper | None = None
-        shared = "shm" in config.transports
-        self._landing = Slab(config.slots, config.slot_bytes, shared=shared)
-        self._sending = Slab(config.slots, config.slot_bytes, shared=shared)
-        self._pins = Pins(cache.device)
-        self._shared: SharedCache | None = None
+        shown = cache.storages if produces and self._pages_are_read else ()
+        self._buffers = Buffers(config, cache.device, shown, produces=produces, consumes=consumes)
         self._transports: list[Transport] = []
         self._server: Server | None = None
         self._fetcher: Fetcher | None = None
@@ -202,14 +197,7 @@ class Agent:
         keys = CurveKeys.derive(config.key) if config.key else None
         self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
         self._begin_to_compile()
-        if consumes:
-            self._pins.add(self._landing.memory, "landing slots")
-        if produces:
-            self._pins.add(self._sending.memory, "send slots")
-        slabs = self._landing, self._sending
-        if produces and self._pages_are_read:
-            self._shared = SharedCache.of(self._cache.storages)
-        made = make_transports(self._context, config, keys, *slabs, self._pins, self._shared)
+        made = make_transports(self._context, config, keys, self._buffers)
         self._transports = [wrap(transport) for transport in made]
         station = Station(
             config,
@@ -221,7 +209,7 @@ class Agent:
             self.telemetry,
         )
         if produces:
-            self._server = Server(station, self._sending, self._gate, self._tell)
+            self._server = Server(station, self._buffers.sending, self._gate, self._tell)
         if consumes:
             self._fetcher = Fetcher(station, self._shards, self._tell)
 
@@ -232,8 +220,8 @@ class Agent:
         return self._cache.on_host and config.direction == "auto" and "shm" in config.transports
 
     def _begin_to_compile(self) -> None:
-        """Loops that chunks will want; nobody waits for them."""
-        if self._config.codec != "raw" and self._cache.on_host:
+        """Loops that chunks of a cache in host memory will want; nobody waits for them."""
+        if self._cache.on_host and self._config.codec != "raw":
             COMPILER.begin()
         if self._pages_are_read:
             LOOPS.begin()
@@ -336,9 +324,5 @@ class Agent:
         for owner in (self._server, self._fetcher, *self._transports, self._gatekeeper):
             if owner:
                 owner.close()
-        self._pins.release()
-        self._landing.close()
-        self._sending.close()
-        if self._shared:
-            self._shared.close()
+        self._buffers.close()
         self._context.destroy(linger=100)

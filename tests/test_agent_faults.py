@@ -138,7 +138,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     checksum = outbox.checksum
 
     def after_a_late_write(payload: memoryview) -> bytes:
-        landing = consumer.agent._landing
+        landing = consumer.agent._buffers.landing
         for slot in range(landing.slots):
             landing.slot(slot)[0] ^= 1
         return checksum(payload)

@@ -1,31 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the transports a config names."""
 
+from pd_connector.buffers import Buffers
 from pd_connector.config import Config
-from pd_connector.pins import Pins
 from pd_connector.security import CurveKeys
 from pd_connector.session import Context
-from pd_connector.shared_cache import SharedCache
-from pd_connector.slab import Slab
 from pd_connector.transport.base import Transport
 from pd_connector.transport.shm import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
 
 
 def make_transports(
-    context: Context,
-    config: Config,
-    keys: CurveKeys | None,
-    landing: Slab,
-    sending: Slab,
-    pins: Pins,
-    cache: SharedCache | None = None,
+    context: Context, config: Config, keys: CurveKeys | None, buffers: Buffers
 ) -> list[Transport]:
-    """The transports of `config.transports`, in that order. Raises TransportError.
-
-    Args:
-        cache: what peers on this machine may look at, if any.
-    """
+    """The transports of `config.transports`, in that order. Raises TransportError."""
+    landing, sending = buffers.landing, buffers.sending
     made: list[Transport] = []
     for name in config.transports:
         if name == "nixl":
@@ -33,7 +22,7 @@ def make_transports(
 
             made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":
-            made.append(ShmTransport(landing, sending, pins, cache))
+            made.append(ShmTransport(landing, sending, buffers.pins, buffers.cache))
         elif name == "ucx":
             from pd_connector.transport.ucx import UcxTransport
 
