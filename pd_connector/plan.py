@@ -145,10 +145,10 @@ def plan(
         whole = _whole_until(route, stop_token) if verbatim else stop_token
         if first < whole:
             shape = _shape(route, verbatim, whole - first, chunk_bytes, streamed)
-            bare += _rows(number, route, first, whole, verbatim, shape)
+            bare += _cut(number, route, first, whole, verbatim, shape)
         if whole < stop_token:
             shape = _shape(route, False, stop_token - whole, chunk_bytes, False)
-            bare += _rows(number, route, whole, stop_token, False, shape)
+            bare += _cut(number, route, whole, stop_token, False, shape)
     if len(routes) > 1:
         bare.sort()
     for _ in range(EDGE_CUTS if bare else 0):
@@ -230,7 +230,7 @@ def _whole_until(route: Route, stop_token: int) -> int:
     return stop_token - filled if spare * token_bytes >= SPARE_BYTES else stop_token
 
 
-def _rows(
+def _cut(
     number: int, route: Route, first: int, stop: int, verbatim: bool, shape: tuple[int, int]
 ) -> Iterator[_Bare]:
     """Chunks of a route of so many layers and tokens each, by token."""

@@ -24,6 +24,7 @@ logger = logging.getLogger("pd_connector.shared_cache")
 
 SEALS = SLAB_SEALS | 0x10
 """And F_SEAL_FUTURE_WRITE, which Python 3.11 does not know: nobody else writes."""
+MAX_SPANS = 1 << 12
 _MAP_FIXED = 0x10
 _STEP_BYTES = 2 << 20
 _PRIVATE = ("rw-p", "00000000", "00:00", "0")
@@ -78,7 +79,10 @@ class SharedCache:
         Nobody may write there meanwhile."""
         try:
             private = private_memory()
-            shared = cls([allocation_of(storage, private) for storage in storages])
+            spans = [allocation_of(storage, private) for storage in storages]
+            if len(spans) > MAX_SPANS:
+                raise ValueError(f"it lies in {len(spans)} pieces of memory: {MAX_SPANS} at most")
+            shared = cls(spans)
         except (OSError, ValueError) as error:
             logger.info("the cache cannot be shared, peers copy it by system calls: %s", error)
             return None

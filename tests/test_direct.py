@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.agents import LONG, SHORT, Rank, Ranks, assert_pages, geometry_of, ranks, until
 from support.children import Children, children, nursery
+from support.memory import shared_mappings
 
 from pd_connector.commands import Expect
 from pd_connector.errors import Cause
@@ -249,11 +250,14 @@ def test_another_process_is_read_and_its_death_fails_the_load(
     consumer = ranks(settings, produces=False, **cache)
     producer.call("offer", "t", [11, 12])
     source = producer.call("source")
+    others = shared_mappings()
     consumer.load(source, "t", [1, 2])
     assert consumer.loaded("t").cause is None
     assert consumer.count("pulled_pieces") == 4
     assert consumer.page(1) == producer.call("page", 11)
     producer.call("offer", "u", [11, 12])
+    assert shared_mappings() == others + bool(cache)
     producer.kill()
     consumer.load(source, "u", [1, 2])
     assert consumer.loaded("u").cause in (Cause.SESSION_LOST, Cause.UNREACHABLE)
+    until(lambda: shared_mappings() == others, "the dead producer's memory is let go")

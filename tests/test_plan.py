@@ -337,6 +337,9 @@ def test_chunks_that_are_read_are_small_enough_for_a_processors_cache() -> None:
     paths = one_route(LLAMA_8B, Setup(), Setup())
     assert chunk_limit(paths, 8192, 16 * MIB, None, read=True) == 4 * MIB
     assert chunk_limit(paths, 8192, 16 * MIB, 1e6, read=True) < 4 * MIB, "the link is slower"
+    assert chunk_limit(paths, 8192, 16 * MIB, None, read=True, direct=True) == 8 * MIB, "in pages"
+    unlike = one_route(LLAMA_8B, Setup(), Setup(page_sizes=(128,)))
+    assert chunk_limit(unlike, 8192, 16 * MIB, None, read=True, direct=True) == 4 * MIB
     huge = one_route((Layer(8, 8192, 8192),), Setup(), Setup())
     assert chunk_limit(huge, 8192, 64 * MIB, None, read=True) == MIN_CHUNK_TOKENS * 8 * 2 * 2 * 8192
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.memory import alone_in_memory
+from support.memory import alone_in_memory, shared_mappings
 
 from pd_connector import shared_cache
 from pd_connector.memory import Pieces
@@ -42,11 +42,6 @@ def seen(shared: SharedCache, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     )[0]
     first = int(place) - mapped.ctypes.data
     return mapped[first : first + tensor.nbytes]
-
-
-def maps() -> str:
-    with open("/proc/self/maps") as lines:
-        return lines.read()
 
 
 def test_a_shared_cache_keeps_its_bytes_and_peers_see_what_is_written():
@@ -93,15 +88,15 @@ def test_who_has_the_descriptor_cannot_write(sealed: bool, monkeypatch: pytest.M
 
 def test_nothing_is_left_when_the_cache_is_freed():
     layer = allocated()
-    before, kept = len(os.listdir("/proc/self/fd")), maps().count("pd-cache")
+    before, kept = len(os.listdir("/proc/self/fd")), shared_mappings()
     shared = SharedCache.of([span(layer)])
     assert shared is not None
-    assert maps().count("pd-cache") == kept + 1
+    assert shared_mappings() == kept + 1
     shared.close()
     shared.close()
     assert len(os.listdir("/proc/self/fd")) == before
     del layer
-    assert maps().count("pd-cache") == kept
+    assert shared_mappings() == kept
 
 
 def test_zeros_take_no_memory():
@@ -133,15 +128,21 @@ def shared_already() -> Any:
 @pytest.mark.parametrize("made", [not_malloc, inside, shared_already])
 def test_memory_that_is_not_an_allocation_of_its_own_is_left_alone(made: Any):
     array, good = made(), allocated()
-    before = maps().count("pd-cache")
+    before = shared_mappings()
     spans = [span(good), Span(array.ctypes.data, array.nbytes)]
     assert SharedCache.of(spans) is None
-    assert maps().count("pd-cache") == before, "none or all"
+    assert shared_mappings() == before, "none or all"
 
 
 def test_a_small_allocation_is_left_alone():
     small = [torch.zeros(1000, dtype=torch.uint8) for _ in range(10)]
     assert all(SharedCache.of([span(one)]) is None for one in small)
+
+
+def test_more_pieces_than_peers_take_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    layers = [allocated(), allocated()]
+    monkeypatch.setattr(shared_cache, "MAX_SPANS", 1)
+    assert SharedCache.of([span(layer) for layer in layers]) is None
 
 
 def test_without_memory_for_it_the_cache_stays_as_it_was(monkeypatch: pytest.MonkeyPatch):

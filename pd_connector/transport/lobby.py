@@ -135,17 +135,17 @@ def give(link: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
     link.sendmsg([data], ancillary)
 
 
-def take(link: socket.socket, nbytes: int) -> tuple[bytes, tuple[int, ...]]:
-    """Receive one message of at most `nbytes` bytes, and its descriptors, two at most. Raises OSError."""
-    space = socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS)
+def take(link: socket.socket, nbytes: int, most: int = 1) -> tuple[bytes, tuple[int, ...]]:
+    """Receive one message of at most `nbytes` bytes, and its descriptors, `most` at most. Raises OSError."""
+    space = socket.CMSG_SPACE(4 * most)
     data, ancillary, _, _ = link.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
     received = array.array("i")
     for level, kind, rights in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
-    for descriptor in received[_MAX_DESCRIPTORS:]:  # the space may be more, for alignment
+    for descriptor in received[most:]:  # there may be room for more, for the sake of alignment
         os.close(descriptor)
-    return data, tuple(received[:_MAX_DESCRIPTORS])
+    return data, tuple(received[:most])
 
 
 def map_slab(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8] | None:
@@ -165,7 +165,7 @@ def map_slab(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8]
 def _listen(guest: Guest) -> Guest | None:
     """The guest with what it has presented since; None if it is gone, or talks out of turn."""
     try:
-        data, descriptors = take(guest.link, TOKEN_BYTES)
+        data, descriptors = take(guest.link, TOKEN_BYTES, _MAX_DESCRIPTORS)
     except BlockingIOError:
         return guest
     except OSError:

@@ -304,7 +304,8 @@ class ShmTransport(Transport):
                 link.close()
                 producer.links.remove(link)
                 if not producer.links:
-                    producer.window, producer.problem = None, "shm: the producer has hung up"
+                    producer.window = producer.cache = None
+                    producer.problem = "shm: the producer has hung up"
                 return landed
             if len(note) < NOTE.size:
                 continue

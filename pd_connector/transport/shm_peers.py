@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_connector.errors import TransportError
-from pd_connector.shared_cache import CacheWindow, Span
+from pd_connector.shared_cache import MAX_SPANS, CacheWindow, Span
 from pd_connector.transport.lobby import map_slab, take
 
 NOTE = struct.Struct("<IQ")
@@ -26,7 +26,6 @@ _Span = tuple[
     Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)],
     Annotated[int, msgspec.Meta(ge=1, le=1 << 48)],
 ]
-_MAX_SPANS = 1 << 12
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +38,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     send_slot_bytes: _SlotBytes = 1
     token_address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0  # in the peer's memory
     # Address and bytes of the memory of its cache, in the order behind the descriptor it hands over.
-    cache: Annotated[tuple[_Span, ...], msgspec.Meta(max_length=_MAX_SPANS)] = ()
+    cache: Annotated[tuple[_Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
 
 
 @dataclass(slots=True)
@@ -116,7 +115,7 @@ class Consumer:
         except OSError:
             return
         nbytes = self.slots * self.slot_bytes
-        for descriptor in descriptors:
+        for descriptor in descriptors:  # one or none
             self.window = map_slab(descriptor, nbytes, mmap.ACCESS_WRITE)
         if self.window is not None:
             for header, payload, slot in self.waiting:
