@@ -149,11 +149,11 @@ class _Lanes:
     def copy(self, there: Pieces, here: Pieces) -> None:
         if (here.addresses % self._loops.VECTOR_BYTES).any():
             _move(there, here)
-            return self.add(here)
-        self._nbytes += here.nbytes
-        size = here.piece_bytes
-        self._loops.copy_pieces(there.addresses, here.addresses, size, self._sums)
-        return None
+            self.add(here)
+        else:
+            self._nbytes += here.nbytes
+            size = here.piece_bytes
+            self._loops.copy_pieces(there.addresses, here.addresses, size, self._sums)
 
     def digest(self) -> bytes:
         summed = self._nbytes.to_bytes(8, "little") + self._sums.tobytes()

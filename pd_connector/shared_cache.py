@@ -143,15 +143,16 @@ class CacheWindow:
 def allocation_of(storage: Span, private: Sequence[Span]) -> Span:
     """All that has been mapped for an allocation. Raises ValueError if that is not known."""
     page = mmap.PAGESIZE
+    unknown = f"{storage.nbytes} bytes are not of glibc's malloc, or not mapped by it"
     if storage.address % page < _HEAD_BYTES:  # its head would be on another page, if it has one
-        raise ValueError(f"{storage.nbytes} bytes are not of glibc's malloc, or not mapped by it")
+        raise ValueError(unknown)
     head = (ctypes.c_uint64 * 2).from_address(storage.address - _HEAD_BYTES)
     before, size = int(head[0]), int(head[1])
     chunk = storage.address - _HEAD_BYTES
     found = Span(chunk - before, before + (size & ~_FLAGS))
     alone = size & _FLAGS == _MAPPED and found.stop >= storage.stop
     if not alone or found.address % page or found.nbytes % page:
-        raise ValueError(f"{storage.nbytes} bytes are not of glibc's malloc, or not mapped by it")
+        raise ValueError(unknown)
     if not any(span.address <= found.address and found.stop <= span.stop for span in private):
         raise ValueError(f"{storage.nbytes} bytes are not private memory of this process")
     return found

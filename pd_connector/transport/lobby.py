@@ -148,7 +148,7 @@ def take(link: socket.socket, nbytes: int, most: int = 1) -> tuple[bytes, tuple[
     return data, tuple(received[:most])
 
 
-def map_slab(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8] | None:
+def map_shared(descriptor: int, nbytes: int, access: int) -> npt.NDArray[np.uint8] | None:
     """Map a peer's memory and close the descriptor; None if it is not what a `Slab` shares."""
     try:
         # Memory that its owner may shrink would kill this process on an access.

@@ -151,7 +151,7 @@ class ShmTransport(Transport):
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         assert isinstance(source, int)
-        producer = self._producers.get(self._sources.get(source, b""))
+        producer = self._producer_of(source)
         if producer is None:
             raise TransportError("shm: no such producer (any more)")
         address = producer.address
@@ -163,8 +163,7 @@ class ShmTransport(Transport):
         """Where the producer has shared its cache; or the kernel lets this process read the producer's
         memory, which some forbid (containers, `kernel.yama.ptrace_scope`). What is looked at is the
         token that the producer told."""
-        assert isinstance(source, int)
-        producer = self._producers.get(self._sources.get(source, b""))
+        producer = self._producer_of(source)
         if producer is None or not producer.links:
             return False
         if producer.cache is not None:
@@ -176,8 +175,7 @@ class ShmTransport(Transport):
         return producer.pid > 0
 
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
-        assert isinstance(source, int)
-        producer = self._producers.get(self._sources.get(source, b""))
+        producer = self._producer_of(source)
         # Once it has hung up, its number may be another process'.
         if producer is None or not producer.links:
             raise TransportError("shm: no such producer (any more)")
@@ -192,8 +190,7 @@ class ShmTransport(Transport):
 
     def silenced(self, source: Hashable) -> bool:
         """A producer that has closed its link, or whose process has ended, copies no more."""
-        assert isinstance(source, int)
-        producer = self._producers.get(self._sources.get(source, b""))
+        producer = self._producer_of(source)
         if producer is None or not producer.links:
             return True
         poller = select.poll()
@@ -235,6 +232,10 @@ class ShmTransport(Transport):
         for source in list(self._sources):
             self.dismiss(source)
         self._lobby.close()
+
+    def _producer_of(self, source: Hashable) -> Producer | None:
+        assert isinstance(source, int)
+        return self._producers.get(self._sources.get(source, b""))
 
     @property
     def _handles(self) -> list[int]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pd_connector.errors import TransportError
 from pd_connector.shared_cache import MAX_SPANS, CacheWindow, Span
-from pd_connector.transport.lobby import map_slab, take
+from pd_connector.transport.lobby import map_shared, take
 
 NOTE = struct.Struct("<IQ")
 """Slot and bytes of a chunk that has been copied; the chunk's header follows."""
@@ -65,7 +65,7 @@ class Producer:
         spans = [Span(*span) for span in address.cache]
         sizes = (slab_bytes, sum(span.nbytes for span in spans))
         mapped = [
-            map_slab(descriptor, nbytes, mmap.ACCESS_READ)
+            map_shared(descriptor, nbytes, mmap.ACCESS_READ)
             for descriptor, nbytes in zip(descriptors, sizes, strict=False)
         ]
         self.window = mapped[0] if mapped else None
@@ -116,7 +116,7 @@ class Consumer:
             return
         nbytes = self.slots * self.slot_bytes
         for descriptor in descriptors:  # one or none
-            self.window = map_slab(descriptor, nbytes, mmap.ACCESS_WRITE)
+            self.window = map_shared(descriptor, nbytes, mmap.ACCESS_WRITE)
         if self.window is not None:
             for header, payload, slot in self.waiting:
                 self.copy(header, memoryview(payload), slot)
