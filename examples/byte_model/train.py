@@ -22,7 +22,7 @@ from damage import KINDS, PAGE_TOKENS, Damage, Layers, cache_of, layers_of, spoi
 from tokenizer import END, PAD, START, VOCABULARY, save_tokenizer
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-MODEL_DIR = Path(__file__).resolve().parents[2] / "pd_connector" / "demo" / "model"
+MODEL_DIR = Path(__file__).resolve().parents[2] / "pd_connector" / "tools" / "demo" / "model"
 MAX_TOKENS = 8192
 TAIL_TOKENS = 32  # bytes after the prompt on which a spoilt page must show
 STEPS = 900

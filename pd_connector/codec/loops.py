@@ -13,7 +13,7 @@ import numpy as np
 
 from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
-from pd_connector.jit import compiled
+from pd_connector.codec.jit import compiled
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
 # numba keeps what it has compiled for as long as this file stays as it is, constants included.

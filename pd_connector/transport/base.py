@@ -13,9 +13,9 @@ from collections.abc import Hashable
 from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
-from pd_connector.memory import Pieces
+from pd_connector.memory.pieces import Pieces
 
-Route = Hashable
+Link = Hashable
 """A producer's handle of one consumer, from `connect` until `disconnect`."""
 
 
@@ -56,11 +56,11 @@ class Transport(abc.ABC):
         """What a peer's transport needs to know of this one, to `connect`, `expect` or `read`."""
 
     @abc.abstractmethod
-    def connect(self, consumer: bytes) -> Route:
+    def connect(self, consumer: bytes) -> Link:
         """Prepare to write to the consumer with this `address()`. Does not wait for it."""
 
     @abc.abstractmethod
-    def disconnect(self, route: Route) -> None:
+    def disconnect(self, route: Link) -> None:
         """Forget a consumer. Writes under way to it end as failed `Written`."""
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class Transport(abc.ABC):
         reported, and write no more into their landing slots."""
 
     @abc.abstractmethod
-    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
         """Start to write `payload` into the consumer's landing slot; returns a token.
 
         `payload` must stay unchanged until the `Written` with this token is polled. Header and

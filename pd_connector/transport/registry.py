@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the transports a config names."""
 
-from pd_connector.buffers import Buffers
 from pd_connector.config import Config
-from pd_connector.security import CurveKeys
-from pd_connector.session import Context
+from pd_connector.control.keys import CurveKeys
+from pd_connector.control.sockets import Context
+from pd_connector.memory.buffers import Buffers
 from pd_connector.transport.base import Transport
-from pd_connector.transport.shm import ShmTransport
+from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
 
 
@@ -18,7 +18,7 @@ def make_transports(
     made: list[Transport] = []
     for name in config.transports:
         if name == "nixl":
-            from pd_connector.transport.nixl import NixlTransport
+            from pd_connector.transport.nixl.transport import NixlTransport
 
             made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":

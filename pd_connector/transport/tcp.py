@@ -15,10 +15,10 @@ from typing import Annotated
 import msgspec
 import zmq
 
+from pd_connector.control.addresses import bound_port, endpoint, numeric, readable
+from pd_connector.control.keys import CurveKeys
 from pd_connector.errors import TransportError
-from pd_connector.network import bound_port, endpoint, numeric, readable
-from pd_connector.security import CurveKeys
-from pd_connector.transport.base import Landed, Route, Transport, Written
+from pd_connector.transport.base import Landed, Link, Transport, Written
 
 _GREETING = b"\x00pd-tcp"
 _MAX_GREETING_BYTES = 4096  # ZeroMQ's own handshake counts against it
@@ -96,7 +96,7 @@ class TcpTransport(Transport):
     def address(self) -> bytes:
         return msgspec.msgpack.encode((self._host, self._port, self._identity))
 
-    def connect(self, consumer: bytes) -> Route:
+    def connect(self, consumer: bytes) -> Link:
         _, _, identity = _read_address(consumer)
         # A greeting opens the routes that wait for it, or the next one. A greeting that has
         # opened a route opens no later one: its dial may have ended since.
@@ -106,7 +106,7 @@ class TcpTransport(Transport):
         self._routes[route] = _Consumer(identity, greeted)
         return route
 
-    def disconnect(self, route: Route) -> None:
+    def disconnect(self, route: Link) -> None:
         assert isinstance(route, int)
         self._routes.pop(route, None)
 
@@ -127,7 +127,7 @@ class TcpTransport(Transport):
         if dialled is not None and dialled not in self._expected.values():
             self._sockets.pop(dialled).close()
 
-    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
         assert isinstance(route, int)
         consumer = self._routes.get(route)
         if consumer is None:

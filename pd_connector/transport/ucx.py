@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
-from pd_connector.transport.base import Landed, Route, Transport, Written
+from pd_connector.transport.base import Landed, Link, Transport, Written
 
 _PREFIX = struct.Struct("<II")  # slot, bytes of the header; header and payload follow
 _MAX_HEADER_BYTES = 1 << 16
@@ -39,7 +39,7 @@ _TAG_BITS = 62
 _Buffer = npt.NDArray[np.uint8]
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True):
+class _UcxAddress(msgspec.Struct, frozen=True, array_like=True):
     worker: bytes
     # Producers are believed by it, so it must not be guessed.
     tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << _TAG_BITS)]
@@ -100,7 +100,7 @@ class UcxTransport(Transport):
         try:
             context = self._api.UCXContext(options, feature_flags=(self._api.Feature.TAG,))
             self._worker: Any = self._api.UCXWorker(context)
-            self._address = _Address(self._worker.address.tobytes(), self._tag)
+            self._address = _UcxAddress(self._worker.address.tobytes(), self._tag)
         except Exception as error:
             raise TransportError(
                 f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
@@ -109,7 +109,7 @@ class UcxTransport(Transport):
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._address)
 
-    def connect(self, consumer: bytes) -> Route:
+    def connect(self, consumer: bytes) -> Link:
         address = _read_address(consumer)
         try:
             worker = self._api.UCXAddress.create_from_buffer(address.worker)
@@ -120,7 +120,7 @@ class UcxTransport(Transport):
         self._routes[route] = _Consumer(endpoint)
         return route
 
-    def disconnect(self, route: Route) -> None:
+    def disconnect(self, route: Link) -> None:
         assert isinstance(route, int)
         consumer = self._routes.pop(route, None)
         if consumer is None:
@@ -146,7 +146,7 @@ class UcxTransport(Transport):
         self._abandoned += [move for move in self._arriving if move.tag == tag]
         self._arriving = [move for move in self._arriving if move.tag != tag]
 
-    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
         assert isinstance(route, int)
         consumer = self._routes.get(route)
         if consumer is None:
@@ -275,8 +275,8 @@ def _import_api() -> tuple[Any, Any]:
     return libucxx, Array
 
 
-def _read_address(address: bytes) -> _Address:
+def _read_address(address: bytes) -> _UcxAddress:
     try:
-        return msgspec.msgpack.decode(address, type=_Address)
+        return msgspec.msgpack.decode(address, type=_UcxAddress)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"ucx address of a peer cannot be read: {error}") from None

@@ -10,8 +10,8 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.geometry import Geometry, Group, Kind, Shard
-from pd_connector.pages import LayerPages, PagedCache
+from pd_connector.kv.geometry import Geometry, Group, Kind, Shard
+from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.vllm.packing import CpuPacking
 
 if TYPE_CHECKING:

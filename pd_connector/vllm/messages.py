@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pd_connector.commands import Command
-from pd_connector.geometry import Shard
+from pd_connector.agent.commands import Command
+from pd_connector.kv.geometry import Shard
 
 
 class Prefill(NamedTuple):

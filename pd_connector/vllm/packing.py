@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pd_connector.tiles import untiled
+from pd_connector.pages.tiles import untiled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +47,7 @@ class CpuPacking(NamedTuple):
         self, tensor: torch.Tensor, key_dim: int, value_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of pages `[page, head, token, K and V]`: `[page, head, token, dim]` each, or tiled
-        (`pd_connector.tiles`)."""
+        (`pd_connector.pages.tiles`)."""
         if self.isa == "amx":
             return _amx_halves(tensor, key_dim, value_dim)
         pages, heads, tokens, _ = tensor.shape

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from pd_connector.commands import Command, Drop, Expect, Hold, Withdraw
+from pd_connector.agent.commands import Command, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.geometry import pages_for
-from pd_connector.incoming import Load, Peer
-from pd_connector.outgoing import Offer
+from pd_connector.kv.geometry import pages_for
+from pd_connector.protocol import params as transfer_params
+from pd_connector.protocol.incoming import Load, Peer
+from pd_connector.protocol.outgoing import Offer
 from pd_connector.telemetry import Telemetry
-from pd_connector.vllm import params as transfer_params
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.streaming import Streaming, fingerprint, kept_pages
 
@@ -77,7 +77,7 @@ class SchedulerSide:
         self._page_sizes = tuple(page_sizes)
         self._produces = produces
         self._consumes = consumes
-        self._address = transfer_params.Address(engine_id)
+        self._address = transfer_params.ProducerAddress(engine_id)
         self._fetches: dict[str, _Fetch] = {}
         self._offers: dict[str, str] = {}  # request -> transfer
         self._describes: set[str] = set()

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd_connector.commands import Command, Revoke
-from pd_connector.identity import token_fingerprint
-from pd_connector.outgoing import Offer
+from pd_connector.agent.commands import Command, Revoke
+from pd_connector.kv.identity import token_fingerprint
+from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pd_connector.agent import Agent
-from pd_connector.commands import Computed
+from pd_connector.agent.agent import Agent
+from pd_connector.agent.commands import Computed
+from pd_connector.agent.rests import Rests
 from pd_connector.config import Config
-from pd_connector.identity import model_fingerprint
-from pd_connector.incoming import Finished, Held
+from pd_connector.kv.identity import model_fingerprint
+from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import Prefill, RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats
-from pd_connector.vllm.rests import Rests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_connector.bench.report import Comparison, missed, table, write_json
-from pd_connector.cli.bench_report import exit_codes
+from pd_connector.tools.bench.report import Comparison, missed, table, write_json
+from pd_connector.tools.cli.bench_report import exit_codes
 from scheduler_plugins.bench import classes, order, overhead, overload, plot
 from scheduler_plugins.sim import trace
 

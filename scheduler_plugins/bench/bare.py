@@ -11,7 +11,7 @@ from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig,
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from pd_connector.demo import MODEL_DIR
+from pd_connector.tools.demo import MODEL_DIR
 
 BLOCK_TOKENS = 16
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench.replay import Setup, capacity, p99
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.sim.engine import Step
 from scheduler_plugins.sim.workload import lengths, merged, poisson

@@ -11,13 +11,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.bench.flow import BenchError
-from pd_connector.bench.machine import Noise
-from pd_connector.bench.model import MADE_UP_WEIGHTS, write_model
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
-from pd_connector.launch import VllmEngine
-from pd_connector.launch.progress import wait_all
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.machine import Noise
+from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+from pd_connector.tools.launch import VllmEngine
+from pd_connector.tools.launch.progress import wait_all
 from scheduler_plugins.bench.live import Findings, Say
 from scheduler_plugins.vllm.hybrid import VARIABLE, register
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from pd_connector.bench.flow import BenchError
-from pd_connector.bench.machine import Noise
-from pd_connector.bench.report import Comparison
-from pd_connector.demo import MODEL_DIR
-from pd_connector.launch import VllmEngine
-from pd_connector.launch.engine import PAGE_TOKENS
-from pd_connector.launch.progress import wait_all
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.machine import Noise
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.demo import MODEL_DIR
+from pd_connector.tools.launch import VllmEngine
+from pd_connector.tools.launch.engine import PAGE_TOKENS
+from pd_connector.tools.launch.progress import wait_all
 from scheduler_plugins.bench.replay import Outcome, p99
-from scheduler_plugins.policy.queue.request import BlockHash, Waiting
-from scheduler_plugins.vllm.profile_client import EngineClient, Timed, at, connect
+from scheduler_plugins.order.request import BlockHash, Waiting
+from scheduler_plugins.profile.client import EngineClient, Timed, at, connect
 
 OURS = ("--scheduler-cls", "scheduler_plugins.vllm.PrefixAwareScheduler")
 MIDDLEWARE = ("--middleware", "scheduler_plugins.vllm.AdmissionMiddleware")

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench import live_traffic as traffic
 from scheduler_plugins.bench.live import (
     MIDDLEWARE,
@@ -24,7 +24,7 @@ from scheduler_plugins.bench.live import (
     running,
 )
 from scheduler_plugins.bench.overload import ATTAINED, GOODPUT, OVERLOAD
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.sim.workload import poisson
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pd_connector.cli.bench_report import exit_codes, noise_note, report
-from pd_connector.launch.service import log_folder
-from pd_connector.launch.signals import terminate_as_interrupt
+from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+from pd_connector.tools.launch.service import log_folder
+from pd_connector.tools.launch.signals import terminate_as_interrupt
 from scheduler_plugins.bench.live import Findings, Say, check_possible
 
 Measure = Callable[[Path, Say], Awaitable[Findings]]

@@ -23,8 +23,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from pd_connector.bench.report import Comparison, Param
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.report import Comparison, Param
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench.bare import BLOCK_TOKENS, config_of, scheduler_of
 from scheduler_plugins.bench.overhead import LIMITS_S
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler

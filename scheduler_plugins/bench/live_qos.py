@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pd_connector.bench.flow import BenchError
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench import live_traffic as traffic
 from scheduler_plugins.bench.classes import CLASSES, PREMIUM_P99, SHARE_POINTS, WINDOW_S
 from scheduler_plugins.bench.live import (
@@ -24,7 +24,7 @@ from scheduler_plugins.bench.live import (
 )
 from scheduler_plugins.bench.replay import p99
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.workload import merged
 
 FREE_LOAD = 3.0

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from itertools import product
 from pathlib import Path
 
-from pd_connector.bench.machine import Noise
+from pd_connector.tools.bench.machine import Noise
 from scheduler_plugins.bench import order
 from scheduler_plugins.bench.live import OURS, Contender, Findings, Say, Stage, outcome, running
 from scheduler_plugins.bench.replay import Outcome, per_second

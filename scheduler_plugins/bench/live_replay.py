@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from pd_connector.bench.flow import BenchError
+from pd_connector.tools.bench.flow import BenchError
 from scheduler_plugins.bench.live import HITS, QUERIES, Record, Say, send_all
 from scheduler_plugins.bench.replay import p99
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.profile.client import EngineClient, connect
 from scheduler_plugins.sim import trace
-from scheduler_plugins.vllm.profile_client import EngineClient, connect
 
 
 class Scale(NamedTuple):

@@ -11,9 +11,9 @@ from scheduler_plugins.bench.live import CHUNK_TOKENS, Running
 from scheduler_plugins.bench.replay import per_second
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import fit
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.profile.measure import Prober
 from scheduler_plugins.sim.workload import lengths, poisson
-from scheduler_plugins.vllm.profile import Prober
 
 MEDIAN_TOKENS = 400
 LONGEST_TOKENS = 4 * MEDIAN_TOKENS

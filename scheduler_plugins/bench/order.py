@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench.replay import Outcome, Setup, capacity
-from scheduler_plugins.policy.queue.request import Waiting
-from scheduler_plugins.policy.queue.srjf import DEFAULT_LAMBDA
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.workload import poisson, shared_profiles
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench.replay import BLOCK_TOKENS, ENGINE, Known, p99
-from scheduler_plugins.policy.queue.registry import create
-from scheduler_plugins.policy.queue.request import BlockHash
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.workload import shared_profiles

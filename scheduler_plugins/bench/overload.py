@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pd_connector.bench.report import Comparison
-from pd_connector.bench.sample import Sample
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction
 from scheduler_plugins.bench.replay import ENGINE, Setup, capacity
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.sim.engine import Engine, Served
 from scheduler_plugins.sim.workload import lengths, poisson

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN
-from scheduler_plugins.policy.queue.registry import create
-from scheduler_plugins.policy.queue.request import Waiting
-from scheduler_plugins.policy.queue.srjf import DEFAULT_LAMBDA
+from scheduler_plugins.order.base import MAX_OVERTAKEN
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks

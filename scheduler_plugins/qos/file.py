@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN
-from scheduler_plugins.policy.queue.registry import create
-from scheduler_plugins.policy.queue.srjf import DEFAULT_LAMBDA
+from scheduler_plugins.order.base import MAX_OVERTAKEN
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.qos.classes import ONLY, QosClass, QosError, checked
 from scheduler_plugins.qos.routes import Route, checked_routes
 

@@ -7,8 +7,8 @@ from math import inf
 from typing import Protocol
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.base import QueuePolicy
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.base import QueuePolicy
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.place import Place
 from scheduler_plugins.queue.prefixes import Prefixes
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from scheduler_plugins.policy.queue.request import BlockHash, Waiting
+from scheduler_plugins.order.request import BlockHash, Waiting
 
 
 class Place:

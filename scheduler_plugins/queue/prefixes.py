@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
-from scheduler_plugins.policy.queue.request import BlockHash
+from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.queue.place import Place
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from scheduler_plugins.policy.queue.base import MAX_OVERTAKEN, QueuePolicy
-from scheduler_plugins.policy.queue.request import BlockHash, Waiting
+from scheduler_plugins.order.base import MAX_OVERTAKEN, QueuePolicy
+from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.costing import Costing, Costs
 from scheduler_plugins.queue.lane import Lane

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, KeysView, Sequence
 
-from scheduler_plugins.policy.queue.request import BlockHash
+from scheduler_plugins.order.request import BlockHash
 
 
 class LruBlocks:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel, StepLoad
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.waiting import MOST_SHARED, WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage

@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 
 BLOCK_TOKENS = 512
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 
 
 def shared_profiles(

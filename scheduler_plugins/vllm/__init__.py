@@ -12,10 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scheduler_plugins.vllm.middleware import AdmissionMiddleware
+    from scheduler_plugins.middleware.middleware import AdmissionMiddleware
     from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
-_HOMES = {"AdmissionMiddleware": "middleware", "PrefixAwareScheduler": "scheduler"}
+_HOMES = {
+    "AdmissionMiddleware": "scheduler_plugins.middleware.middleware",
+    "PrefixAwareScheduler": "scheduler_plugins.vllm.scheduler",
+}
 
 __all__ = ["AdmissionMiddleware", "PrefixAwareScheduler"]
 
@@ -24,4 +27,4 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(home), name)

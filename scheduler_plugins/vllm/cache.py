@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from scheduler_plugins.policy.queue.request import BlockHash
+from scheduler_plugins.order.request import BlockHash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

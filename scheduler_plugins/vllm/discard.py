@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from scheduler_plugins.policy.queue.request import BlockHash
+from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.vllm.cache import CacheView
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import Any
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import load
-from scheduler_plugins.policy.queue.base import QueuePolicy
-from scheduler_plugins.policy.queue.registry import create
+from scheduler_plugins.order.base import QueuePolicy
+from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import QosClass, QosError
 from scheduler_plugins.qos.file import SchedulerSection, WatchedFile
-from scheduler_plugins.vllm.settings import cost_model_path, settings_path
+from scheduler_plugins.qos.settings import cost_model_path, settings_path
 
 logger = logging.getLogger("scheduler_plugins.vllm")
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from scheduler_plugins.admission.board import BoardWriter
+from scheduler_plugins.admission.ledger import Ledger
 from scheduler_plugins.admission.load import Decoding, LoadReport
 from scheduler_plugins.admission.predict import Predictor
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
-from scheduler_plugins.vllm.board import BoardWriter
-from scheduler_plugins.vllm.ledger import Ledger
 from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:

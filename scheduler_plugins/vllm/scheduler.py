@@ -28,7 +28,7 @@ from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
 from scheduler_plugins.vllm.live import LiveSettings, start_model
 from scheduler_plugins.vllm.reporter import Reporter
-from scheduler_plugins.vllm.requests import (
+from scheduler_plugins.vllm.request_queue import (
     OrderedRequests,
     describe,
     is_loaded,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from scheduler_plugins.queue.waiting import MOST_SHARED, WaitingQueue
-from scheduler_plugins.vllm.requests import OrderedRequests, qos_of, tokens_left
+from scheduler_plugins.vllm.request_queue import OrderedRequests, qos_of, tokens_left
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -23,7 +23,7 @@ from pairs import (
 )
 from tools import leaving_client, probe_all
 
-from pd_connector.launch import VllmEngine
+from pd_connector.tools.launch import VllmEngine
 
 DECODED = 900
 """Tokens that a decode engine is busy with while we look into its cache."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pd_connector.launch import Census, Client, Samples, Service, VllmEngine
+from pd_connector.tools.launch import Census, Client, Samples, Service, VllmEngine
 
 IDLE_GAUGES = (
     "pd_connector:leased_pages",

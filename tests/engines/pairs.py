@@ -24,9 +24,9 @@ from recipes import (
     frozen,
 )
 
-from pd_connector.launch import RouterProcess, Service, VllmEngine
-from pd_connector.launch.progress import wait_all
-from pd_connector.launch.service import stop_services
+from pd_connector.tools.launch import RouterProcess, Service, VllmEngine
+from pd_connector.tools.launch.progress import wait_all
+from pd_connector.tools.launch.service import stop_services
 
 Side = Literal["prefill", "decode"]
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.launch import VllmEngine
-from pd_connector.launch.engine import Role
+from pd_connector.tools.launch import VllmEngine
+from pd_connector.tools.launch.engine import Role
 
-MODEL = Path(__file__).parents[2] / "pd_connector" / "demo" / "model"
+MODEL = Path(__file__).parents[2] / "pd_connector" / "tools" / "demo" / "model"
 
 # In bfloat16 an engine differs from itself by a hundredth when it computes a prompt in other
 # portions; in float32 a comparison can be a thousand times sharper.

@@ -17,11 +17,11 @@ from harness import wait_until
 from recipes import COMPILE_NOTHING, MODEL, NAME_ARGS, WORKER_IN_CORE
 from typer.testing import CliRunner
 
-from pd_connector.cli.app import app
-from pd_connector.launch import VllmEngine
+from pd_connector.tools.cli.app import app
+from pd_connector.tools.launch import VllmEngine
 from scheduler_plugins.bench.live import MIDDLEWARE, OURS
 from scheduler_plugins.cost.profile import load
-from scheduler_plugins.vllm.profile_client import Timed, connect
+from scheduler_plugins.profile.client import Timed, connect
 
 KEY = "engine-test-key"
 ARGS = ("--api-key", KEY, "--max-num-batched-tokens", "512")

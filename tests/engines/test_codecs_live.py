@@ -27,7 +27,7 @@ from test_handoff import PAGE, prompt_of
 from told import told_at_once
 from tools import delta, probe_all
 
-from pd_connector.launch import VllmEngine
+from pd_connector.tools.launch import VllmEngine
 
 BFLOAT16 = ("--dtype", "bfloat16")
 FP8_CACHE = ("--kv-cache-dtype", "fp8")

@@ -10,9 +10,9 @@ from harness import (
     wait_until,
 )
 
-from pd_connector.launch import Family
+from pd_connector.tools.launch import Family
 
-COMMAND = [sys.executable, "-m", "pd_connector.cli", "demo"]
+COMMAND = [sys.executable, "-m", "pd_connector.tools.cli", "demo"]
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from pairs import (
 from test_handoff import PAGE, prompt_of
 from tools import TOLERANCE, delta, leaving_client
 
-from pd_connector.launch import Census
+from pd_connector.tools.launch import Census
 
 SETUP = Setup.of(
     worker_apart=True,  # more processes that can die

@@ -24,7 +24,7 @@ from test_handoff import prompt_of
 from told import halves, told_at_once
 from tools import TOLERANCE, delta, leaving_client
 
-from pd_connector.launch import VllmEngine
+from pd_connector.tools.launch import VllmEngine
 
 LONG = 3000
 

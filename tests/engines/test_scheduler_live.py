@@ -20,8 +20,8 @@ from pairs import Pair, Setup
 from test_handoff import LENGTHS, prompt_of
 from tools import TOLERANCE, delta
 
-from pd_connector.launch import Service
-from scheduler_plugins.vllm.board import Posted, default_folder, read_post
+from pd_connector.tools.launch import Service
+from scheduler_plugins.admission.board import Posted, default_folder, read_post
 
 FLAG = "scheduler_plugins.vllm.PrefixAwareScheduler"
 CLASSES = """

@@ -23,7 +23,7 @@ from pairs import (
 from test_handoff import LENGTHS, prompt_of
 from tools import TOLERANCE, delta
 
-from pd_connector.launch import HttpError
+from pd_connector.tools.launch import HttpError
 
 pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
 

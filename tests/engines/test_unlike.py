@@ -26,7 +26,7 @@ from test_handoff import PAGE, prompt_of, token_bytes
 from told import told_at_once
 from tools import TOLERANCE, delta, probe_all
 
-from pd_connector.launch import VllmEngine
+from pd_connector.tools.launch import VllmEngine
 
 TENSOR_PARALLEL = Setup.of(prefill_args=["--tensor-parallel-size", "2"], both=True)
 # vLLM's CPU pipeline parallelism fails with --enforce-eager.

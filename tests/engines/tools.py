@@ -18,7 +18,7 @@ from harness import (
     url_of,
 )
 
-from pd_connector.launch import Client, VllmEngine
+from pd_connector.tools.launch import Client, VllmEngine
 
 TOLERANCE = 1e-3
 """Distance of logprobs that one engine has from itself when it computes the same prompt in other

@@ -25,14 +25,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pd_kernels.decode.batch import Config, DecodeBatch
-from pd_kernels.decode.mla_batch import CODED_BYTES, MlaBatch
-from pd_kernels.decode.mla_kernel import launch_mla
-from pd_kernels.decode.mods import alibi, document, soft_cap
-from pd_kernels.decode.paged_batch import COSTS, Batch
-from pd_kernels.decode.paged_kernel import launch_paged
-from pd_kernels.decode.plan import Plan, launch_plan
-from pd_kernels.decode.schedule import Rows
+from pd_kernels.attention.batch import Config, DecodeBatch
+from pd_kernels.attention.mla_batch import CODED_BYTES, MlaBatch
+from pd_kernels.attention.mla_kernel import launch_mla
+from pd_kernels.attention.mods import alibi, document, soft_cap
+from pd_kernels.attention.paged_batch import COSTS, Batch
+from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.plan import Plan, launch_plan
+from pd_kernels.attention.schedule import Rows
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")

@@ -7,13 +7,13 @@ from typing import Any
 import decode_interpreted  # noqa: F401 - before what it imports
 import torch
 
-from pd_kernels.decode.batch import DecodeBatch
-from pd_kernels.decode.mla_batch import MlaBatch
-from pd_kernels.decode.mla_kernel import launch_mla
-from pd_kernels.decode.paged_batch import Batch
-from pd_kernels.decode.paged_kernel import launch_paged
-from pd_kernels.decode.plan import Plan, launch_plan
-from pd_kernels.decode.reference import reference_mla_decode, reference_paged_decode
+from pd_kernels.attention.batch import DecodeBatch
+from pd_kernels.attention.mla_batch import MlaBatch
+from pd_kernels.attention.mla_kernel import launch_mla
+from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.plan import Plan, launch_plan
+from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports `pd_kernels.decode` so that its kernels are interpreted, and mends what the interpreter gets
+"""Imports `pd_kernels.attention` so that its kernels are interpreted, and mends what the interpreter gets
 wrong beyond `kernel_traps`: products of bfloat16 matrices, which it takes for integers.
 """
 
@@ -40,16 +40,18 @@ def dots_mended() -> Iterator[None]:
 
 
 def _import() -> None:
-    module = sys.modules.get("pd_kernels.decode.plan")
+    module = sys.modules.get("pd_kernels.attention.plan")
     if module is not None:
         if isinstance(module.plan_rows, InterpretedFunction):
             return
-        for name in [name for name in sys.modules if name.startswith("pd_kernels.decode")]:
+        for name in [name for name in sys.modules if name.startswith("pd_kernels.attention")]:
             del sys.modules[name]
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-        importlib.import_module("pd_kernels.decode")
+        importlib.import_module("pd_kernels.attention")
 
 
 _import()
 # Mods are compiled when they are made.
-importlib.import_module("pd_kernels.decode.mods")._compiled = functools.cache(InterpretedFunction)
+importlib.import_module("pd_kernels.attention.mods")._compiled = functools.cache(
+    InterpretedFunction
+)

@@ -6,9 +6,9 @@ import random
 import torch
 from support.caches import Rank
 
-from pd_connector.geometry import Group
-from pd_connector.plan import Chunk as PlannedChunk
-from pd_connector.route import Route
+from pd_connector.kv.geometry import Group
+from pd_connector.plan.chunks import Chunk as PlannedChunk
+from pd_connector.plan.route import Route
 from pd_kernels.transfer import Blocks, Stored
 from pd_kernels.transfer.chunk import Chunk
 

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from pd_kernels.vllm import paged, plugin
 from pd_kernels.vllm.paged_cpu import PagedCpu, PagedCpuImpl
 
-MODEL = Path(__file__).parents[2] / "pd_connector" / "demo" / "model"
+MODEL = Path(__file__).parents[2] / "pd_connector" / "tools" / "demo" / "model"
 PAGE, PAGES = 32, 40
 NAME = "model.layers.0.attn"
 

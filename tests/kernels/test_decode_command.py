@@ -14,13 +14,13 @@ import decode_interpreted
 import pytest
 import torch
 
+from pd_kernels.attention import batch
+from pd_kernels.attention.merge import launch_merge
+from pd_kernels.attention.mla_kernel import launch_mla
+from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.bench import __main__ as command
 from pd_kernels.bench import decode, decode_baselines, decode_cases, decode_check
 from pd_kernels.bench.report import Row
-from pd_kernels.decode import batch
-from pd_kernels.decode.merge import launch_merge
-from pd_kernels.decode.mla_kernel import launch_mla
-from pd_kernels.decode.paged_kernel import launch_paged
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from decode_batches import by_kernel, by_reference, error, mla_batch
 
-from pd_kernels.decode import mla_decode, plan_mla_decode
-from pd_kernels.decode.mla_batch import MlaBatch
-from pd_kernels.decode.reference import decoded_latents
+from pd_kernels.attention import mla_decode, plan_mla_decode
+from pd_kernels.attention.mla_batch import MlaBatch
+from pd_kernels.attention.reference import decoded_latents
 
 BOUND = 5e-3
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")

@@ -13,9 +13,9 @@ from decode_batches import FP8, by_kernel, by_reference, error, paged_batch, pla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_kernels.decode import Mod, alibi, document, paged_decode, plan_paged_decode, soft_cap
-from pd_kernels.decode.paged_batch import Batch
-from pd_kernels.decode.paged_kernel import launch_paged
+from pd_kernels.attention import Mod, alibi, document, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_kernel import launch_paged
 
 BOUND = 5e-3
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_kernels.decode.plan import Plan, launch_plan
-from pd_kernels.decode.schedule import FIELDS, UNIT, Costs, Record, Rows, schedule, tile_counts
+from pd_kernels.attention.plan import Plan, launch_plan
+from pd_kernels.attention.schedule import FIELDS, UNIT, Costs, Record, Rows, schedule, tile_counts
 
 COSTS = Costs(16, 1)
 

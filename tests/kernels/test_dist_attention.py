@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_kernels.decode.dist_placement import Placement
+from pd_kernels.attention.dist_placement import Placement
 
 RANKS = 4
 PAGE, HEADS, KV_HEADS, DIM = 4, 6, 2, 16
@@ -189,7 +189,7 @@ def test_a_batch_that_does_not_fit_the_placement_is_refused(found: dict[str, Fou
 
 def _shard(case: Case, rank: int, dropped: bool) -> Any:
     """What a rank holds, in pages that lie in no order."""
-    from pd_kernels.decode.dist import Shard
+    from pd_kernels.attention.dist import Shard
 
     held = case.placement.held(rank)
     lengths = [case.shards[sequence][rank] for sequence in held]
@@ -211,7 +211,7 @@ def _shard(case: Case, rank: int, dropped: bool) -> Any:
 def _main(rank: int, folder: Path) -> None:
     import torch.distributed as dist
 
-    from pd_kernels.decode.dist import dist_attention
+    from pd_kernels.attention.dist import dist_attention
 
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in (TWO, FOUR, LAST)}

@@ -77,7 +77,7 @@ def _main() -> None:
     import torch
     from kernel_aot import compiled, launches, report
 
-    from pd_kernels.decode.merge import launch_merge
+    from pd_kernels.attention.merge import launch_merge
 
     def launch(shards: int, dim: int, odd: int = 0) -> dict[str, Any]:
         slab = torch.zeros(shards, ROWS * dim + odd)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_kernels.decode.merge import Partials, launch_merge, merge_partials, reference_merge
+from pd_kernels.attention.merge import Partials, launch_merge, merge_partials, reference_merge
 
 ERROR = 1e-6
 EMPTY = float("-inf")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from kernel_caches import DTYPES, chunk_of, side, sloppy
 from support.caches import LAYOUTS, Layer, Model, Rank, Setup
 
-from pd_connector.integrity import checksum
-from pd_connector.plan import Chunk as PlannedChunk
-from pd_connector.plan import plan
-from pd_connector.route import Route, routes
+from pd_connector.kv.checksum import checksum
+from pd_connector.plan.chunks import Chunk as PlannedChunk
+from pd_connector.plan.chunks import plan
+from pd_connector.plan.route import Route, routes
 from pd_kernels.transfer import finish, new_sums
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter

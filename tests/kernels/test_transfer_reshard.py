@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.caches import LATENT, Layer, Model, Rank, Setup, everything
 
-from pd_connector.plan import Chunk as PlannedChunk
-from pd_connector.route import routes
+from pd_connector.plan.chunks import Chunk as PlannedChunk
+from pd_connector.plan.route import routes
 from pd_kernels.transfer import Payload, Resharding, reshard
 from pd_kernels.transfer.reshard import launch_reshard, reference_reshard
 

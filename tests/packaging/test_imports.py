@@ -27,7 +27,9 @@ sys.meta_path.insert(0, Block())
 """
 
 
-@pytest.mark.parametrize("module", ["pd_connector", "scheduler_plugins", "pd_connector.cli.doctor"])
+@pytest.mark.parametrize(
+    "module", ["pd_connector", "scheduler_plugins", "pd_connector.tools.cli.doctor"]
+)
 def test_it_imports_with_no_engine_installed(module, tmp_path):
     python(f"{BLOCK}\nimport {module}", tmp_path, ",".join(ENGINES))
 
@@ -45,7 +47,9 @@ def test_importing_it_imports_no_engine(tmp_path):
 
 
 def test_help_of_every_command_needs_no_engine(tmp_path):
-    code = f"{BLOCK}\nsys.argv[1:] = ['--help']\nfrom pd_connector.cli.app import main; main()"
+    code = (
+        f"{BLOCK}\nsys.argv[1:] = ['--help']\nfrom pd_connector.tools.cli.app import main; main()"
+    )
     said = python(code, tmp_path, ",".join(ENGINES))
     assert all(command in said for command in ("demo", "doctor", "bench", "key"))
 

@@ -21,9 +21,9 @@ def test_no_module_of_the_packages_is_left_out(contents, root):
 
 
 def test_the_demo_model_is_in_it(contents, root):
-    files = {file.name for file in (root / "pd_connector/demo/model").iterdir()}
+    files = {file.name for file in (root / "pd_connector/tools/demo/model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
-    assert {f"pd_connector/demo/model/{file}" for file in files} <= contents
+    assert {f"pd_connector/tools/demo/model/{file}" for file in files} <= contents
 
 
 def test_types_are_offered_to_type_checkers(contents):
@@ -34,9 +34,9 @@ def test_entry_points_are_registered_and_exist(wheel, root):
     with ZipFile(wheel) as archive:
         text = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
     assert "[vllm.general_plugins]\npd_connector = pd_connector.vllm.plugin:register" in text
-    assert "[console_scripts]\npd-connector = pd_connector.cli.app:main" in text
+    assert "[console_scripts]\npd-connector = pd_connector.tools.cli.app:main" in text
     assert "\ndef register()" in (root / "pd_connector/vllm/plugin.py").read_text()
-    assert "\ndef main()" in (root / "pd_connector/cli/app.py").read_text()
+    assert "\ndef main()" in (root / "pd_connector/tools/cli/app.py").read_text()
 
 
 def test_the_version_is_the_same_wherever_it_is_written(wheel):

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from pd_connector.agent import Agent, Outcome
+from pd_connector.agent.agent import Agent, Outcome
 from pd_connector.config import Config
-from pd_connector.geometry import Geometry, Group, Shard
-from pd_connector.incoming import Finished, Held, Load, Peer, Source
-from pd_connector.outgoing import Free, Offer
-from pd_connector.pages import LayerPages, PagedCache
+from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.protocol.incoming import Finished, Held, Load, Peer, Source
+from pd_connector.protocol.outgoing import Free, Offer
 from support.memory import alone_in_memory
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own

@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 
 from pd_connector.codec import DTYPES
-from pd_connector.geometry import Geometry, Group, Kind, Shard, pages_for
-from pd_connector.pages import LayerPages, PagedCache
+from pd_connector.kv.geometry import Geometry, Group, Kind, Shard, pages_for
+from pd_connector.pages.paged_cache import LayerPages, PagedCache
 
 
 class Layer(NamedTuple):

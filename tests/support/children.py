@@ -15,7 +15,7 @@ from support.agents import Rank
 from support.transports import MeddlingTransport
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pd_connector.agent"])  # it takes seconds to import
+_context.set_forkserver_preload(["pd_connector.agent.agent"])  # it takes seconds to import
 
 
 class Child:

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pd_connector.pages import LayerPages, PagedCache
-from pd_connector.plan import page_part_bytes, plan
-from pd_connector.route import Route, routes
+from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.plan.chunks import page_part_bytes, plan
+from pd_connector.plan.route import Route, routes
 from pd_kernels.transfer.chunk import Chunk as Launch
 from support.caches import Layer, Model, Rank, Setup
 

@@ -12,19 +12,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pd_connector import wire
 from pd_connector.config import Config
-from pd_connector.consumer import Consumer
 from pd_connector.errors import Cause
-from pd_connector.geometry import Geometry, Group, Shard, pages_for
-from pd_connector.incoming import Action as ConsumerAction
-from pd_connector.incoming import Dial, Finished, Held, Load, Peer, Place, Session, Source, Tell
-from pd_connector.integrity import checksum
-from pd_connector.outgoing import Action as ProducerAction
-from pd_connector.outgoing import Free, Offer, Send
-from pd_connector.producer import Producer
-from pd_connector.route import Route, routes
-from pd_connector.slab import SlotPool
+from pd_connector.kv.checksum import checksum
+from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
+from pd_connector.memory.slab import SlotPool
+from pd_connector.plan.route import Route, routes
+from pd_connector.protocol import messages
+from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.incoming import Action as ConsumerAction
+from pd_connector.protocol.incoming import (
+    Dial,
+    Finished,
+    Held,
+    Load,
+    Peer,
+    PlaceChunk,
+    ProducerSession,
+    Source,
+    Tell,
+)
+from pd_connector.protocol.outgoing import Action as ProducerAction
+from pd_connector.protocol.outgoing import Free, Offer, Send
+from pd_connector.protocol.producer import Producer
 
 LAYERS, HEADS, PAGE_TOKENS, TOKEN_BYTES = 2, 2, 2, 4
 PRODUCER_PAGES, CONSUMER_PAGES = 60, 40
@@ -92,7 +102,7 @@ class Flight:
     """A chunk that has left the producer and not landed yet."""
 
     link: "Link"
-    header: wire.ChunkHeader
+    header: messages.ChunkHeader
     payload: bytes
     slot: int
 
@@ -168,8 +178,8 @@ class Line:
     rank: Rank
     session: bytes | None = None
     dialling: bool = False
-    to_producer: deque[wire.ConsumerMessage] = field(default_factory=deque)
-    to_consumer: deque[wire.ProducerMessage] = field(default_factory=deque)
+    to_producer: deque[messages.ConsumerMessage] = field(default_factory=deque)
+    to_consumer: deque[messages.ProducerMessage] = field(default_factory=deque)
 
 
 @dataclass
@@ -446,7 +456,7 @@ class World:
                     line = link.line_to(source)
                     if line.session is not None:
                         line.to_producer.append(message)  # type: ignore[arg-type]
-                case Place() as place:
+                case PlaceChunk() as place:
                     pending.extend(self._place(link, place))
                 case Held() as held:
                     assert held.request in link.watching, "a watched hold is told of once"
@@ -455,7 +465,7 @@ class World:
                 case Finished() as finished:
                     self._finish(link, finished)
 
-    def _place(self, link: Link, place: Place) -> list[ConsumerAction]:
+    def _place(self, link: Link, place: PlaceChunk) -> list[ConsumerAction]:
         if self.verifies and checksum(place.payload) != place.header.checksum:
             return link.consumer.placed(place, Cause.CHECKSUM, "corrupt", self.now)
         loading = (x for x in link.lent.values() if x.load.transfer == place.header.transfer)
@@ -490,7 +500,7 @@ class World:
             return self.consume(link, link.consumer.session_down(source, cause, "", self.now))
         line.session = f"{link.name}/{self.number()}".encode()
         routes = routes_of(line.rank.shard, link.shard)
-        session = Session(line.rank.epoch, self.config.slot_bytes, routes)
+        session = ProducerSession(line.rank.epoch, self.config.slot_bytes, routes)
         return self.consume(link, link.consumer.session_up(source, session, self.now))
 
     def break_session(self, link: Link, noticed: bool, line: Line | None = None) -> None:
@@ -523,18 +533,18 @@ class World:
         producer, now = line.rank.producer, self.now
         actions: Sequence[ProducerAction] = ()
         match message:
-            case wire.Watch(transfer):
+            case messages.Watch(transfer):
                 actions = producer.watch(session, transfer, now)
-            case wire.Open():
+            case messages.Open():
                 paths = routes_of(line.rank.shard, link.shard)
                 actions = producer.open(session, message, paths, now)
-            case wire.Credit(transfer, slots):
+            case messages.Credit(transfer, slots):
                 producer.credit(session, transfer, slots)
-            case wire.Done(transfer):
+            case messages.Done(transfer):
                 actions = producer.done(session, transfer)
-            case wire.Cancel(transfer, cause, readers):
+            case messages.Cancel(transfer, cause, readers):
                 actions = producer.cancel(session, transfer, Cause(cause), now, readers)
-            case wire.Heartbeat(transfers):
+            case messages.Heartbeat(transfers):
                 producer.heartbeat(session, transfers, now)
         self.produce(line.rank, actions)
 
@@ -546,13 +556,13 @@ class World:
         message, consumer, source = line.to_consumer.popleft(), link.consumer, line.rank.source
         actions: Sequence[ConsumerAction] = ()
         match message:
-            case wire.Ready(transfer):
+            case messages.Ready(transfer):
                 actions = consumer.ready(source, transfer)
-            case wire.Accept():
+            case messages.Accept():
                 actions = consumer.accept(source, message, self.now)
-            case wire.Refuse():
+            case messages.Refuse():
                 actions = consumer.refuse(source, message, self.now)
-            case wire.Cancelled(transfer):
+            case messages.Cancelled(transfer):
                 actions = consumer.cancelled(source, transfer, self.now)
         self.consume(link, actions)
 
@@ -576,7 +586,7 @@ class World:
             for head in send.route.heads
         )
         chunk = send.chunk
-        header = wire.ChunkHeader(
+        header = messages.ChunkHeader(
             transfer=send.transfer,
             epoch=rank.epoch,
             sequence=chunk.sequence,
@@ -615,7 +625,7 @@ class World:
         for line in link.lines:
             if line.session is not None:
                 wanted = link.consumer.wanted(line.rank.source)
-                line.to_producer.append(wire.Heartbeat(wanted))
+                line.to_producer.append(messages.Heartbeat(wanted))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from pd_connector.shared_cache import Span, allocation_of, private_memory
+from pd_connector.memory.shared_cache import Span, allocation_of, private_memory
 
 _ATTEMPTS = 50
 

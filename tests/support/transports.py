@@ -3,8 +3,8 @@
 
 from collections.abc import Callable, Hashable
 
-from pd_connector.memory import Pieces
-from pd_connector.transport.base import Landed, Route, Transport, Written
+from pd_connector.memory.pieces import Pieces
+from pd_connector.transport.base import Landed, Link, Transport, Written
 
 Meddle = Callable[[bytes, bytes, int], tuple[bytes, bytes, int] | None]
 """Takes a chunk's header, payload and slot; returns what is written, None for nothing at all."""
@@ -26,7 +26,7 @@ class MeddlingTransport(Transport):
         self._inner = inner
         self._meddle = meddle
         self._ends = ends
-        self._swallowed: dict[int, Route] = {}
+        self._swallowed: dict[int, Link] = {}
         self._written: list[Written] = []
         self.name = inner.name  # type: ignore[misc]
         self.one_sided = inner.one_sided  # type: ignore[misc]
@@ -35,10 +35,10 @@ class MeddlingTransport(Transport):
     def address(self) -> bytes:
         return self._inner.address()
 
-    def connect(self, consumer: bytes) -> Route:
+    def connect(self, consumer: bytes) -> Link:
         return self._inner.connect(consumer)
 
-    def disconnect(self, route: Route) -> None:
+    def disconnect(self, route: Link) -> None:
         self._inner.disconnect(route)
         for token in [token for token, to in self._swallowed.items() if to == route]:
             del self._swallowed[token]
@@ -50,7 +50,7 @@ class MeddlingTransport(Transport):
     def dismiss(self, source: Hashable) -> None:
         self._inner.dismiss(source)
 
-    def write(self, route: Route, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
         written = self._meddle(header, bytes(payload), slot)
         if written is not None:
             header, data, slot = written

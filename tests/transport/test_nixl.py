@@ -16,8 +16,8 @@ from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
 from transport_peer import Peer
 
 from pd_connector.errors import TransportError
-from pd_connector.slab import Slab
-from pd_connector.transport.nixl import NixlTransport
+from pd_connector.memory.slab import Slab
+from pd_connector.transport.nixl.transport import NixlTransport
 
 MakeEnd = Callable[..., End]
 

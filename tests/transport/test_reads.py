@@ -10,12 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
-from transport_kinds import READABLE_KINDS
-from transport_peer import Peer
-
-from pd_connector.errors import TransportError
-from pd_connector.transport.fault import (
+from support.faulty_transport import (
     Corrupt,
     Delay,
     Fail,
@@ -25,6 +20,11 @@ from pd_connector.transport.fault import (
     Repeat,
     Truncate,
 )
+from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
+from transport_kinds import READABLE_KINDS
+from transport_peer import Peer
+
+from pd_connector.errors import TransportError
 
 MakeEnd = Callable[..., End]
 

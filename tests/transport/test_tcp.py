@@ -12,8 +12,8 @@ import zmq
 from transport_ends import SLOT_BYTES, Arrival, End, drive, meet
 
 from pd_connector.config import is_loopback
+from pd_connector.control.keys import CurveKeys
 from pd_connector.errors import TransportError
-from pd_connector.security import CurveKeys
 from pd_connector.transport.tcp import TcpTransport
 
 MakeEnd = Callable[..., End]

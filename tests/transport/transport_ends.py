@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import zmq
 
 from pd_connector.config import is_loopback
-from pd_connector.security import CurveKeys, Gatekeeper
-from pd_connector.slab import Slab
+from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Transport, Written
-from pd_connector.transport.shm import ShmTransport
+from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
 
 KEY = "a shared secret of some length"
@@ -79,7 +79,7 @@ class End:
         if self.kind == "shm":
             return ShmTransport(self.landing, self.sending)
         if self.kind == "nixl":
-            from pd_connector.transport.nixl import NixlTransport
+            from pd_connector.transport.nixl.transport import NixlTransport
 
             return NixlTransport(self.landing, self.sending)
         if self.kind == "ucx":

@@ -4,7 +4,7 @@
 import pytest
 
 from pd_connector.errors import TransportError
-from pd_connector.slab import Slab
+from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Transport
 
 
@@ -19,7 +19,7 @@ def _missing(make: str) -> str:
 
 def _make(name: str) -> Transport:
     if name == "nixl":
-        from pd_connector.transport.nixl import NixlTransport
+        from pd_connector.transport.nixl.transport import NixlTransport
 
         return NixlTransport(Slab(1, 4096), Slab(1, 4096))
     from pd_connector.transport.ucx import UcxTransport

@@ -8,6 +8,13 @@ from typing import Any
 
 import torch
 
+from pd_kernels.attention import (
+    merge_partials,
+    mla_decode,
+    paged_decode,
+    plan_mla_decode,
+    plan_paged_decode,
+)
 from pd_kernels.bench import decode_baselines, decode_cases
 from pd_kernels.bench.decode_cases import (
     FP8,
@@ -22,13 +29,6 @@ from pd_kernels.bench.decode_cases import (
 from pd_kernels.bench.decode_goals import geometric_means
 from pd_kernels.bench.report import Param, Row, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
-from pd_kernels.decode import (
-    merge_partials,
-    mla_decode,
-    paged_decode,
-    plan_mla_decode,
-    plan_paged_decode,
-)
 
 BF16 = torch.bfloat16
 REPLAYS = 100

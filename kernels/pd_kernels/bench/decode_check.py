@@ -7,10 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_kernels.bench import decode_cases
-from pd_kernels.bench.cases import problems
-from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
-from pd_kernels.decode import (
+from pd_kernels.attention import (
     Mod,
     Plan,
     alibi,
@@ -19,13 +16,16 @@ from pd_kernels.decode import (
     plan_paged_decode,
     soft_cap,
 )
-from pd_kernels.decode.merge import launch_merge, reference_merge
-from pd_kernels.decode.mla_batch import MlaBatch
-from pd_kernels.decode.mla_kernel import launch_mla
-from pd_kernels.decode.paged_batch import Batch
-from pd_kernels.decode.paged_kernel import launch_paged
-from pd_kernels.decode.reference import reference_mla_decode, reference_paged_decode
-from pd_kernels.decode.schedule import schedule
+from pd_kernels.attention.merge import launch_merge, reference_merge
+from pd_kernels.attention.mla_batch import MlaBatch
+from pd_kernels.attention.mla_kernel import launch_mla
+from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
+from pd_kernels.attention.schedule import schedule
+from pd_kernels.bench import decode_cases
+from pd_kernels.bench.cases import problems
+from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 
 BOUND = 5e-3
 MERGE_BOUND = 1e-6

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from pd_kernels.decode import Plan
-from pd_kernels.decode.mla import mla_decode, plan_mla_decode
-from pd_kernels.decode.mla_batch import MAX_QUERIES
+from pd_kernels.attention import Plan
+from pd_kernels.attention.mla import mla_decode, plan_mla_decode
+from pd_kernels.attention.mla_batch import MAX_QUERIES
 
 logger = init_logger("vllm.pd_kernels")
 

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
-from pd_kernels.decode.mla_batch import LATENT, ROPE
+from pd_kernels.attention.mla_batch import LATENT, ROPE
 from pd_kernels.vllm.latent import LatentBuilder, LatentImpl
 
 

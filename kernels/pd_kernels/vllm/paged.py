@@ -12,8 +12,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
 
-from pd_kernels.decode import Mod, Plan, alibi, paged_decode, plan_paged_decode, soft_cap
-from pd_kernels.decode.paged_batch import MAX_QUERIES
+from pd_kernels.attention import Mod, Plan, alibi, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention.paged_batch import MAX_QUERIES
 from pd_kernels.vllm.limits import Layer, refusals, refuse
 from pd_kernels.vllm.split import Decodes, decodes_of, rest_of
 

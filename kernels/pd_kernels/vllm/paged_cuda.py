@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from pd_kernels.decode.paged_batch import DIMS
+from pd_kernels.attention.paged_batch import DIMS
 from pd_kernels.vllm.limits import Layer, refusals
 from pd_kernels.vllm.paged import Allowed, PagedBuilder, PagedImpl
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
+from scheduler_plugins.admission.board import Posted
+from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.load import ClassLoad, LoadReport
+from scheduler_plugins.admission.metrics import metrics
 from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.middleware.middleware import AdmissionMiddleware
 from scheduler_plugins.queue.work import BUCKETS, bucket_of
-from scheduler_plugins.vllm.admission_metrics import metrics
-from scheduler_plugins.vllm.board import Posted
-from scheduler_plugins.vllm.middleware import AdmissionMiddleware
-from scheduler_plugins.vllm.middleware_gate import Gate
 
 SETTINGS = """
 scheduler:
@@ -143,7 +143,7 @@ class Bench:
         if folder is not None:
             self.settings = folder / "settings.yaml"
             self.settings.write_text(settings)
-        self.gate = Gate(
+        self.gate = AdmissionGate(
             self.board,
             metrics(),
             settings=self.settings,

@@ -11,7 +11,7 @@ from admission_fakes import Bench
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler_plugins.vllm import middleware
+from scheduler_plugins.middleware import middleware
 
 PREMIUM = [("X-Customer-Tier", "premium")]
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import Decoding
+from scheduler_plugins.admission.prompt import prompt_of
 from scheduler_plugins.queue.work import BUCKETS
-from scheduler_plugins.vllm.prompt import prompt_of
 
 PROMPT = prompt_of({"prompt": list(range(300))})
 SHORT = prompt_of({"prompt": [1, 2, 3]})

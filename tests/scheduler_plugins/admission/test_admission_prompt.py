@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_plugins.vllm.prompt import Prompt, PromptMemory, prompt_of
+from scheduler_plugins.admission.prompt import Prompt, PromptMemory, prompt_of
 
 
 def seen(memory: PromptMemory, body: dict) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from admission_fakes import SETTINGS, Clock, Server
 
-from scheduler_plugins.vllm.middleware import AdmissionMiddleware
+from scheduler_plugins.middleware.middleware import AdmissionMiddleware
 
 
 def config(settings: Path | None) -> Any:
@@ -68,7 +68,7 @@ def test_settings_that_cannot_be_used_stop_it_with_the_reason(tmp_path: Path) ->
 
 def test_importing_it_imports_no_engine() -> None:
     code = (
-        "import sys, scheduler_plugins.vllm.middleware\n"
+        "import sys, scheduler_plugins.middleware.middleware\n"
         "assert 'vllm' not in sys.modules and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -77,7 +77,7 @@ def test_importing_it_imports_no_engine() -> None:
 _SEVERAL = """
 import sys
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from scheduler_plugins.vllm.admission_metrics import metrics
+from scheduler_plugins.admission.metrics import metrics
 metrics().rejected.labels("free", "ttft").inc()
 metrics()._waiting.labels("free").set(int(sys.argv[1]))
 registry = CollectorRegistry()

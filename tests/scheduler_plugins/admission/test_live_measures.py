@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import pytest
 
-from pd_connector.bench.flow import BenchError
+from pd_connector.tools.bench.flow import BenchError
 from scheduler_plugins.bench import live_admission, live_qos, live_traffic
 from scheduler_plugins.bench.live import Record, prompt_ids
 from scheduler_plugins.bench.live_replay import Scale, scaled, summary
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.profile.client import Timed
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.qos.file import parse
 from scheduler_plugins.qos.routes import class_of
 from scheduler_plugins.sim.workload import shared_profiles
-from scheduler_plugins.vllm.profile_client import Timed
 
 MODEL = CostModel(a=1e-3)
 POOL = list(range(40))

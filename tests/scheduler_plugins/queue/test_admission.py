@@ -13,8 +13,8 @@ from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction, Predictor
 from scheduler_plugins.bench.overload import Promise, attainment, goodput, serve
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.registry import create
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.queue.work import BUCKETS, bucket_of

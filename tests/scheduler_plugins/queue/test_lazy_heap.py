@@ -6,7 +6,7 @@ from __future__ import annotations
 from operator import attrgetter
 from random import Random
 
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.heap import LazyHeap
 from scheduler_plugins.queue.place import Place
 

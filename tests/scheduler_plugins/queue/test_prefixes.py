@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.place import Place
 from scheduler_plugins.queue.prefixes import Prefixes
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.registry import POLICIES, create
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.registry import POLICIES, create
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
 

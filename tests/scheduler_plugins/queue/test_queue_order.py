@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.base import QueuePolicy
-from scheduler_plugins.policy.queue.registry import create
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.base import QueuePolicy
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 
 BLOCK = 4

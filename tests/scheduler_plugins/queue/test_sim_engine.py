@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from scheduler_plugins.bench.replay import Setup
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.registry import POLICIES
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.registry import POLICIES
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage
 from scheduler_plugins.sim.engine import Engine, Step

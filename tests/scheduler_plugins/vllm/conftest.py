@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_plugins.vllm import board
+from scheduler_plugins.admission import board
 
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_sched_engine*.py"]

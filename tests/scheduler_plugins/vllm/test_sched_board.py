@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
-from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.vllm.board import (
+from scheduler_plugins.admission.board import (
     EVERY_S,
     STALE_S,
     TTFT_BUCKETS_S,
@@ -23,6 +21,8 @@ from scheduler_plugins.vllm.board import (
     ClassRecord,
     Histogram,
 )
+from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
+from scheduler_plugins.cost.model import CostModel
 
 REPORT = LoadReport(
     CostModel(a=1e-4, b=1e-9),

@@ -14,7 +14,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from scheduler_plugins.vllm.cache import CacheView
-from scheduler_plugins.vllm.requests import describe
+from scheduler_plugins.vllm.request_queue import describe
 
 
 def believed(rig: Rig, prompt: list[int]) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.policy.queue.registry import create
-from scheduler_plugins.policy.queue.request import Waiting
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.qos.shares import BURST_S, DeficitShares
 from scheduler_plugins.queue.waiting import WaitingQueue

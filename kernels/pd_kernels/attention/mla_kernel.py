@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The kernel of `mla_decode`: as `paged_decode`'s, over one latent that is key and value of all heads.
+
+A row has up to 64 lines of query and head: what one product of the tensor cores takes, and what the
+registers of a multiprocessor hold of results (64 x 512, float32, is half of them).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_kernels.attention.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.mla_batch import CODED_BYTES, LATENT, ROPE, MlaBatch
+from pd_kernels.attention.plan import current_piece, touched_rows
+from pd_kernels.attention.schedule import FIELDS
+from pd_kernels.attention.softmax import LOG2E, weigh
+
+_FIELDS = tl.constexpr(FIELDS)
+_LATENT = tl.constexpr(LATENT)
+_ROPE = tl.constexpr(ROPE)
+_CHUNK = tl.constexpr(LATENT // 4)
+_CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and scales
+
+
+@triton.jit(do_not_specialize=["table_stride", "scale", "patience"])
+def latent_attention(
+    query,
+    cache,
+    table,
+    lengths,
+    out,
+    lse,
+    records,
+    counters,
+    partials,
+    weights,
+    table_stride,
+    scale,
+    patience,
+    HEADS: tl.constexpr,  # rows of a sequence
+    LINES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,  # heads
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    QUERY: tl.constexpr,  # strides: sequence, query, head
+    CACHE: tl.constexpr,  # strides: page, token
+    CODED: tl.constexpr,  # FlashMLA's FP8 layout
+    DEPTH: tl.constexpr,
+    PART: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WORK: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    QUERIES: tl.constexpr = LINES // GROUP
+    worker = tl.program_id(0)
+    record = records + worker * _FIELDS
+    if WORK:
+        for done in tl.range(0, touched_rows(record), disable_licm=True):
+            line = tl.arange(0, HEIGHT)
+            row, start, stop, length, _ = current_piece(
+                record, done, lengths, HEADS, QUERIES, 0, TILE
+            )
+            sequence, _, number = result_lines(row, line, HEADS, LINES, HEIGHT)
+            place = number // GROUP * QUERY[1] + number % GROUP * QUERY[2]
+            place = (place + sequence.to(tl.int64) * QUERY[0])[:, None]
+            exists = (number < LINES)[:, None]
+            column, rope = tl.arange(0, _CHUNK)[None, :], tl.arange(0, _ROPE)[None, :]
+            own = query + place
+            result_0, result_1, result_2, result_3, top, total = _attend(
+                tl.load(own + column, mask=exists, other=0.0),
+                tl.load(own + _CHUNK + column, mask=exists, other=0.0),
+                tl.load(own + 2 * _CHUNK + column, mask=exists, other=0.0),
+                tl.load(own + 3 * _CHUNK + column, mask=exists, other=0.0),
+                tl.load(own + 4 * _CHUNK + rope, mask=exists, other=0.0),
+                cache,
+                table + sequence.to(tl.int64) * table_stride,
+                length - QUERIES + number // GROUP,
+                *(length, start, stop, scale),
+                *(PAGE, TILE, CAUSAL, CACHE, CODED, STAGES),
+            )
+            share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+            weight = top + tl.log2(total)
+            # Read again, not kept over the loop, whose products take nearly all registers.
+            row, start, stop, length, tiles = current_piece(
+                record, done, lengths, HEADS, QUERIES, 0, TILE
+            )
+            finish_row(
+                *(partials, weights, counters, out, lse, record, worker, row),
+                *(start, (start == 0) & (stop == tiles)),
+                (result_0 * share, result_1 * share, result_2 * share, result_3 * share),
+                *(weight, HEADS, LINES, HEIGHT, GROUP, _LATENT, WITH_LSE),
+            )
+    if MERGE:
+        merge_split_rows(
+            *(partials, weights, counters, out, lse, record, worker, patience),
+            *(HEADS, LINES, HEIGHT, GROUP, _LATENT, _LATENT, DEPTH, PART, WITH_LSE),
+        )
+
+
+@triton.jit
+def _attend(
+    lines_0,
+    lines_1,
+    lines_2,
+    lines_3,
+    lines_rope,
+    cache,
+    pages,
+    position,
+    length,
+    begin,
+    end,
+    scale,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CACHE: tl.constexpr,
+    CODED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles `begin` to `end` of a row: sums of latents, four of float32 `[HEIGHT, 128]`, the largest
+    score (base 2) and the sum of weights, `[HEIGHT]`."""
+    HEIGHT: tl.constexpr = lines_0.shape[0]
+    rope = tl.arange(0, _ROPE)[None, :]
+    top = tl.full((HEIGHT,), float("-inf"), tl.float32)
+    total = tl.zeros((HEIGHT,), tl.float32)
+    result_0 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
+    result_1 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
+    result_2 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
+    result_3 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
+        token = tile * TILE + tl.arange(0, TILE)
+        inside = token < length
+        if PAGE % TILE == 0:
+            page = tl.load(pages + tile // (PAGE // TILE)).to(tl.int64)
+            base = cache + (page * CACHE[0] + tile % (PAGE // TILE) * (TILE * CACHE[1]))
+            tokens = base + (tl.arange(0, TILE) * CACHE[1])[:, None]
+        else:
+            page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
+            tokens = cache + (page * CACHE[0] + token % PAGE * CACHE[1])[:, None]
+        mask = inside[:, None]
+        latent_0 = _latents(tokens, mask, 0, CODED, lines_0.dtype)
+        latent_1 = _latents(tokens, mask, 1, CODED, lines_0.dtype)
+        latent_2 = _latents(tokens, mask, 2, CODED, lines_0.dtype)
+        latent_3 = _latents(tokens, mask, 3, CODED, lines_0.dtype)
+        if CODED:
+            ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
+        else:
+            ropes = tokens + 4 * _CHUNK + rope
+        score = tl.dot(lines_rope, tl.trans(tl.load(ropes, mask=mask, other=0.0)))
+        score = tl.dot(lines_0, tl.trans(latent_0), score)
+        score = tl.dot(lines_1, tl.trans(latent_1), score)
+        score = tl.dot(lines_2, tl.trans(latent_2), score)
+        score = tl.dot(lines_3, tl.trans(latent_3), score) * scale
+        seen = inside[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= position[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        share, before, top, total = weigh(score, top, total, 1)
+        share = share.to(lines_0.dtype)
+        result_0 = tl.dot(share, latent_0, result_0 * before[:, None])
+        result_1 = tl.dot(share, latent_1, result_1 * before[:, None])
+        result_2 = tl.dot(share, latent_2, result_2 * before[:, None])
+        result_3 = tl.dot(share, latent_3, result_3 * before[:, None])
+    return result_0, result_1, result_2, result_3, top, total
+
+
+@triton.jit
+def _latents(tokens, mask, chunk: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.constexpr):
+    """A chunk of a tile's latents, `[TILE, 128]`; codes are multiplied by their scale."""
+    column = tl.arange(0, _CHUNK)[None, :]
+    if not CODED:
+        return tl.load(tokens + chunk * _CHUNK + column, mask=mask, other=0.0)
+    codes = (tokens + chunk * _CHUNK).to(tl.pointer_type(tl.float8e4nv)) + column
+    scales = (tokens + 4 * _CHUNK).to(tl.pointer_type(tl.float32)) + chunk
+    values = tl.load(codes, mask=mask, other=0.0).to(tl.float32)
+    return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
+
+
+def launch_mla(
+    batch: MlaBatch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scratch: list[torch.Tensor],
+    phases: tuple[tuple[bool, bool], ...] = ((True, True),),
+) -> None:
+    """`mla_decode` by the kernel, with the tensors of a plan; `phases` as in `launch_paged`."""
+    records, counters, partials, weights = scratch
+    for work, merge in phases:
+        latent_attention[(records.shape[0],)](
+            *(batch.query, batch.cache, batch.table, batch.lengths),
+            *(out, out if lse is None else lse, records, counters, partials, weights),
+            *(batch.table.stride(0), batch.scale * LOG2E, PATIENCE),
+            **batch.constants(lse is not None),
+            PAGE=batch.cache.shape[1],
+            CACHE=batch.cache.stride()[:2],
+            CODED=batch.coded,
+            WORK=work,
+            MERGE=merge,
+        )

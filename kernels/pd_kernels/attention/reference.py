@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in float32, sequence by sequence: what the kernels must compute."""
+
+import torch
+
+from pd_kernels.attention.mla_batch import GROUPS, LATENT, MlaBatch
+from pd_kernels.attention.mods import Mod
+from pd_kernels.attention.paged_batch import Batch
+
+
+def read_pages(cache: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first tokens of a sequence, `[token, ...]`, from a cache `[page, token, ...]`."""
+    size = cache.shape[1]
+    found = cache[pages[: -(-tokens // size)].long()]
+    return found.flatten(0, 1)[:tokens]
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequence: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence's result, float32 `[queries, heads, value dim]`, and lse, `[queries, heads]`.
+
+    Args:
+        query: `[queries, heads, dim]`: of the last tokens.
+        keys, values: float32 `[token, kv heads, dim]`.
+        sequence: its number in the batch, for mods.
+    """
+    queries, heads, _ = query.shape
+    tokens, kv_heads, _ = keys.shape
+    grouped = query.float().unflatten(1, (kv_heads, heads // kv_heads))
+    score = torch.einsum("qkgd,tkd->qkgt", grouped, keys).flatten(1, 2) * scale
+    place = torch.arange(tokens, device=query.device)
+    position = torch.arange(tokens - queries, tokens, device=query.device)
+    asked = position.clamp(min=0)[:, None, None]
+    head = torch.arange(heads, device=query.device)[None, :, None]
+    own = torch.tensor(sequence, device=query.device)
+    where = (own, head, asked, place[None, None, :])
+    seen = torch.ones_like(score, dtype=torch.bool)
+    if causal:
+        seen = seen & (place <= position[:, None])[:, None, :]
+    if window:
+        seen = seen & (place > position[:, None] - window)[:, None, :]
+    if score_mod and tokens:
+        score = score_mod.reference(score, *where, score_mod.args)
+    if mask_mod and tokens:
+        seen = seen & mask_mod.reference(*where, mask_mod.args)
+    score = score.masked_fill(~seen, -torch.inf)
+    lse = score.logsumexp(2)
+    share = (score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    share = share.unflatten(1, (kv_heads, -1))
+    return torch.einsum("qkgt,tkd->qkgd", share, values).flatten(1, 2), lse
+
+
+def reference_paged_decode(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """What `paged_decode` does, sequence by sequence, in float32."""
+    for number, length in enumerate(batch.lengths.tolist()):
+        pages = batch.table[number]
+        keys, values = (
+            read_pages(cache, pages, length).float() * factor
+            for cache, factor in (
+                (batch.keys, batch.key_scale),
+                (batch.values, batch.value_scale),
+            )
+        )
+        result, sums = attend(
+            batch.query[number],
+            keys,
+            values,
+            number,
+            batch.scale,
+            batch.causal,
+            batch.window,
+            batch.score_mod,
+            batch.mask_mod,
+        )
+        out[number] = result
+        if lse is not None:
+            lse[number] = sums
+
+
+def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
+    """FlashMLA's FP8 layout, uint8 `[..., 656]`, as float32 `[..., 576]`."""
+    codes = cache[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
+    rest = cache[..., LATENT:].contiguous()
+    scales = rest[..., : 4 * GROUPS].contiguous().view(torch.float32)
+    rope = rest[..., 4 * GROUPS :].contiguous().view(torch.bfloat16).float()
+    return torch.cat(
+        [(codes.unflatten(-1, (GROUPS, -1)) * scales[..., None]).flatten(-2), rope], -1
+    )
+
+
+def reference_mla_decode(batch: MlaBatch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """What `mla_decode` does, sequence by sequence, in float32."""
+    for number, length in enumerate(batch.lengths.tolist()):
+        tokens = read_pages(batch.cache, batch.table[number], length)
+        latents = (decoded_latents(tokens) if batch.coded else tokens.float())[:, None]
+        result, sums = attend(
+            batch.query[number],
+            latents,
+            latents[..., :LATENT],
+            number,
+            batch.scale,
+            batch.causal,
+            window=0,
+        )
+        out[number] = result
+        if lse is not None:
+            lse[number] = sums

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two ranks must agree on before KV passes: schema, engine, model, routes and a transport."""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from pd_connector.errors import (
+    Cause,
+    PDConnectorError,
+    TransportError,
+    UnsupportedGeometryError,
+)
+from pd_connector.kv.geometry import Geometry
+from pd_connector.plan.route import Route, routes
+from pd_connector.protocol import messages
+from pd_connector.transport.base import Transport
+
+_MINE = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+
+
+class Identity(NamedTuple):
+    """Who a rank is, as its peers see it. `epoch` differs for every start."""
+
+    engine_id: str
+    epoch: int
+    model: bytes
+
+
+class RefusedError(PDConnectorError):
+    """The two ranks cannot work together; `cause` is what is counted."""
+
+    def __init__(self, cause: Cause, detail: str) -> None:
+        super().__init__(detail)
+        self.cause = cause
+
+
+def hello(
+    identity: Identity,
+    wanted: str,
+    geometry: Geometry,
+    codecs: Sequence[str],
+    transports: Sequence[Transport],
+) -> messages.Hello:
+    """A consumer's first message, to a producer that should be the engine `wanted` (any if "")."""
+    return messages.Hello(
+        newest=messages.SCHEMA,
+        oldest=messages.OLDEST_SCHEMA,
+        engine_id=identity.engine_id,
+        expected_engine_id=wanted,
+        model=identity.model,
+        geometry=geometry,
+        codecs=list(codecs),
+        transports={transport.name: transport.address() for transport in transports},
+        readable=[transport.name for transport in transports if transport.readable],
+    )
+
+
+def judge_hello(
+    message: messages.Hello, identity: Identity, geometry: Geometry, codecs: Sequence[str]
+) -> tuple[int, tuple[Route, ...]]:
+    """On the producer: the schema to speak, and the routes to that consumer.
+
+    Raises:
+        RefusedError: they do not fit together.
+    """
+    schema = messages.common_schema(message.newest, message.oldest)
+    if schema is None:
+        theirs = f"{message.oldest}-{message.newest}"
+        raise RefusedError(
+            Cause.VERSION, f"wire schema: producer speaks {_MINE}, consumer {theirs}"
+        )
+    if message.expected_engine_id not in ("", identity.engine_id):
+        raise RefusedError(
+            Cause.UNREACHABLE,
+            f"engine {identity.engine_id} answers here, {message.expected_engine_id} was wanted "
+            "(restarted since?)",
+        )
+    if message.model != identity.model:
+        raise RefusedError(
+            Cause.MODEL,
+            f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
+            "both engines must serve the same weights and config",
+        )
+    return schema, _routes(geometry, message.geometry, codecs, message.codecs)
+
+
+def judge_welcome(
+    message: messages.Welcome, wanted: str, geometry: Geometry, codecs: Sequence[str]
+) -> tuple[Route, ...]:
+    """On the consumer: the routes from that producer, which should be the engine `wanted`.
+
+    Raises:
+        RefusedError: they do not fit together.
+    """
+    if not messages.OLDEST_SCHEMA <= message.schema <= messages.SCHEMA:
+        raise RefusedError(
+            Cause.VERSION,
+            f"wire schema: producer chose {message.schema}, consumer speaks {_MINE}",
+        )
+    if wanted not in ("", message.engine_id):
+        raise RefusedError(
+            Cause.UNREACHABLE, f"engine {message.engine_id} answers, {wanted} was wanted"
+        )
+    return _routes(message.geometry, geometry, message.codecs, codecs)
+
+
+def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
+    """On the producer: the first of its transports that reaches the consumer, and the link.
+
+    Raises:
+        RefusedError: none does.
+    """
+    problems: list[str] = []
+    for transport in transports:
+        address = message.transports.get(transport.name)
+        if address is None:
+            problems.append(f"{transport.name}: not offered")
+            continue
+        try:
+            return transport, transport.connect(address)
+        except TransportError as error:
+            problems.append(str(error))
+    offered = ", ".join(message.transports) or "none"
+    raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
+
+
+def _routes(
+    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+) -> tuple[Route, ...]:
+    try:
+        return routes(source, destination, offered, accepted)
+    except UnsupportedGeometryError as error:
+        raise RefusedError(Cause.GEOMETRY, str(error)) from None

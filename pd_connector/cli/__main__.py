@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`python -m pd_connector.cli`: the same as `pd-connector`, without its console script."""
-
-from pd_connector.cli.app import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory that is pinned for a GPU: its copy engines reach it by themselves, at the bus' full speed and
+while the calling thread goes on. Memory that is not takes the driver's own buffers on its way.
+"""
+
+import contextlib
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("pd_connector.memory.pins")
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for whichever device of this process
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
+
+Memory = npt.NDArray[np.uint8]
+
+
+class Pins:
+    """What one agent has pinned. Where its cache is not on a GPU it pins nothing.
+
+    Args:
+        device: of the cache; None for the host's memory.
+    """
+
+    def __init__(self, device: "torch.device | None" = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._held: list[weakref.finalize[Any, Memory]] = []
+
+    def add(self, memory: Memory, what: str, *, read_only: bool = False) -> None:
+        """Pin memory, until `release` or until its last view goes, whichever comes first: always before
+        it is unmapped, or whatever is mapped there next would be taken for it.
+
+        All of it becomes resident. Where it cannot be pinned that is a warning: copies are slower then.
+
+        Args:
+            memory: an array that owns its memory, or the whole of a mapping.
+            what: it is, for the warning.
+            read_only: it is mapped for reading only.
+        """
+        if self._device is None or not len(memory):
+            return
+        address = memory.ctypes.data
+        with _current(self._device) as cudart:
+            flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+            code = int(cudart.cudaHostRegister(address, memory.nbytes, flags))
+            if code:
+                _forget_error(self._device)
+        if code:
+            logger.warning(
+                "the %s (%d bytes) cannot be pinned (cudaHostRegister: error %d): copies between it and the "
+                "GPU are slower. Raise the limit of locked memory (ulimit -l unlimited, or --ulimit "
+                "memlock=-1), or have fewer or smaller slots (config keys slots, slot_mib)",
+                *(what, memory.nbytes, code),
+            )
+            return
+        undo = weakref.finalize(memory, _unpin, address, self._device)
+        undo.atexit = False  # copies may be under way then, and the process' end undoes it
+        self._held = [held for held in self._held if held.alive] + [undo]
+
+    def release(self) -> None:
+        """Undo all of it. No copy may be under way. Harmless to repeat."""
+        for held in self._held:
+            held()
+        self._held.clear()
+
+
+@contextlib.contextmanager
+def _current(device: "torch.device") -> Any:
+    """CUDA's runtime, with this device current in the calling thread."""
+    import torch
+
+    with torch.cuda.device(device):
+        yield torch.cuda.cudart()
+
+
+def _unpin(address: int, device: "torch.device") -> None:
+    with _current(device) as cudart:
+        code = int(cudart.cudaHostUnregister(address))
+        if code:
+            _forget_error(device)
+            logger.warning(
+                "memory at %#x stays pinned (cudaHostUnregister: error %d)", address, code
+            )
+
+
+def _forget_error(device: "torch.device") -> None:
+    """The runtime keeps a call's error until it is asked, and torch asks after each launch of a kernel,
+    whose error it would then seem to be: of the engine's next one, if not of this."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)

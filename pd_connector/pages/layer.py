@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's cache as the engine's door hands it over, and whether it is what its geometry says."""
+
+from typing import NamedTuple
+
+import torch
+
+from pd_connector.codec import DTYPES
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.kv.geometry import Geometry, Group
+from pd_connector.pages.tiles import dims_of, is_tiled, tokens_of
+from pd_connector.plan.chunks import token_bytes
+
+
+class LayerPages(NamedTuple):
+    """One layer's cache, seen as K and V. A page here may be a part of the engine's page.
+
+    Attributes:
+        key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,
+            `[page, kv head, token tile, token, dim tile, dim]`.
+        value: the same of V; None for a latent.
+        rows: the same memory as bytes, `[page, kv head, bytes]`, or `[page, 1, bytes]` where
+            heads are not apart; None where pages are not dense.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor | None
+    rows: torch.Tensor | None
+
+
+def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
+    """Raises UnsupportedGeometryError where a layer is not what the geometry says of it."""
+    heads = len(geometry.heads(group))
+    known = group.dtype in DTYPES
+    views = [(pages.key, group.key_dim)]
+    if pages.value is not None:
+        views.append((pages.value, group.value_dim))
+    elif group.value_dim:
+        raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
+    for view, dim in views:
+        good = view.ndim == 4 or (known and is_tiled(view) and view.device.type == "cpu")
+        good = good and view.shape[1] == heads and group.page_size % tokens_of(view) == 0
+        if known:
+            good = good and dims_of(view) == dim and view.dtype == DTYPES[group.dtype]
+        if not good:
+            raise UnsupportedGeometryError(
+                f"cache of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
+                f"[page, {heads} heads, tokens that divide {group.page_size}, {dim}] of "
+                f"{group.dtype}"
+            )
+    if pages.rows is None:
+        if group.layout or not known:
+            raise UnsupportedGeometryError(
+                f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
+                "not dense: only those of a known dtype can be moved, and their layout has no name"
+            )
+        return
+    count, tokens = len(pages.key), tokens_of(pages.key)
+    apart = heads if group.heads_apart else 1
+    wanted = count, apart, heads // apart * tokens * token_bytes(group)
+    if tuple(pages.rows.shape) != wanted:
+        raise UnsupportedGeometryError(
+            f"cache of layer {layer} has rows of shape {tuple(pages.rows.shape)}: wanted {wanted}"
+        )

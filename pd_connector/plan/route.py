@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends what to whom: from two ranks' geometries to the layers and heads that pass between
+them, and the codec they pass in. Pure functions; both sides compute the same routes.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pd_connector.codec import CODECS, DTYPES, Elements, negotiate
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.kv.geometry import Geometry, Group, Shard
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What one rank sends to another of one pair of groups. Compared by identity, so that plans
+    can be cached by it: `routes` makes each once."""
+
+    source: Group
+    destination: Group
+    layers: tuple[int, ...]  # in model numbering
+    heads: range  # in model numbering
+    source_head: int  # place of heads[0] in the source's cache
+    destination_head: int
+    codec: str
+    verbatim: bool  # whole pages may pass as they are
+
+    def first_token(self, first_token: int, stop_token: int) -> int:
+        """The first token of [first_token, stop_token) that the destination keeps, or, where
+        whole pages can pass, the first of its page."""
+        if not self.destination.window:
+            return first_token
+        kept = max(0, stop_token - self.destination.window + 1)
+        page_start = kept - kept % self.source.page_size
+        if self.verbatim and page_start >= first_token:
+            return page_start
+        return max(first_token, kept)
+
+    @property
+    def token_step(self) -> int:
+        """Multiples of this many tokens begin a page on both sides, in most cases."""
+        return max(self.source.page_size, self.destination.page_size)
+
+
+def served(source: Shard, destination: Shard, heads: int) -> range:
+    """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
+
+    Where several ranks of the producer hold the same heads, the consumer's replicas spread over
+    them; see also `shared_layers`.
+    """
+    here, there = source.heads(heads), destination.heads(heads)
+    common = range(max(here.start, there.start), min(here.stop, there.stop))
+    have, want = source.replicas(heads), destination.replicas(heads)
+    if have <= want:
+        chosen = destination.replica(heads) % have == source.replica(heads)
+    else:
+        chosen = source.replica(heads) % want == destination.replica(heads)
+    return common if chosen and common else range(0)
+
+
+def shared_layers(
+    source: Shard, destination: Shard, heads: int, layers: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The part of `layers` that `source` sends, where several replicas of it serve `destination`:
+    each sends a run of them."""
+    have, want = source.replicas(heads), destination.replicas(heads)
+    if have <= want:
+        return layers
+    servers = len(range(destination.replica(heads), have, want))
+    index = source.replica(heads) // want
+    return layers[len(layers) * index // servers : len(layers) * (index + 1) // servers]
+
+
+def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
+    """Whether `destination` has to ask `source`, in a model whose layers have these numbers of
+    KV heads."""
+    return max(source.first_layer, destination.first_layer) < min(
+        source.stop_layer, destination.stop_layer
+    ) and any(served(source, destination, total) for total in set(heads))
+
+
+def routes(
+    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+) -> tuple[Route, ...]:
+    """Everything that passes from `source` to `destination`.
+
+    Args:
+        offered: codecs the producer permits.
+        accepted: codecs the consumer permits.
+
+    Raises:
+        UnsupportedGeometryError: the two cannot be brought together; the message has both sides'
+            values.
+    """
+    return _routes(source, destination, tuple(offered), tuple(accepted))
+
+
+@functools.lru_cache(maxsize=256)
+def uncovered(known: tuple[tuple[Route, ...], ...], destination: Geometry) -> str:
+    """What of a cache no route of these pairs brings, such as `layer 3 head 1`; empty when all
+    of it comes."""
+    brought = {
+        (layer, head)
+        for pair in known
+        for route in pair
+        for layer in route.layers
+        for head in route.heads
+    }
+    for group in destination.groups:
+        for layer in group.layers:
+            for head in destination.heads(group):
+                if (layer, head) not in brought:
+                    return f"layer {layer} head {head}"
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _routes(
+    source: Geometry, destination: Geometry, offered: tuple[str, ...], accepted: tuple[str, ...]
+) -> tuple[Route, ...]:
+    for name, geometry in (("producer", source), ("consumer", destination)):
+        _check(name, geometry)
+    found: list[Route] = []
+    for ours in source.groups:
+        for theirs in destination.groups:
+            layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
+            if not layers:
+                continue
+            if problem := _unlike(ours, theirs, layers):
+                raise UnsupportedGeometryError(problem)
+            heads = served(source.shard, destination.shard, ours.heads)
+            layers = shared_layers(source.shard, destination.shard, ours.heads, layers)
+            if not layers or not heads:
+                continue
+            codec = _codec(ours, theirs, offered, accepted)
+            verbatim = codec == "raw" and _alike(source, destination, ours, theirs, layers, heads)
+            if not verbatim and ours.dtype not in DTYPES:
+                held = len(source.heads(ours)), len(destination.heads(theirs))
+                raise UnsupportedGeometryError(
+                    f"layers {layers[0]}-{layers[-1]}: pages of {ours.dtype} with "
+                    f"{held[0]} / {held[1]} heads cannot be taken apart; use the same number of "
+                    "tensor-parallel ranks on both sides"
+                )
+            found.append(
+                Route(
+                    ours,
+                    theirs,
+                    layers,
+                    heads,
+                    heads.start - source.heads(ours).start,
+                    heads.start - destination.heads(theirs).start,
+                    codec,
+                    verbatim,
+                )
+            )
+    return tuple(found)
+
+
+def _check(side: str, geometry: Geometry) -> None:
+    shard = geometry.shard
+    if shard.tp_rank >= shard.tp_size:
+        raise UnsupportedGeometryError(f"{side} is rank {shard.tp_rank} of {shard.tp_size}")
+    seen: set[int] = set()
+    for group in geometry.groups:
+        if twice := seen.intersection(group.layers):
+            raise UnsupportedGeometryError(f"{side} has layer {min(twice)} twice")
+        seen.update(group.layers)
+        if group.heads % shard.tp_size and shard.tp_size % group.heads:
+            raise UnsupportedGeometryError(
+                f"{side} shares {group.heads} KV heads among {shard.tp_size} ranks: "
+                "one must divide the other"
+            )
+        if group.scales and len(group.scales) != len(group.layers):
+            raise UnsupportedGeometryError(
+                f"{side} has {len(group.scales)} scales for {len(group.layers)} layers"
+            )
+        if not all(0 < scale < math.inf for pair in group.scales for scale in pair):
+            raise UnsupportedGeometryError(f"{side} has scales {group.scales}: must be above 0")
+
+
+def _unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
+    """Why nothing leads from one group to the other; empty when something does."""
+    where = f"layers {layers[0]}-{layers[-1]}"
+    for name in ("kind", "heads", "key_dim", "value_dim"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return (
+                f"{where}: producer / consumer differ in {name} "
+                f"{getattr(ours, name)} / {getattr(theirs, name)}"
+            )
+    if ours.kind == "recurrent":
+        return (
+            f"{where}: recurrent state ({ours.layout} / {theirs.layout}, page size "
+            f"{ours.page_size} / {theirs.page_size}) cannot be moved"
+        )
+    if ours.window and not 0 < theirs.window <= ours.window:
+        wanted = theirs.window or "all"
+        return (
+            f"{where}: producer keeps a window of {ours.window} tokens, consumer wants {wanted}; "
+            "start both engines with the hybrid KV cache manager, or both without it"
+        )
+    known = ours.dtype in DTYPES and theirs.dtype in DTYPES
+    same = [getattr(ours, n) == getattr(theirs, n) for n in ("dtype", "layout", "page_size")]
+    if not known and not all(same):
+        return (
+            f"{where}: cache dtype {ours.dtype} / {theirs.dtype}, layout {ours.layout} / "
+            f"{theirs.layout}, page size {ours.page_size} / {theirs.page_size}: "
+            f"only {', '.join(DTYPES)} can be converted, others must be alike"
+        )
+    return ""
+
+
+def _codec(ours: Group, theirs: Group, offered: Sequence[str], accepted: Sequence[str]) -> str:
+    if ours.dtype not in DTYPES:
+        return "raw"
+    chosen = negotiate(offered, accepted, Elements(ours.dtype), Elements(theirs.dtype))
+    assert chosen.name in CODECS
+    return chosen.name
+
+
+def _alike(
+    source: Geometry,
+    destination: Geometry,
+    ours: Group,
+    theirs: Group,
+    layers: tuple[int, ...],
+    heads: range,
+) -> bool:
+    """Whether pages, or their parts that hold `heads`, are the same bytes on both sides."""
+    same = (
+        bool(ours.layout)
+        and all(
+            getattr(ours, name) == getattr(theirs, name)
+            for name in ("page_size", "dtype", "layout")
+        )
+        and all(ours.scale(layer) == theirs.scale(layer) for layer in layers)
+    )
+    whole = source.heads(ours) == destination.heads(theirs) == heads
+    return same and (whole or (ours.heads_apart and theirs.heads_apart))

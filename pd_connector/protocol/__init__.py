@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two sides say to each other, and the two state machines that decide what is said."""

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The producer's state machine: which pages are leased to whom, and what is to be sent next.
+
+No sockets, no engine, no clock: events come in as calls with the time, and what must happen goes
+out as actions. A transfer has two halves that may come in either order, offers (KV, from this
+engine, more with each step of its prefill) and openings (an `Open` of each consumer rank that
+needs a part of it). What is both computed and opened is sent.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.plan.route import Route
+from pd_connector.protocol import messages
+from pd_connector.protocol.draining import Draining
+from pd_connector.protocol.outgoing import (
+    Action,
+    Free,
+    Offer,
+    OutgoingStream,
+    OutgoingTransfer,
+    Reply,
+    Send,
+    SessionId,
+    Step,
+)
+
+LAYERS_PAY_S = 0.005
+"""From how long a step's KV would take the link at its end, in seconds, it is sent layer by layer
+while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
+_REMEMBERED_ENDS = 1024
+
+
+class Producer:
+    """All transfers of one rank that produces. Used by one thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._transfers: dict[str, OutgoingTransfer] = {}
+        self._ready: dict[tuple[str, SessionId], None] = {}
+        self._draining = Draining()
+        # Ended lately: whoever opens one of them need not wait for a prefill that will not come.
+        self._ended: dict[str, None] = {}
+        # Cancelled before their prefill ended: the last offer, when it comes, is freed at once.
+        self._unwanted: dict[str, float] = {}
+
+    @property
+    def transfers(self) -> int:
+        """Transfers that are expected, offered or opened."""
+        return len(self._transfers)
+
+    @property
+    def leased_pages(self) -> int:
+        finals = (t.offer for t in self._transfers.values() if t.offer and t.offer.final)
+        return sum(len(pages) for offer in finals for pages in offer.pages)
+
+    def expect(self, transfer: str, now: float) -> None:
+        """A request with this transfer has been queued here: openings may wait for it."""
+        if transfer in self._unwanted:
+            return
+        self._ended.pop(transfer, None)
+        outgoing = self._known(transfer, 0.0)
+        outgoing.expected = True
+        outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
+
+    def offer(self, offer: Offer, now: float) -> list[Action]:
+        """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
+        if offer.transfer in self._unwanted:
+            if not offer.final:
+                return []
+            del self._unwanted[offer.transfer]
+            return [Free(offer.request, Cause.ABORTED)]
+        outgoing = self._known(offer.transfer, 0.0)
+        if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
+            return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
+        outgoing.offer = offer
+        outgoing.step = None
+        if not outgoing.expected:
+            self.expect(offer.transfer, now)
+        if offer.final:
+            outgoing.expires = now + self._config.lease_s
+            if outgoing.all_over:
+                return self._end(outgoing, outgoing.cause, "")
+        actions = outgoing.tell_watchers()
+        for session in list(outgoing.streams):
+            actions += self._start(outgoing, session)
+        return actions
+
+    def computed(
+        self, transfer: str, request: str, tokens: int, stop_layer: int | None
+    ) -> list[Action]:
+        """The prefill has come further: to `tokens` tokens, in the model's layers below
+        `stop_layer`, or in all of them."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or outgoing.final or not outgoing.offered_by(request):
+            return []
+        assert outgoing.offer is not None
+        if stop_layer is None:
+            outgoing.offer = outgoing.offer._replace(tokens=tokens)
+        elif self._config.overlap == "layer" or outgoing.link_s(tokens) > LAYERS_PAY_S:
+            outgoing.step = Step(tokens, stop_layer)
+        for session in outgoing.streams:
+            self._mark_ready(transfer, session)
+        return outgoing.tell_watchers()
+
+    def revoke(self, transfer: str, request: str) -> None:
+        """The request's pages are no longer its own (it was preempted). What has been sent was
+        right; the rest is offered again when it has been computed again."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is not None and not outgoing.final and outgoing.offered_by(request):
+            outgoing.offer = None
+            outgoing.step = None
+
+    def withdraw(self, transfer: str, request: str) -> list[Action]:
+        """The request, which had this transfer, has ended and offers no pages."""
+        self._unwanted.pop(transfer, None)
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or outgoing.final:
+            return []
+        if outgoing.offer is not None and not outgoing.offered_by(request):
+            return []
+        return self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+
+    def watch(self, session: SessionId, transfer: str, now: float) -> list[Action]:
+        """A consumer wants to hear when the prefill has begun."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None:
+            if transfer in self._ended or transfer in self._unwanted:
+                detail = "no such KV here (any more)"
+                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, detail)]
+            outgoing = self._known(transfer, now + self._config.lease_s)
+        outgoing.watchers.add(session)
+        return outgoing.tell_watchers()
+
+    def open(
+        self, session: SessionId, message: messages.Open, routes: Sequence[Route], now: float
+    ) -> list[Action]:
+        """A consumer rank asks for KV, which passes along these routes."""
+        transfer = message.transfer
+        outgoing = self._transfers.get(transfer)
+        if (session, transfer) in self._draining:
+            return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
+        if outgoing is None:
+            if not message.wait or transfer in self._ended:
+                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such KV here")]
+            outgoing = self._known(transfer, now + self._config.lease_s)
+        if session in outgoing.streams or outgoing.full(message.readers):
+            return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
+        outgoing.watchers.discard(session)
+        outgoing.readers = max(outgoing.readers, message.readers)
+        outgoing.streams[session] = OutgoingStream(message, routes, deque(message.slots))
+        return self._start(outgoing, session)
+
+    def credit(self, session: SessionId, transfer: str, slots: Sequence[int]) -> None:
+        """A consumer grants slots."""
+        stream = self._stream(session, transfer)
+        if stream is not None:
+            stream.credit(slots)
+            self._mark_ready(transfer, session)
+
+    def next_send(self, busy: Collection[SessionId] = ()) -> Send | None:
+        """What to send now, in turn over all streams that have credit; None if nothing.
+
+        The caller gathers before it calls anything else here: pages may be freed after that.
+
+        Args:
+            busy: sessions that take nothing now.
+        """
+        while True:
+            key = next((key for key in self._ready if key[1] not in busy), None)
+            if key is None:
+                return None
+            del self._ready[key]
+            transfer, session = key
+            outgoing = self._transfers.get(transfer)
+            send = outgoing.next_send(session) if outgoing else None
+            if send is not None:
+                self._ready[key] = None  # behind all others
+                return send
+
+    def unsend(self, send: Send) -> None:
+        """What `next_send` gave cannot be gathered now, because its pages have been revoked. It
+        is not given again before something has changed, an offer above all."""
+        self._ready.pop((send.transfer, send.session), None)
+        stream = self._stream(send.session, send.transfer)
+        assert stream is not None  # nothing has happened since
+        stream.unsend(send)
+
+    def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:
+        """A write has ended; `session` is the one it went to."""
+        stream = self._stream(session, transfer)
+        if stream is None:
+            return self._draining.written(session, transfer)
+        stream.writing -= 1
+        return [] if ok else self.fail(session, transfer, Cause.TRANSPORT, detail)
+
+    def fail(self, session: SessionId, transfer: str, cause: Cause, detail: str) -> list[Action]:
+        """What this consumer wants cannot be sent."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or session not in outgoing.streams:
+            return []
+        told: list[Action] = [_refusal(session, transfer, cause, detail)]
+        return told + self._reader_over(outgoing, session, cause)
+
+    def done(self, session: SessionId, transfer: str) -> list[Action]:
+        """The consumer has verified and placed everything."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or session not in outgoing.streams:
+            return []
+        return self._reader_over(outgoing, session, None)
+
+    def cancel(
+        self, session: SessionId, transfer: str, cause: Cause, now: float, readers: int = 1
+    ) -> list[Action]:
+        """A consumer does not want the transfer (any more); it may never have opened it."""
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None:
+            if (session, transfer) in self._draining:
+                return self._draining.confirm(session, transfer)
+            if readers == 1:
+                self._unwanted[transfer] = now + self._config.lease_s
+                return [Reply(session, messages.Cancelled(transfer))]
+            outgoing = self._known(transfer, now + self._config.lease_s)
+        outgoing.watchers.discard(session)
+        if session not in outgoing.streams:
+            known = session in outgoing.refused or session in outgoing.over
+            if known or outgoing.full(readers):
+                outgoing.refused.discard(session)
+                return self._draining.confirm(session, transfer)
+        outgoing.readers = max(outgoing.readers, readers)
+        if not outgoing.final and len(outgoing.over) + 1 >= outgoing.readers:
+            self._unwanted[transfer] = now + self._config.wait_timeout_s
+        actions = self._reader_over(outgoing, session, cause)
+        return actions + self._draining.confirm(session, transfer)
+
+    def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
+        """A consumer speaks for transfers, opened or not: their leases are extended."""
+        for transfer in transfers:
+            outgoing = self._transfers.get(transfer)
+            if outgoing is not None and outgoing.final:
+                outgoing.expires = max(outgoing.expires, now + self._config.lease_s)
+
+    def session_lost(self, session: SessionId) -> list[Action]:
+        """A consumer is gone; what it had opened will not be fetched by anyone."""
+        actions: list[Action] = []
+        for outgoing in list(self._transfers.values()):
+            outgoing.watchers.discard(session)
+            outgoing.refused.discard(session)
+            if session in outgoing.streams:
+                actions += self._reader_over(outgoing, session, Cause.SESSION_LOST)
+        self._draining.lost(session)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """End what has expired."""
+        actions: list[Action] = []
+        for outgoing in list(self._transfers.values()):
+            if outgoing.expires <= now:
+                actions += self._end(outgoing, *outgoing.expiry)
+        self._unwanted = {t: until for t, until in self._unwanted.items() if until > now}
+        return actions
+
+    def _known(self, transfer: str, expires: float) -> OutgoingTransfer:
+        """This transfer; one that was not heard of before is kept until `expires`."""
+        return self._transfers.setdefault(transfer, OutgoingTransfer(transfer, expires))
+
+    def _start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
+        """Check an opening against an offer, and accept or refuse it; tell when all is there."""
+        transfer, offer, stream = outgoing.transfer, outgoing.offer, outgoing.streams[session]
+        if offer is None:
+            return []
+        known = stream.accepted
+        if not known:
+            problem = offer.problem(stream.message, self._config.slot_bytes) or stream.prepare()
+            if problem is not None:
+                # The pages stay leased: who asked was not the consumer they are meant for.
+                del outgoing.streams[session]
+                outgoing.refused.add(session)
+                return [_refusal(session, transfer, *problem)]
+        stream.accepted = True
+        self._mark_ready(transfer, session)
+        if known and not offer.final:
+            return []
+        return [Reply(session, messages.Accept(transfer, stream.planned, offer.final))]
+
+    def _reader_over(
+        self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
+    ) -> list[Action]:
+        """One consumer rank needs nothing more; with the last one the transfer is over."""
+        transfer = outgoing.transfer
+        stream = outgoing.streams.pop(session, None)
+        if stream is not None:
+            self._draining.add(session, transfer, stream)
+        outgoing.over[session] = cause
+        if not outgoing.all_over:
+            return []
+        # A prefill that is under way goes on to its end, where its pages are freed at once.
+        if outgoing.final or transfer in self._unwanted or not outgoing.expected:
+            return self._end(outgoing, outgoing.cause, "")
+        return []
+
+    def _end(self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str) -> list[Action]:
+        transfer = outgoing.transfer
+        del self._transfers[transfer]
+        self._ended[transfer] = None
+        if len(self._ended) > _REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
+        for session, stream in outgoing.streams.items():
+            self._draining.add(session, transfer, stream)
+        actions: list[Action] = []
+        if cause is not None:
+            told = (*outgoing.streams, *outgoing.watchers)
+            actions += [_refusal(session, transfer, cause, detail) for session in told]
+        if outgoing.offer is not None and outgoing.offer.final:
+            actions.append(Free(outgoing.offer.request, cause))
+        return actions
+
+    def _stream(self, session: SessionId, transfer: str) -> OutgoingStream | None:
+        outgoing = self._transfers.get(transfer)
+        return None if outgoing is None else outgoing.streams.get(session)
+
+    def _mark_ready(self, transfer: str, session: SessionId) -> None:
+        stream = self._stream(session, transfer)
+        if stream is not None and stream.accepted and stream.credits:
+            self._ready.setdefault((transfer, session))
+
+
+def _refusal(session: SessionId, transfer: str, cause: Cause, detail: str) -> Reply:
+    return Reply(session, messages.Refuse(transfer, cause, detail))

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model for measuring: much KV, little arithmetic, no weights to download."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pd_connector.tools.demo import MODEL_DIR
+
+LAYERS = 8
+KV_HEADS = 8
+HEAD_DIM = 128
+
+KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+"""In bfloat16, K and V: 32 KiB."""
+
+MADE_UP_WEIGHTS = ("--load-format", "dummy")
+"""vLLM's arguments for a model without weights: the same random ones on every engine."""
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def write_model(folder: Path) -> Path:
+    """Write the config, and the byte model's tokenizer, to this folder, and return it.
+
+    A Llama of 8 layers x 8 KV heads x 128. Its width is small, so that a CPU prefills thousands of
+    tokens in seconds: what a handoff moves does not depend on it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_config(), indent=1) + "\n")
+    for name in _TOKENIZER:
+        shutil.copyfile(MODEL_DIR / name, folder / name)
+    return folder
+
+
+def _config() -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((MODEL_DIR / "config.json").read_text())
+    return config | {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": KV_HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+    }

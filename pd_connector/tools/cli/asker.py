@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks engines the same prompt in every way, and compares the answers.
+
+Every prompt is asked three times, each time with a cache salt of its own, so that no prefix cache
+helps: through the router (time to first token, bytes, descriptors), in the two steps of a simpler
+proxy (where the handoff can be seen from outside), and of the prefill engine alone. The last is
+the reference: one engine computes that answer without disaggregation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pd_connector.errors import PDConnectorError
+from pd_connector.tools.launch import Client, Samples
+
+DECODED_TOKENS = 32
+METRICS_DEADLINE_S = 20.0
+
+
+class DemoError(PDConnectorError):
+    """The engines run, but do not do what the demo is to show."""
+
+
+class Reply(NamedTuple):
+    """One streamed answer."""
+
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int
+    first_token_s: float  # request sent -> first token streamed
+
+
+class Row(NamedTuple):
+    """What is shown of one prompt."""
+
+    prompt_tokens: int
+    first_token_s: float
+    handoff_s: float
+    wire_bytes: int
+    descriptors: int
+    difference: float  # largest of all logprobs to the reference's; infinite when tokens differ
+
+
+class Asker:
+    """Sends prompts in all three ways, and compares."""
+
+    def __init__(self, prefill: Client, decode: Client, router: Client) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._router = router
+        self._model = prefill.model()
+
+    def warm_up(self) -> None:
+        """One request each way, so that none of those shown is anybody's first."""
+        self.ask("Once upon a time")
+
+    def ask(self, prompt: str) -> Row:
+        """Ask this prompt in all three ways.
+
+        Raises:
+            DemoError: the decode engine got no KV, and computed the prompt itself.
+        """
+        before = self._decode.metrics()
+        routed = self._stream(self._router, prompt)
+        moved = self._moved(before)
+        stepped = self._two_steps(prompt)
+        alone = self._stream(self._prefill, prompt)
+        return Row(
+            routed.prompt_tokens,
+            routed.first_token_s,
+            stepped.first_token_s,
+            int(moved.total("pd_connector:received_bytes_total")),
+            int(moved.total("pd_connector:received_chunks_total")),
+            max(_difference(reply, alone) for reply in (routed, stepped)),
+        )
+
+    def _two_steps(self, prompt: str) -> Reply:
+        """Prefill, and then decode: its first token's time is the handoff."""
+        extra: dict[str, Any] = {"cache_salt": uuid.uuid4().hex}
+        body = {**self._body(prompt, extra), "max_tokens": 1}
+        body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+        params = self._prefill.post("/v1/completions", body).get("kv_transfer_params")
+        if not params:
+            raise DemoError("the prefill engine answered without kv_transfer_params")
+        return self._stream(self._decode, prompt, extra | {"kv_transfer_params": params})
+
+    def _stream(self, client: Client, prompt: str, extra: Mapping[str, Any] | None = None) -> Reply:
+        body = self._body(prompt, extra or {"cache_salt": uuid.uuid4().hex})
+        body["stream_options"] = {"include_usage": True}
+        tokens: list[str] = []
+        logprobs: list[float] = []
+        prompt_tokens, first_s = 0, math.nan
+        sent = time.perf_counter()
+        for event in client.stream("/v1/completions", body):
+            if "error" in event:
+                raise DemoError(f"{client.base_url} answered with an error: {event['error']}")
+            for choice in event["choices"]:
+                if not tokens:
+                    first_s = time.perf_counter() - sent
+                tokens += choice["logprobs"]["tokens"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+            if event.get("usage"):
+                prompt_tokens = int(event["usage"]["prompt_tokens"])
+        return Reply(tuple(tokens), tuple(logprobs), prompt_tokens, first_s)
+
+    def _body(self, prompt: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": DECODED_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,
+            **extra,
+        }
+
+    def _moved(self, before: Samples) -> Samples:
+        """How the decode engine's metrics have grown, once they show the transfer."""
+        deadline = time.monotonic() + METRICS_DEADLINE_S
+        while True:
+            grown = self._decode.metrics().since(before)
+            if grown.total("pd_connector:received_transfers_total"):
+                return grown
+            if time.monotonic() > deadline:
+                raise DemoError(
+                    "the decode engine received no KV and computed the prompt itself; "
+                    f"its failure counters: {_failures(grown)}"
+                )
+            time.sleep(0.1)
+
+
+def _difference(reply: Reply, reference: Reply) -> float:
+    if reply.tokens != reference.tokens:
+        return math.inf
+    return max(abs(a - b) for a, b in zip(reply.logprobs, reference.logprobs, strict=True))
+
+
+def _failures(grown: Samples) -> str:
+    """Counters of failures that have grown, with their causes."""
+    found = [
+        f"{name.removeprefix('pd_connector:')}{sorted(v for k, v in labels if k == 'cause')}"
+        for (name, labels), value in grown.items()
+        if value > 0
+        and name.startswith("pd_connector:")
+        and any(k == "cause" for k, _ in labels)
+        and name.endswith("_total")
+    ]
+    return ", ".join(found) or "none has grown (did the router find the prefill engine?)"

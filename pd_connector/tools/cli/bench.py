@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector bench`: one command for each benchmark, all with the same form of report."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pd_connector.tools.bench.contender import (
+    BASELINE,
+    LINK,
+    LINK_DEFAULT,
+    LOCAL,
+    LOCAL_DEFAULT,
+    Contender,
+)
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.handoff import Findings
+from pd_connector.tools.bench.plan import Plan
+from pd_connector.tools.cli.bench_core import codec, overhead, reshard, wire
+from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
+from pd_connector.tools.launch.netns import available
+from pd_connector.tools.launch.signals import terminate_as_interrupt
+
+PROMPT_TOKENS = (512, 2048, 3500)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Measure PDConnector beside what there is otherwise, in one run.",
+)
+
+
+@app.callback()
+def group() -> None:
+    """Measure PDConnector beside what there is otherwise, in one run."""
+
+
+@app.command()
+def handoff(
+    ours: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Who is compared; may be repeated. Over the link: {', '.join(LINK)} "
+            f"({', '.join(LINK_DEFAULT)}); with --local: {', '.join(LOCAL)} "
+            f"({', '.join(LOCAL_DEFAULT)}); with --gpu: codecs (raw, fp8_e4m3, int8).",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=2,
+            help="Prompt length; may be repeated (512, 2048, 3500; with --gpu 512, 7500, 32000).",
+        ),
+    ] = None,
+    link_mbit: Annotated[
+        float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s; without --local.")
+    ] = 1000.0,
+    local: Annotated[
+        bool, typer.Option("--local", help="On one machine, without namespaces and link.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or name (8 layers x 8 KV heads x 128 with random weights; with --local "
+            "the demo's).",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Without engines: between two processes on a GPU, over NIXL."),
+    ] = False,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --gpu: where both processes work, or, given twice, the producer and the "
+            "consumer (cuda:0); cpu tries it out in host memory.",
+            show_default=False,
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each pair and length.")] = 5,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """Time from a finished prefill to the first decoded token, beside vLLM's NixlConnector.
+
+    Starts a prefill and a decode engine for each side, in two network namespaces joined by a limited
+    link (needs root), and sends the same prompts through them. With --gpu only KV moves, between two
+    processes without engines. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    """
+    if gpu:
+        if local or model:
+            raise typer.BadParameter("not together with --local or --model", param_hint="--gpu")
+        _handoff_on_gpu(ours, prompt_tokens, _devices(device), (runs, warm_ups), json)
+        return
+    if device:
+        raise typer.BadParameter("only with --gpu", param_hint="--device")
+    plan = Plan(
+        _chosen(ours, LOCAL if local else LINK, LOCAL_DEFAULT if local else LINK_DEFAULT),
+        None if local else link_mbit,
+        model,
+        prompt_tokens or PROMPT_TOKENS,
+        runs,
+        warm_ups,
+    )
+    stderr = Console(stderr=True)
+    with exit_codes(stderr):
+        _check_possible(plan)
+        findings = plan.carry_out(stderr)
+    report([(BASELINE.connector, findings.comparisons)], _notes(plan, findings), json)
+    if findings.failures:
+        raise typer.Exit(NOT_MEASURED)
+
+
+for _command in (wire, reshard, codec, overhead):
+    app.command()(_command)
+
+
+def _handoff_on_gpu(
+    codecs: Sequence[str] | None,
+    prompt_tokens: Sequence[int] | None,
+    devices: tuple[str, str],
+    counts: tuple[int, int],
+    json: Path | None,
+) -> None:
+    from pd_connector.tools.bench import gpu  # torch takes seconds to import
+
+    for name in codecs or ():
+        if name not in gpu.CODECS:
+            known = ", ".join(gpu.CODECS)
+            raise typer.BadParameter(f"{name!r}: must be one of {known}", param_hint="--ours")
+    lengths = prompt_tokens or gpu.PROMPT_TOKENS
+    plan = gpu.GpuPlan(devices, codecs or gpu.CODECS, lengths, *counts)
+    stderr = Console(stderr=True)
+    with exit_codes(stderr), terminate_as_interrupt():
+        found = plan.carry_out(lambda line: stderr.print(line, markup=False, highlight=False))
+        notes = [*plan.notes(), noise_note(found.others_cores)]
+    report(found.tables, notes, json)
+
+
+def _devices(names: Sequence[str] | None) -> tuple[str, str]:
+    """The producer's and the consumer's."""
+    found = list(names or ["cuda:0"])
+    for name in found:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+            problem = f"{name!r}: must be cuda, cuda:1 or the like, or cpu"
+            raise typer.BadParameter(problem, param_hint="--device")
+    if len(found) > 2 or len({name.partition(":")[0] for name in found}) > 1:
+        problem = f"{found}: must be one, or the producer's and the consumer's, of one kind"
+        raise typer.BadParameter(problem, param_hint="--device")
+    return found[0], found[-1]
+
+
+def _chosen(
+    names: Sequence[str] | None, known: Mapping[str, Contender], default: Sequence[str]
+) -> list[Contender]:
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(
+                f"{name!r}: must be one of {', '.join(known)}", param_hint="--ours"
+            )
+    return [known[name] for name in dict.fromkeys(names or default)]
+
+
+def _check_possible(plan: Plan) -> None:
+    """Raises BenchError naming what is missing: an engine says it only after half a minute."""
+    for module, mend in (
+        ("vllm", "install vLLM, or use the environment that has it"),
+        ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
+    ):
+        if importlib.util.find_spec(module) is None:
+            raise BenchError(f"{module} is not installed: {mend}")
+    if plan.link_mbit is not None and (reason := available()):
+        raise BenchError(
+            f"no network namespaces here ({reason}): run it as root with iproute2 installed, or "
+            "compare on one machine with --local"
+        )
+
+
+def _notes(plan: Plan, findings: Findings) -> list[str]:
+    """What a reader of the table must know."""
+    notes = []
+    if plan.link_mbit is not None:
+        notes.append(f"link: {plan.link_mbit:,.0f} Mbit/s each way, between two network namespaces")
+    rest = {one.contender.name: one for one in findings.series}
+    for name, one in rest.items():
+        frozen = " (spins: frozen while others were measured)" if one.frozen else ""
+        notes.append(f"cores that {name}'s engines use at rest: {one.rest_cores:.2f}{frozen}")
+    notes.append(noise_note(findings.others_cores))
+    notes += [f"NOT MEASURED: {name}: {reason}" for name, reason in findings.failures.items()]
+    if findings.drift:
+        drift = ", ".join(f"{ratio:.2f} at {n:,} tokens" for n, ratio in findings.drift.items())
+        notes.append(f"{BASELINE.name}'s handoff when measured last / first: {drift}")
+    if findings.restless:
+        notes.append(f"runs that began while some engine was busy: {findings.restless}")
+    if findings.unlike:
+        notes.append(f"prompts that the pairs answered differently: {findings.unlike}")
+    return notes

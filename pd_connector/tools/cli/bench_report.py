@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all benchmark commands share: how they tell what they found, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from pd_connector.errors import PDConnectorError
+from pd_connector.tools.bench import machine
+from pd_connector.tools.bench.report import Comparison, missed, table, write_json
+
+BAR_MISSED = 1
+NOT_MEASURED = 2
+INTERRUPTED = 130
+"""Exit codes other than 0."""
+
+QUIET_CORES = 0.1
+"""What other programs may use before the figures are called provisional."""
+
+
+@contextmanager
+def exit_codes(console: Console) -> Iterator[None]:
+    """Turn what goes wrong inside into a line and an exit code."""
+    try:
+        yield
+    except (PDConnectorError, OSError) as error:
+        console.print(f"not measured: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(NOT_MEASURED) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; all processes have been ended")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def report(
+    tables: Sequence[tuple[str, Sequence[Comparison]]], notes: Sequence[str], json: Path | None
+) -> None:
+    """Print tables, each with the name of its baseline, and what a reader of them must know.
+
+    Raises typer.Exit when a bar was missed.
+    """
+    console = Console()
+    for baseline, comparisons in tables:
+        console.print(table(comparisons, baseline))
+    for note in [*(f"{topic}: {words}" for topic, words in machine.describe().items()), *notes]:
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
+    comparisons = [one for _, several in tables for one in several]
+    if json is not None:
+        write_json(json, comparisons)
+    if missed(comparisons):
+        raise typer.Exit(BAR_MISSED)
+
+
+def noise_note(others_cores: float) -> str:
+    """Whether the machine was quiet."""
+    verdict = "quiet" if others_cores <= QUIET_CORES else "not quiet: the figures are provisional"
+    return f"cores used by other programs meanwhile: {others_cores:.2f} ({verdict})"

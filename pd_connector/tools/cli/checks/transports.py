@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What KV can travel over from here, and what UCX's variables make of it."""
+
+from pd_connector.tools.cli.checks.facts import Facts, Trial
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+AREA = "transports"
+# Names, or beginnings of names, of UCX transports that reach another machine.
+_REACHES_OUT = ("all", "tcp", "rc", "ud", "dc", "ib", "srd", "gga")
+
+
+def check(facts: Facts) -> list[Finding]:
+    """All findings of this area."""
+    seen = facts.transports
+    findings = [
+        Finding(AREA, "shm", Status.OK, "engines of one user on one machine"),
+        tcp(facts),
+        nixl(facts),
+        ucx(facts),
+    ]
+    if seen.nixl is None and seen.ucxx is None:
+        return findings
+    return [*findings, devices(facts), *ucx_tls(facts), *ucx_net_devices(facts)]
+
+
+def tcp(facts: Facts) -> Finding:
+    found = f"pyzmq {facts.software.versions.get('pyzmq', '?')}, libzmq {facts.transports.zmq}"
+    if facts.transports.curve:
+        return Finding(AREA, "tcp", Status.OK, f"{found}, with CURVE encryption")
+    return Finding(
+        AREA,
+        "tcp",
+        Status.FAIL,
+        f"{found}, without CURVE encryption",
+        "engines on different machines cannot be protected: pip install --force-reinstall "
+        "--no-deps --only-binary pyzmq pyzmq",
+    )
+
+
+def nixl(facts: Facts) -> Finding:
+    """Whether an agent with the backend UCX can be made."""
+    trial = facts.transports.nixl
+    if trial is None:
+        return Finding(
+            AREA,
+            "nixl",
+            Status.OK,
+            "not installed (optional)",
+            "for RDMA between machines: pip install 'pd-connector[nixl]', and name it in `transports`",
+        )
+    if trial.works:
+        version = facts.software.versions.get("nixl", "?")
+        return Finding(AREA, "nixl", Status.OK, f"{version}, agent with UCX made")
+    return _trial(
+        "nixl",
+        trial,
+        "leave nixl out of `transports`, or reinstall it: pip install --force-reinstall --no-deps "
+        "nixl nixl-cu13 (nixl-cu12 beside a CUDA 12 torch)",
+    )
+
+
+def ucx(facts: Facts) -> Finding:
+    """Whether ucxx can be used."""
+    trial = facts.transports.ucxx
+    if trial is None:
+        return Finding(
+            AREA,
+            "ucx",
+            Status.OK,
+            "not installed (optional)",
+            "an alternative to nixl: pip install 'pd-connector[ucx]', and name it in `transports`",
+        )
+    return _trial(
+        "ucx",
+        trial,
+        "leave ucx out of `transports`, or reinstall it: pip install --force-reinstall --no-deps "
+        "ucxx-cu13 libucxx-cu13 'libucx-cu13<1.22' (cu12 beside a CUDA 12 torch)",
+    )
+
+
+def devices(facts: Facts) -> Finding:
+    """RDMA devices; without any, UCX falls back to shared memory and TCP."""
+    seen = facts.transports
+    if seen.ucx_devices:
+        return Finding(AREA, "UCX devices", Status.OK, ", ".join(seen.ucx_devices))
+    if seen.rdma_devices:
+        return Finding(AREA, "UCX devices", Status.OK, f"RDMA: {', '.join(seen.rdma_devices)}")
+    return Finding(
+        AREA,
+        "UCX devices",
+        Status.OK,
+        "no RDMA device: UCX uses shared memory and TCP",
+        "if this host has one, load its driver; in a container add --device /dev/infiniband",
+    )
+
+
+def ucx_tls(facts: Facts) -> list[Finding]:
+    """A UCX_TLS that keeps KV on this machine."""
+    value = facts.environment.get("UCX_TLS")
+    if value is None:
+        return []
+    # "^a,b" is everything but a and b.
+    names = [name.strip().lstrip("\\") for name in value.split(",")]
+    if value.startswith("^") or any(name.startswith(_REACHES_OUT) for name in names):
+        return [Finding(AREA, "UCX_TLS", Status.OK, value)]
+    return [
+        Finding(
+            AREA,
+            "UCX_TLS",
+            Status.WARN,
+            value,
+            "nothing in it reaches another machine: add tcp, or rc where there is RDMA, or unset it",
+        )
+    ]
+
+
+def ucx_net_devices(facts: Facts) -> list[Finding]:
+    """A UCX_NET_DEVICES that names devices this host does not have."""
+    value = facts.environment.get("UCX_NET_DEVICES")
+    if value is None:
+        return []
+    known = {"all", *facts.transports.interfaces, *facts.transports.rdma_devices}
+    # An RDMA device is written with its port: mlx5_0:1.
+    names = [name.strip() for name in value.lstrip("^").split(",")]
+    missing = [name for name in names if name.partition(":")[0] not in known]
+    # Patterns are UCX's to resolve.
+    missing = [name for name in missing if not set(name) & set("*?[")]
+    if not missing:
+        return [Finding(AREA, "UCX_NET_DEVICES", Status.OK, value)]
+    return [
+        Finding(
+            AREA,
+            "UCX_NET_DEVICES",
+            Status.FAIL,
+            f"{value}: no device {', '.join(missing)} here",
+            f"name one of {', '.join(sorted(known - {'all'}))}, or unset it",
+        )
+    ]
+
+
+def _trial(name: str, trial: Trial, advice: str) -> Finding:
+    if trial.works:
+        return Finding(AREA, name, Status.OK, trial.detail)
+    return Finding(AREA, name, Status.WARN, f"installed, but {trial.detail}", advice)

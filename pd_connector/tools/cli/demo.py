@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector demo`: prefill, decode and router as real processes, and proof of what they answer."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from shutil import rmtree
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pd_connector.errors import PDConnectorError
+from pd_connector.tools.cli.asker import DECODED_TOKENS, Asker, Row
+from pd_connector.tools.demo import MODEL_DIR
+from pd_connector.tools.launch import (
+    RouterProcess,
+    VllmEngine,
+    stop_services,
+    terminate_as_interrupt,
+    wait_all,
+)
+from pd_connector.tools.launch.engine import Role, on_cpu
+from pd_connector.tools.launch.service import log_folder
+
+PROMPT_TOKENS = (5, 32, 300, 1000, 3000)
+
+FAILED = 1
+INTERRUPTED = 130
+"""Exit codes other than 0."""
+
+# Where an engine computes a prompt in other portions, as a decode engine does with the last token,
+# its bfloat16 logprobs may differ from its own by a hundredth or two. Wrong KV differs by more.
+TOLERANCE = 0.05
+
+TWO_HOSTS = (
+    "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
+    "PD_CONNECTOR_HOST=<the host's own name>`, then on A `vllm serve MODEL --kv-transfer-config "
+    '\'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'`, on B the same with '
+    '"kv_consumer", and anywhere `python -m scheduler_plugins.router --prefill http://A:8000 '
+    "--decode http://B:8000`."
+)
+
+
+class TransportName(StrEnum):
+    """Transports of PDConnector."""
+
+    SHM = "shm"
+    TCP = "tcp"
+    NIXL = "nixl"
+
+
+def demo(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL_DIR,
+    transport: Annotated[
+        TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")
+    ] = None,
+) -> None:
+    """Start prefill, decode and router on this machine, send prompts, and check every answer.
+
+    Exit code 1 when a logprob differs from what one engine computes alone, or when no KV came.
+    """
+    stdout, stderr = Console(), Console(stderr=True)
+    logs = log_folder()
+    try:
+        with terminate_as_interrupt():
+            rows = _run(model, transport, logs, stderr)
+    except KeyboardInterrupt:
+        rmtree(logs, ignore_errors=True)
+        stderr.print("interrupted; all processes have been ended")
+        raise typer.Exit(INTERRUPTED) from None
+    except (PDConnectorError, OSError) as error:
+        stderr.print(f"failed: {error}", style="red", markup=False, highlight=False)
+        stderr.print(f"logs: {logs}", highlight=False)
+        raise typer.Exit(FAILED) from None
+    stdout.print(_table(rows))
+    differing = [row.prompt_tokens for row in rows if not row.difference <= TOLERANCE]
+    if differing:
+        stderr.print(f"logprobs differ for prompts of {differing} tokens; logs: {logs}")
+    else:
+        rmtree(logs, ignore_errors=True)
+    stdout.print(TWO_HOSTS, soft_wrap=True, markup=False, highlight=False)
+    if differing:
+        raise typer.Exit(FAILED)
+
+
+def _run(model: Path, transport: TransportName | None, logs: Path, console: Console) -> list[Row]:
+    """Start everything, ask every prompt, and end everything, whatever happens."""
+    config = {} if transport is None else {"transports": [str(transport)]}
+    # Two engines share a GPU where there is only one.
+    args = [] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
+
+    def engine(name: str, role: Role) -> VllmEngine:
+        log = logs / f"{name}.log"
+        return VllmEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
+
+    prefill, decode = engine("prefill", "kv_producer"), engine("decode", "kv_consumer")
+    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
+    services = [prefill, decode, router]
+    console.print(
+        "Starting a prefill engine, a decode engine and a router on this machine, half a minute "
+        f"or more. Logs: {logs}",
+        highlight=False,
+    )
+    try:
+        for service in services:
+            service.start()
+        wait_all(services, console=console)
+        asker = Asker(prefill.client, decode.client, router.client)
+        with console.status("warming up") as status:
+            asker.warm_up()
+            rows = []
+            for tokens, prompt in zip(PROMPT_TOKENS, _prompts(PROMPT_TOKENS), strict=True):
+                status.update(f"prompt of {tokens:,} tokens")
+                rows.append(asker.ask(prompt))
+        return rows
+    finally:
+        stop_services(services)
+
+
+def _prompts(lengths: Iterable[int]) -> list[str]:
+    """Texts of so many bytes, each a token of the demo's model: source that Python brings along."""
+    source = inspect.getsource(argparse).encode("ascii", "replace").decode()
+    texts, start = [], 0
+    for length in lengths:
+        texts.append(source[start : start + length])
+        start += length
+    return texts
+
+
+def _table(rows: list[Row]) -> Table:
+    caption = (
+        f"{DECODED_TOKENS} tokens decoded for each prompt. Time to first token: through the "
+        "router. Handoff: from the finished prefill to the first token, in two steps. Last "
+        "column: both against the same prompt computed whole by one engine."
+    )
+    if any(0 < row.difference <= TOLERANCE for row in rows):
+        caption += (
+            " One engine differs from itself as much where it has a long prompt in its prefix cache: "
+            "it sums in another order then."
+        )
+    table = Table(
+        title="Prefill in one process, decode in another", caption=caption, caption_justify="left"
+    )
+    for heading in ("prompt\ntokens", "time to\nfirst token", "handoff", "bytes on\nthe wire"):
+        table.add_column(heading, justify="right")
+    table.add_column("descriptors", justify="right")
+    table.add_column("logprobs equal\none engine's")
+    for row in rows:
+        table.add_row(
+            f"{row.prompt_tokens:,}",
+            f"{row.first_token_s * 1e3:,.0f} ms",
+            f"{row.handoff_s * 1e3:,.1f} ms",
+            f"{row.wire_bytes:,}",
+            f"{row.descriptors:,}",
+            _verdict(row.difference),
+        )
+    return table
+
+
+def _verdict(difference: float) -> str:
+    if difference == 0.0:
+        return "[green]yes, bit for bit[/]"
+    if difference <= TOLERANCE:
+        return f"[green]within {difference:.1e}[/]"
+    if math.isinf(difference):
+        return "[red]no: other tokens[/]"
+    return f"[red]no: {difference:.1e} apart[/]"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector doctor`: what stands in the way of a handoff, and what to do about it."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pd_connector.tools.cli.checks import limits, network, peer, probe, software, transports
+from pd_connector.tools.cli.checks.facts import Facts
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+
+
+def doctor(
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="URL", help="Also visit this engine. May be repeated."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VLLM_API_KEY", help="Key of the peers' HTTP interface.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check versions, transports, network, GPU and limits, and say what to do.
+
+    Ends with status 1 if anything fails.
+    """
+    # Progress goes to standard error, so that --json can be piped.
+    with Console(stderr=True).status("looking at this machine"):
+        findings = examine(probe.look())
+        for url in peers or ():
+            findings += visit(url, api_key)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        show(findings, Console())
+    if any(finding.status is Status.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """All findings about this machine. Pure."""
+    areas = (software, transports, network, limits)
+    return [finding for area in areas for finding in area.check(facts)]
+
+
+def visit(url: str, api_key: str | None = None) -> list[Finding]:
+    """All findings about the engine at `url`."""
+    if not url.startswith(("http://", "https://")):
+        url = f"http://{url}"
+    return peer.check(url, peer.asker(url, api_key), peer.connect)
+
+
+def show(findings: Iterable[Finding], console: Console) -> None:
+    """Print a table per area, then one line of summary."""
+    findings = list(findings)
+    for area in dict.fromkeys(finding.area for finding in findings):
+        console.print(escape(area), style="bold", highlight=False)
+        table = Table(box=None, expand=True, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column("status", width=4)
+        table.add_column("name", width=17, overflow="fold")
+        table.add_column("found", ratio=1, overflow="fold")
+        table.add_column("what to do", ratio=1, overflow="fold")
+        for finding in findings:
+            if finding.area == area:
+                style = STYLES[finding.status]
+                table.add_row(
+                    f"[{style}]{finding.status}[/]",
+                    escape(finding.name),
+                    escape(finding.found),
+                    escape(finding.advice),
+                )
+        console.print(table)
+        console.print()
+    count = {status: sum(f.status is status for f in findings) for status in Status}
+    console.print(", ".join(f"{number} {status}" for status, number in count.items()))

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting, watching and ending real processes: for `demo`, `bench` and the tests.
+
+- `family`: a process and everything it started, ended as one
+- `proc`: processes as `/proc` shows them
+- `guard`: ends the families of a launcher that died without ending them itself
+- `ports`: ports that nobody else takes between choosing and listening
+- `service`: an HTTP server that is such a family: readiness, log, start again
+- `causes`: what its log says about a failed start
+- `engine`, `router`: the two services there are
+- `census`: what a family has open
+- `client`: HTTP requests to them, and their metrics
+- `progress`: what a person sees while they start
+- `signals`: SIGTERM treated as Ctrl-C
+"""
+
+from pd_connector.tools.launch.census import Census
+from pd_connector.tools.launch.client import Client, HttpError, Samples
+from pd_connector.tools.launch.engine import VllmEngine
+from pd_connector.tools.launch.family import Family, stop_all
+from pd_connector.tools.launch.ports import Port
+from pd_connector.tools.launch.progress import wait_all
+from pd_connector.tools.launch.router import RouterProcess
+from pd_connector.tools.launch.service import Service, StartError, stop_services
+from pd_connector.tools.launch.signals import terminate_as_interrupt
+
+__all__ = [
+    "Census",
+    "Client",
+    "Family",
+    "HttpError",
+    "Port",
+    "RouterProcess",
+    "Samples",
+    "Service",
+    "StartError",
+    "VllmEngine",
+    "stop_all",
+    "stop_services",
+    "terminate_as_interrupt",
+    "wait_all",
+]

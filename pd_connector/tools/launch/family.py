@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process and everything it started, seen and ended as one.
+
+An engine is a handful of processes, and some of them outlive a parent that is killed and then spin
+at full speed. Members are therefore found in three ways that complement each other: by descent, by
+process group, and by a marker in the environment that also those inherit who lose their parent.
+
+A family gets a process group of its own, so that Ctrl-C reaches the launcher alone, which then ends
+its families in order. It does not get a session of its own: Linux schedules sessions as groups, and
+a transport's progress thread in one then starves beside an engine's polling loop in another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pd_connector.tools.launch import proc
+from pd_connector.tools.launch.guard import guarded
+
+POLITE_S = 15.0
+"""How long a family may take to end by itself after SIGTERM."""
+LINGER_S = 2.0
+"""How long what a process leaves behind may take to end after it."""
+POLL_S = 0.05
+
+
+class Family:
+    """A process started here, with all its descendants.
+
+    Args:
+        command: program and arguments.
+        env: variables added to this process's own.
+        log: file that gets everything the family prints, appended; None discards it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        lineage = [os.environ.get(proc.MARKER, ""), guarded(), self.id]
+        environment = {
+            **os.environ,
+            **(env or {}),
+            proc.MARKER: ":".join(filter(None, lineage)),
+            # Engines rename their processes; by default that overwrites what /proc shows of the
+            # environment, and with it the marker.
+            "SPT_NOENV": "1",
+        }
+        self._seen: dict[int, proc.Process] = {}
+        with open(log or os.devnull, "ab") as output:
+            self._root = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Pid of the process that was started, which is also its process group's id."""
+        return self._root.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How the started process ended; None while it runs. Its descendants may outlive it."""
+        return self._root.poll()
+
+    def members(self) -> list[proc.Process]:
+        """All living members."""
+        processes = proc.table()
+        pids = {pid for pid in processes if self.id in proc.families(pid)}
+        if self._root.returncode is None:
+            # Until the root is reaped, its pid can mean nothing else.
+            pids |= {p.pid for p in processes.values() if p.group == self.pid}
+            pids.add(self.pid)
+        pids = proc.descendants(processes, pids)
+        for pid, process in self._seen.items():
+            if pid in processes and processes[pid].started == process.started:
+                pids.add(pid)
+        self._seen = {pid: processes[pid] for pid in pids}
+        return [p for p in self._seen.values() if p.alive]
+
+    def survivors(self) -> list[int]:
+        """Pids of living members other than the started process."""
+        return sorted(p.pid for p in self.members() if p.pid != self.pid)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every member."""
+        members = self.members()
+        if self._root.poll() is None:
+            os.killpg(self.pid, number)
+            members = [p for p in members if p.group != self.pid]
+        proc.signal_all(members, number)
+
+    def pause(self) -> None:
+        """Stop every member where it stands (SIGSTOP)."""
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused family go on (SIGCONT)."""
+        self.signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """Ask the started process to end; without it, ask everything it left behind."""
+        if self._root.poll() is None:
+            self._root.terminate()
+        else:
+            proc.signal_all(self.members(), signal.SIGTERM)
+        self.resume()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the whole family is gone; False when some of it is still there."""
+        deadline = time.monotonic() + timeout_s
+        while self._root.poll() is None or self.members():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def kill(self) -> None:
+        """End every member at once (SIGKILL), and wait until all are gone.
+
+        Raises:
+            TimeoutError: something survives even that; the message has its pids.
+        """
+        proc.kill_all(self.members)
+        self._root.wait()
+
+    def stop(self, polite_s: float = POLITE_S) -> None:
+        """End the family: SIGTERM to the started process, a bounded wait, SIGKILL to all."""
+        stop_all([self], polite_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def stop_all(families: Iterable[Family], polite_s: float = POLITE_S) -> None:
+    """End several families side by side, within the time that one may take."""
+    families = list(families)
+    try:
+        for family in families:
+            family.terminate()
+        deadline = time.monotonic() + polite_s
+        while any(f.returncode is None for f in families) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for family in families:
+            family.terminate()
+        deadline = time.monotonic() + min(polite_s, LINGER_S)
+        for family in families:
+            family.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for family in families:
+            family.kill()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An HTTP server run as a family of processes: started, waited for, ended, started again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pd_connector.errors import PDConnectorError
+from pd_connector.tools.launch import causes
+from pd_connector.tools.launch.client import Client, Samples
+from pd_connector.tools.launch.family import POLITE_S, Family, stop_all
+from pd_connector.tools.launch.netns import Namespace
+from pd_connector.tools.launch.ports import Port
+
+READY_TIMEOUT_S = 600.0
+"""Generous: several engines may be starting on two busy cores."""
+POLL_S = 0.2
+LOG_LINES = 60
+
+
+class StartError(PDConnectorError):
+    """A service did not become ready; the message has the likely cause and the end of its log."""
+
+
+class Service(ABC):
+    """One server on one port. The port stays reserved over restarts, until exit.
+
+    With a namespace it runs there, and listens on that namespace's management address.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int | None,
+        log_path: Path | None,
+        namespace: Namespace | None = None,
+    ) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.host = namespace.management if namespace else host
+        self._reserved: list[Port] = []
+        self.port = self.reserve() if port is None else port
+        self.log_path = log_path or log_folder() / f"{name}.log"
+        self.base_url = f"http://{self.host}:{self.port}"
+        self.client = Client(self.base_url)
+        self.family: Family | None = None
+        self.started_at = 0.0
+        self._log_from_bytes = 0
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Program and arguments."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables added to this process's own."""
+        return {}
+
+    def reserve(self) -> int:
+        """A port where it runs that nobody else is given."""
+        if self.namespace is not None:
+            return self.namespace.port()
+        self._reserved.append(Port(self.host))
+        return self._reserved[-1].number
+
+    def phase(self) -> str:
+        """What it is doing while it starts, in a few words."""
+        return causes.phase(self.log_path, self._log_from_bytes)
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's main process runs. Others of its family may without it."""
+        return self.family is not None and self.family.returncode is None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self.started_at
+
+    def start(self) -> Self:
+        """Start it, without waiting. Its log goes on where an earlier run's ended."""
+        if self.family is not None:
+            raise RuntimeError(f"{self.name} has been started already: stop or kill it first")
+        command = [*(self.namespace.prefix if self.namespace else ()), *self.command()]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("a") as log:
+            self._log_from_bytes = log.tell()
+            log.write(f"$ {' '.join(command)}\n")
+        self.family = Family(command, env=self.environment(), log=self.log_path)
+        self.started_at = time.monotonic()
+        return self
+
+    def ready(self) -> bool:
+        """Whether it answers now. Raises StartError when it has ended instead."""
+        if not self.running:
+            raise StartError(self._report("it ended"))
+        return self.client.healthy()
+
+    def wait_ready(
+        self,
+        timeout_s: float = READY_TIMEOUT_S,
+        progress: Callable[[str], None] | None = None,
+    ) -> Self:
+        """Wait until it answers; `progress` gets what it does meanwhile, whenever that changes.
+
+        Raises:
+            StartError: it ended, or did not answer in time. It is stopped then.
+        """
+        said = ""
+        try:
+            while not self.ready():
+                phase = self.phase()
+                if progress and phase != said:
+                    progress(phase)
+                    said = phase
+                if self.waited_s > timeout_s:
+                    raise StartError(self.late())
+                time.sleep(POLL_S)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def late(self) -> str:
+        """The report of a start that takes too long."""
+        return self._report(f"it is not ready after {self.waited_s:.0f} s ({self.phase()})")
+
+    def metrics(self) -> Samples:
+        """All samples of its `/metrics`."""
+        return self.client.metrics()
+
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """The end of its log."""
+        return "\n".join(causes.tail(self.log_path, lines))
+
+    def stop(self, polite_s: float = POLITE_S) -> None:
+        """End it and its whole family, politely first. Does nothing when it is not started."""
+        if self.family is not None:
+            self.family.stop(polite_s)
+            self.family = None
+
+    def kill(self) -> None:
+        """End it and its whole family at once, as a crash of the machine would."""
+        if self.family is not None:
+            self.family.kill()
+            self.family = None
+
+    def pause(self) -> None:
+        """Freeze its whole family: it neither works nor answers, and its sockets stay open."""
+        if self.family is not None:
+            self.family.pause()
+
+    def resume(self) -> None:
+        """Let a paused service go on."""
+        if self.family is not None:
+            self.family.resume()
+
+    def _report(self, what: str) -> str:
+        code = self.family.returncode if self.family else None
+        lines = causes.tail(self.log_path, None, self._log_from_bytes)
+        ended = f" with code {code}" if code is not None else ""
+        cause = causes.likely_cause(lines, code) or "unknown, see the log"
+        return (
+            f"{self.name} did not start: {what}{ended}. Likely cause: {cause}.\n"
+            f"End of {self.log_path}:\n" + "\n".join(f"  | {line}" for line in lines[-LOG_LINES:])
+        )
+
+    def __enter__(self) -> Self:
+        return self.start() if self.family is None else self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def stop_services(services: Iterable[Service], polite_s: float = POLITE_S) -> None:
+    """End several services side by side."""
+    services = list(services)
+    stop_all([s.family for s in services if s.family is not None], polite_s)
+    for service in services:
+        service.family = None
+
+
+def log_folder() -> Path:
+    """A new folder for logs, kept after this process ends: somebody may want to read them."""
+    return Path(tempfile.mkdtemp(prefix="pd-connector-"))

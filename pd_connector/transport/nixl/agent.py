@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One NIXL agent with the backend UCX, over slabs in host memory.
+
+Peers' metadata is parsed by NIXL's C++ code; NIXL's Python helpers that unpickle are not used.
+"""
+
+import logging
+import os
+from typing import Any, Literal
+
+from pd_connector.config import is_loopback
+from pd_connector.errors import TransportError
+from pd_connector.memory.slab import Slab
+
+logger = logging.getLogger("pd_connector.transport.nixl.transport")
+
+_BACKEND = "UCX"
+_MEMORY = "DRAM"
+
+
+class NixlAgent:
+    """Registers its slabs when made.
+
+    Args:
+        name: by which peers know it.
+        host: what this engine listens on; UCX is kept to loopback if that is loopback.
+        slabs: memory of this process to transfer from and into.
+
+    Raises:
+        TransportError: NIXL is missing, or UCX cannot be set up.
+    """
+
+    def __init__(self, name: str, host: str, *slabs: Slab) -> None:
+        api = _import_api()
+        options = {"engine_config": "NET_DEVICES=lo"} if is_loopback(host) else {}
+        try:
+            settings = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._nixl: Any = api.nixl_agent(name, settings)
+            self._nixl.create_backend(_BACKEND, options)
+            regions = [(slab.address, slab.nbytes, 0, "") for slab in slabs]
+            self._registered = self._nixl.register_memory(regions, _MEMORY, [_BACKEND])
+        except Exception as error:
+            raise TransportError(
+                f"nixl agent with backend {_BACKEND} cannot be made: {error!r}; "
+                "`pd-connector doctor` shows UCX's devices"
+            ) from error
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer's agent needs to reach this one's memory."""
+        return bytes(self._nixl.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> str:
+        """Learn of a peer's agent; returns its name. Raises what NIXL raises."""
+        return str(self._nixl.add_remote_agent(metadata).decode())
+
+    def start(
+        self,
+        operation: Literal["READ", "WRITE"],
+        remote: str,
+        here: int,
+        there: int,
+        nbytes: int,
+        note: bytes = b"",
+    ) -> Any:
+        """Start a transfer between two addresses; returns its handle.
+
+        Raises what NIXL raises: its exceptions have no common base.
+        """
+        handle = self._nixl.initialize_xfer(
+            operation,
+            self._nixl.get_xfer_descs([(here, nbytes, 0)], _MEMORY),
+            self._nixl.get_xfer_descs([(there, nbytes, 0)], _MEMORY),
+            remote,
+            note,
+            [_BACKEND],
+        )
+        try:
+            state = self._nixl.transfer(handle)
+        except Exception:
+            handle.release()
+            raise
+        if state == "ERR":
+            handle.release()
+            raise TransportError("posting failed")
+        return handle
+
+    def progress(self, handle: Any) -> str | None:
+        """None while the transfer is under way; then what went wrong, empty for nothing."""
+        try:
+            state = self._nixl.check_xfer_state(handle)
+        except Exception as error:
+            return repr(error)
+        if state == "PROC":
+            return None
+        return "" if state == "DONE" else "the transfer failed"
+
+    def release(self, handle: Any) -> None:
+        """Forget a transfer. That alone does not stop it."""
+        try:
+            handle.release()
+        except Exception as error:
+            logger.warning("nixl does not release a transfer: %r", error)
+
+    def notes(self) -> dict[str, list[bytes]]:
+        """Notes that have come since the last call, by the sender's name."""
+        try:
+            return dict(self._nixl.get_new_notifs([_BACKEND]))
+        except Exception as error:  # such as a sender's name that is no text
+            logger.warning("nixl notifications lost: %r", error)
+            return {}
+
+    def close(self) -> None:
+        """Destroy it, which stops its transfers. All their handles must have been released."""
+        if self._nixl is not None:
+            self._nixl.deregister_memory(self._registered)
+            self._registered = None
+            self._nixl = None
+
+
+def _import_api() -> Any:
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise TransportError(
+            f"transport nixl: {error}. Install it with `pip install 'pd-connector[nixl]'`, or "
+            "take it out of the config key transports"
+        ) from error
+    if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of every agent, on standard output
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return _api

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL over UCX between slabs in host memory: RDMA where there is any, shared memory or TCP else.
+
+The producer writes into the landing slab by itself; a notification that follows the bytes tells
+the consumer. Or the consumer reads from the sending slab by itself. Every route, and every producer
+that is read from, has a NIXL agent of its own, because releasing a transfer that is under way does
+not stop it: UCX goes on reading its source and writing its target. Destroying the agent does.
+
+UCX neither encrypts nor authenticates, and whoever reaches its port can do harm: outside of
+loopback the network between the engines must be trusted, key or no key.
+"""
+
+import itertools
+import secrets
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from pd_connector.config import is_loopback
+from pd_connector.errors import TransportError
+from pd_connector.memory.slab import Slab
+from pd_connector.transport.base import Landed, Link, Transport, Written, check_fits
+from pd_connector.transport.nixl.agent import NixlAgent
+
+_NOTE = struct.Struct("<IQ")  # slot, bytes; the header follows
+_MAX_HEADER_BYTES = 1 << 16
+
+_Pointer = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
+_Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_SlotBytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    metadata: bytes
+    base: _Pointer  # of the landing slab in its process
+    slots: _Slots
+    slot_bytes: _SlotBytes
+    # Of the sending slab; versions without reads have none.
+    send_base: _Pointer = 0
+    send_slots: _Slots = 0
+    send_slot_bytes: _SlotBytes = 0
+
+
+@dataclass(slots=True)
+class _Consumer:
+    agent: NixlAgent
+    remote: str
+    address: _NixlAddress
+    writes: dict[int, Any] = field(default_factory=dict)  # token: handle
+
+
+@dataclass(slots=True)
+class _Read:
+    handle: Any
+    header: bytes
+    slot: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Producer:
+    """An expected producer. It has an agent from the first read on: most sessions only write."""
+
+    address: _NixlAddress
+    agent: NixlAgent | None = None
+    remote: str = ""
+    reads: list[_Read] = field(default_factory=list)
+
+
+class NixlTransport(Transport):
+    """See the module.
+
+    Args:
+        landing: slab that peers write into, and that reads land in.
+        sending: slab that all payloads given to `write` lie in, and that peers read from.
+        host: what this engine listens on; UCX is kept to loopback if that is loopback.
+    """
+
+    name = "nixl"
+    one_sided = True
+
+    def __init__(self, landing: Slab, sending: Slab, host: str = "127.0.0.1") -> None:
+        # Constants of a class elsewhere; here it depends on the machine.
+        self.readable = _reads_are_safe(host)  # type: ignore[misc]
+        self._landing = landing
+        self._sending = sending
+        self._host = host
+        # Peers are believed by this name, so it must not be guessed.
+        self._name = f"pd-{secrets.token_hex(16)}"
+        self._numbers = itertools.count(1)  # of writes, routes and sources
+        self._written: list[Written] = []
+        self._routes: dict[int, _Consumer] = {}
+        self._expected: dict[int, _Producer] = {}
+        # What peers reach: they write into the one slab and read from the other.
+        self._receiver = NixlAgent(self._name, host, landing, sending)
+        self._address = _NixlAddress(
+            self._name,
+            self._receiver.metadata,
+            landing.address,
+            landing.slots,
+            landing.slot_bytes,
+            sending.address,
+            sending.slots,
+            sending.slot_bytes,
+        )
+
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._address)
+
+    def connect(self, consumer: bytes) -> Link:
+        address = _read_address(consumer)
+        route = next(self._numbers)
+        agent, remote = self._reach(f"{self._name}/{route}", address, self._sending, "consumer")
+        self._routes[route] = _Consumer(agent, remote, address)
+        return route
+
+    def disconnect(self, route: Link) -> None:
+        assert isinstance(route, int)
+        consumer = self._routes.pop(route, None)
+        if consumer is None:
+            return
+        for token in list(consumer.writes):
+            self._end_write(consumer, token, "nixl write: the consumer was disconnected")
+        consumer.agent.close()
+
+    def expect(self, producer: bytes) -> Hashable:
+        source = next(self._numbers)
+        self._expected[source] = _Producer(_read_address(producer))
+        return source
+
+    def dismiss(self, source: Hashable) -> None:
+        assert isinstance(source, int)
+        producer = self._expected.pop(source, None)
+        if producer is not None and producer.agent is not None:
+            for read in producer.reads:
+                producer.agent.release(read.handle)
+            producer.agent.close()
+
+    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        assert isinstance(route, int)
+        consumer = self._routes.get(route)
+        if consumer is None:
+            raise TransportError("nixl transport: no such consumer (any more)")
+        landing = consumer.address
+        check_fits("the consumer", slot, payload.nbytes, landing.slots, landing.slot_bytes)
+        if len(header) > _MAX_HEADER_BYTES:
+            raise TransportError(
+                f"nixl: header of {len(header)} bytes, at most {_MAX_HEADER_BYTES}"
+            )
+        here = self._find(payload)
+        there = landing.base + slot * landing.slot_bytes
+        note = _NOTE.pack(slot, payload.nbytes) + header
+        try:
+            handle = consumer.agent.start(
+                "WRITE", consumer.remote, here, there, payload.nbytes, note
+            )
+        except Exception as error:
+            raise TransportError(f"nixl write cannot start: {error!r}") from error
+        token = next(self._numbers)
+        consumer.writes[token] = handle
+        return token
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        assert isinstance(source, int)
+        producer = self._expected.get(source)
+        if producer is None:
+            raise TransportError("nixl: no such producer (any more)")
+        far, landing = producer.address, self._landing
+        check_fits("the producer", send_slot, nbytes, far.send_slots, far.send_slot_bytes)
+        check_fits("this engine", slot, nbytes, landing.slots, landing.slot_bytes)
+        if producer.agent is None:
+            name = f"{self._name}/{source}"
+            producer.agent, producer.remote = self._reach(name, far, landing, "producer")
+        here = landing.address + slot * landing.slot_bytes
+        there = far.send_base + send_slot * far.send_slot_bytes
+        try:
+            handle = producer.agent.start("READ", producer.remote, here, there, nbytes)
+        except Exception as error:
+            raise TransportError(f"nixl read cannot start: {error!r}") from error
+        producer.reads.append(_Read(handle, header, slot, nbytes))
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        for consumer in self._routes.values():
+            for token, handle in list(consumer.writes.items()):
+                problem = consumer.agent.progress(handle)
+                if problem is not None:
+                    self._end_write(consumer, token, f"nixl write: {problem}" if problem else "")
+        written, self._written = self._written, []
+        return written, self._take_notes() + self._end_reads()
+
+    @property
+    def pollables(self) -> list[object]:
+        return []
+
+    @property
+    def restless(self) -> bool:
+        # NIXL's own progress thread would spin on one core for ever. Without RDMA a consumer's
+        # read, too, gets on only while this side helps, and does not say when it begins.
+        return bool(self._routes or self._expected)
+
+    def close(self) -> None:
+        for route in list(self._routes):
+            self.disconnect(route)
+        for source in list(self._expected):
+            self.dismiss(source)
+        self._receiver.close()
+
+    def _reach(self, name: str, peer: _NixlAddress, slab: Slab, role: str) -> tuple[NixlAgent, str]:
+        """A new agent over one slab, and the peer's name to it."""
+        agent = NixlAgent(name, self._host, slab)
+        try:
+            return agent, agent.meet(peer.metadata)
+        except Exception as error:
+            agent.close()
+            raise TransportError(f"nixl cannot reach the {role}: {error!r}") from error
+
+    def _find(self, payload: memoryview) -> int:
+        address = int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)
+        inside = address - self._sending.address
+        if not 0 <= inside <= self._sending.nbytes - payload.nbytes:
+            raise TransportError("nixl: the payload does not lie in the sending slab")
+        return address
+
+    def _end_write(self, consumer: _Consumer, token: int, problem: str) -> None:
+        consumer.agent.release(consumer.writes.pop(token))
+        self._written.append(Written(token, not problem, problem))
+
+    def _end_reads(self) -> list[Landed]:
+        landed: list[Landed] = []
+        for producer in self._expected.values():
+            for read in list(producer.reads):
+                assert producer.agent is not None
+                problem = producer.agent.progress(read.handle)
+                if problem is None:
+                    continue
+                producer.reads.remove(read)
+                producer.agent.release(read.handle)
+                if problem:
+                    problem = f"nixl read: {problem}"
+                payload = self._landing.slot(read.slot, 0 if problem else read.nbytes)
+                landed.append(Landed(read.header, read.slot, payload, problem))
+        return landed
+
+    def _take_notes(self) -> list[Landed]:
+        believed = {producer.address.name for producer in self._expected.values()}
+        landed: list[Landed] = []
+        for sender, notes in self._receiver.notes().items():
+            if sender.rpartition("/")[0] in believed:
+                landed += [arrival for note in notes if (arrival := self._read_note(note))]
+        return landed
+
+    def _read_note(self, note: bytes) -> Landed | None:
+        if not _NOTE.size <= len(note) <= _NOTE.size + _MAX_HEADER_BYTES:
+            return None
+        slot, nbytes = _NOTE.unpack_from(note)
+        if slot >= self._landing.slots or nbytes > self._landing.slot_bytes:
+            return None
+        return Landed(note[_NOTE.size :], slot, self._landing.slot(slot, nbytes))
+
+
+def _reads_are_safe(host: str) -> bool:
+    """Whether a consumer that dies while it reads leaves its producer alive. Over plain TCP UCX has
+    the producer help, and aborts the producer's process when the consumer is gone."""
+    return is_loopback(host) or any(Path("/sys/class/infiniband").glob("*"))
+
+
+def _read_address(address: bytes) -> _NixlAddress:
+    try:
+        return msgspec.msgpack.decode(address, type=_NixlAddress)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(f"nixl address of a peer cannot be read: {error}") from None

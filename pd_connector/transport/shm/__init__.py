@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory between processes of one machine and user."""

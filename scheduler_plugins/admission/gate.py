@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one API server knows when it decides on a request: classes, the engine's load, prompts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from math import exp
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from scheduler_plugins.admission.board import Board, Posted
+from scheduler_plugins.admission.control import ADMITTED, AdmissionControl, Decision
+from scheduler_plugins.admission.load import ClassLoad, LoadReport
+from scheduler_plugins.admission.metrics import AdmissionMetrics
+from scheduler_plugins.admission.prompt import Prompt, PromptMemory
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.qos.classes import QosError, Slo, default_class
+from scheduler_plugins.qos.file import SchedulerFile, WatchedFile
+from scheduler_plugins.qos.routes import class_of
+from scheduler_plugins.queue.work import WINDOW_S, WorkByCost, bucket_of
+
+LOOK_EVERY_S = 1.0
+"""How often the configuration file is looked at, at most."""
+RECENT_S = 3.0
+"""Time over which the work that is let in is averaged."""
+TRANSIT_S = 0.05
+"""Time in which a request surely gets from here into the engine's queue, if the engine is not in
+the middle of a step."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Ticket:
+    """One request, and what was expected of it."""
+
+    number: int
+    qos: str
+    arrived_s: float
+    prompt: Prompt
+    tokens: int
+    cached: int
+    decision: Decision
+
+
+class LetIn:
+    """How much prefill was let in lately.
+
+    Chunks of it go into the steps that decode, and stretch them. The report's rates are averages of
+    30 s, which follow a sudden change too late; so they only say what others let in.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float]] = deque()
+        self._all = WorkByCost()
+
+    def add(self, now_s: float, cost_s: float) -> None:
+        """A request that brings so many seconds of prefill was let in."""
+        self._recent.append((now_s, cost_s))
+        self._all.arrive(0, cost_s, now_s)
+
+    def share(self, now_s: float, engine_share: float) -> float:
+        """Seconds of prefill per second: ours of late, and those of other API servers.
+
+        Args:
+            engine_share: what came to the engine per second, averaged as the report does it.
+        """
+        while self._recent and self._recent[0][0] < now_s - RECENT_S:
+            self._recent.popleft()
+        others = max(0.0, engine_share - sum(self._all.arriving(now_s)))
+        if not self._recent:
+            return others
+        over_s = max(RECENT_S / 3, now_s - self._recent[0][0])
+        return others + sum(cost_s for _, cost_s in self._recent) / over_s
+
+
+class AdmissionGate:
+    """Decides, and learns from what becomes of the requests it let in.
+
+    Each API server has its own, and sees those of others only in the engine's report.
+    """
+
+    def __init__(
+        self,
+        board: Board | None,
+        metrics: AdmissionMetrics,
+        *,
+        settings: Path | None = None,
+        cache_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read the settings.
+
+        Args:
+            board: where the engine posts; None: nowhere.
+            settings: the YAML file; None: one class, without an SLO.
+            cache_tokens: size of the engine's prefix cache; 0: it has none.
+            clock: seconds; the one by which boards are dated.
+
+        Raises:
+            QosError: the settings cannot be used.
+        """
+        self._board = board
+        self._metrics = metrics
+        self._watched = WatchedFile(settings) if settings else None
+        self.now_s = clock
+        self._look_at_s = clock() + LOOK_EVERY_S
+        self._numbers = count()
+        self._unreported: dict[int, tuple[Ticket, float]] = {}
+        self._let_in = LetIn()
+        self.memory = PromptMemory(cache_tokens)
+        self._use(self._watched.current if self._watched else SchedulerFile())
+
+    def class_of(self, headers: Mapping[str, str]) -> str:
+        """The class of a request with these headers (names in lower case)."""
+        self._reload()
+        return class_of(self._routes, headers) or self._default
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is promised to anybody. If not, requests need not be asked about."""
+        return any(slo != Slo() for slo in self._slos.values())
+
+    def promised(self, qos: str) -> Slo:
+        """What the class is promised."""
+        return self._slos[qos]
+
+    def ask(self, qos: str, prompt: Prompt) -> Ticket:
+        """Decide on a request, and count it. One that is let in is to be `done` some time."""
+        tokens = self.memory.tokens(prompt)
+        cached = self.memory.cached(prompt, tokens)
+        decision, cost_s = self._decide(qos, tokens, cached)
+        ticket = Ticket(
+            number=next(self._numbers),
+            qos=qos,
+            arrived_s=self.now_s(),
+            prompt=prompt,
+            tokens=tokens,
+            cached=cached,
+            decision=decision,
+        )
+        if decision.admit:
+            self._metrics.admitted.labels(qos).inc()
+            self._unreported[ticket.number] = ticket, cost_s
+            self._let_in.add(ticket.arrived_s, cost_s)
+        else:
+            self._metrics.rejected.labels(qos, decision.cause).inc()
+        return ticket
+
+    def first_token(self, ticket: Ticket, ttft_s: float) -> None:
+        """The request has its first token, `ttft_s` after it came."""
+        self.memory.prefilled(ticket.prompt)
+        prediction = ticket.decision.prediction
+        if prediction is not None:
+            self._metrics.predicted_ttft_s.labels(ticket.qos).observe(prediction.ttft_s)
+            self._metrics.ttft_s.labels(ticket.qos).observe(ttft_s)
+            self._control.first_token(ticket.qos, prediction, ttft_s)
+
+    def last_token(self, ticket: Ticket, tpot_s: float) -> None:
+        """It has its last, with `tpot_s` from one token to the next."""
+        if ticket.decision.prediction is not None:
+            self._control.last_token(ticket.qos, ticket.decision.prediction, tpot_s)
+
+    def done(self, ticket: Ticket) -> None:
+        """The engine has begun to answer it, or will never see it."""
+        self._unreported.pop(ticket.number, None)
+
+    def show(self) -> None:
+        """Bring the engine's own figures into the metrics."""
+        posted = self._board.posted() if self._board else None
+        if posted is not None:
+            self._metrics.show(posted)
+
+    def _decide(self, qos: str, tokens: int, cached: int) -> tuple[Decision, float]:
+        """The decision, and the seconds of prefill that the request brings, as far as known."""
+        posted = self._board.posted() if self._board else None
+        cost_s = posted.report.model.prefill_s(tokens, cached) if posted else 0.0
+        if self.promised(qos) == Slo():
+            return ADMITTED, cost_s
+        # The engine may have read other classes than we have, for a moment.
+        if posted is None or qos not in posted.report.classes:
+            self._metrics.unseen.labels(qos).inc()
+            return ADMITTED, cost_s
+        return self._control.decide(self._as_of_now(posted), qos, tokens, cached), cost_s
+
+    def _as_of_now(self, posted: Posted) -> LoadReport:
+        """The report, plus what was let in since: of a gust, all would find the same report."""
+        report, now_s = posted.report, self.now_s()
+        known_s = posted.written_s - TRANSIT_S
+        self._unreported = {
+            number: entry
+            for number, entry in self._unreported.items()
+            if entry[0].arrived_s > known_s
+        }
+        age_s = max(0.0, now_s - posted.written_s)
+        faded = exp(-age_s / WINDOW_S)
+        classes = {
+            name: replace(load, arriving=tuple(faded * work_s for work_s in load.arriving))
+            for name, load in report.classes.items()
+        }
+        for ticket, cost_s in self._unreported.values():
+            load = classes.get(ticket.qos)
+            if load is not None:
+                classes[ticket.qos] = _with(load, ticket, cost_s)
+        all_s = sum(sum(load.arriving) for load in classes.values())
+        return replace(
+            report,
+            classes=classes,
+            prefill_left_s=max(0.0, report.prefill_left_s - age_s),
+            prefill_share=self._let_in.share(now_s, 0.0 if posted.idle else all_s),
+        )
+
+    def _reload(self) -> None:
+        if self._watched is None or self.now_s() < self._look_at_s:
+            return
+        self._look_at_s = self.now_s() + LOOK_EVERY_S
+        try:
+            changed = self._watched.changed()
+        except QosError as error:
+            _log.error("the old settings stay: %s", error)
+            return
+        if changed is not None:
+            self._use(changed)
+
+    def _use(self, found: SchedulerFile) -> None:
+        section = found.scheduler
+        by_cost = create(section.policy, section.lambda_).by_cost
+        self._control = AdmissionControl(section.qos_classes, by_cost=by_cost)
+        self._default = default_class(section.qos_classes).name
+        self._slos = {one.name: one.slo for one in section.qos_classes}
+        self._routes = found.request_router.routes
+
+
+def _with(load: ClassLoad, ticket: Ticket, cost_s: float) -> ClassLoad:
+    """With one more request."""
+    work_s = list(load.work_s)
+    work_s[bucket_of(cost_s)] += cost_s
+    return replace(
+        load,
+        waiting=load.waiting + 1,
+        tokens=load.tokens + ticket.tokens,
+        work_s=tuple(work_s),
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the requests of each class: predicted and actual time to the first token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_plugins.admission.board import ClassRecord
+
+_TOGETHER = 256
+"""First tokens that are counted together, at most: where nothing is posted nobody asks for them."""
+_KEPT = 0.98
+"""What is kept of the mean number of generated tokens with each request that ends."""
+
+
+@dataclass(slots=True)
+class _Open:
+    qos: str
+    arrival_s: float
+    predicted_s: float
+    first_token_s: float | None = None
+
+
+class Ledger:
+    """Requests by id, from the scheduler's `add_request` until they are gone.
+
+    All times are by the clock of the requests' arrival, which is the machine's own.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[str, ClassRecord] = {}
+        self._answered: list[_Open] = []
+        """Those that have a first token and are not in `_classes` yet."""
+        self.awaited: dict[str, None] = {}
+        """Ids of requests that have no token yet."""
+        self.generated = 0.0
+        """Tokens that a request which generates more than one generates, on average; 0: unknown."""
+        self._open: dict[str, _Open] = {}
+        self._weight = 0.0
+
+    @property
+    def classes(self) -> dict[str, ClassRecord]:
+        """What became of the requests of each class."""
+        self._count()
+        return self._classes
+
+    def arrived(self, request_id: str, qos: str, arrival_s: float, predicted_s: float) -> None:
+        """A request came. `predicted_s` is its TTFT, counted from its arrival."""
+        self._open[request_id] = _Open(qos, arrival_s, predicted_s)
+        self.awaited[request_id] = None
+
+    def token(self, request_id: str, now_s: float) -> None:
+        """It has a token; the first one counts."""
+        if request_id not in self.awaited:
+            return
+        del self.awaited[request_id]
+        one = self._open[request_id]
+        one.first_token_s = now_s
+        self._answered.append(one)
+        if len(self._answered) >= _TOGETHER:
+            self._count()
+
+    def age_s(self, request_id: str, now_s: float) -> float:
+        """Time since the first token; 0 if there is none."""
+        one = self._open.get(request_id)
+        return now_s - one.first_token_s if one and one.first_token_s is not None else 0.0
+
+    def gone(self, request_id: str, tokens: int, most_tokens: int) -> None:
+        """It has ended with `tokens` tokens of at most `most_tokens`, or was aborted."""
+        one = self._open.pop(request_id, None)
+        self.awaited.pop(request_id, None)
+        if one is None or one.first_token_s is None or most_tokens < 2:
+            return
+        # A mean of what there was: a plain decay from 0 would take a hundred requests to grow up.
+        self._weight = self._weight * _KEPT + 1.0
+        self.generated += (tokens - self.generated) / self._weight
+
+    def _count(self) -> None:
+        answered, self._answered = self._answered, []
+        for one in answered:
+            record = self._classes.get(one.qos)
+            if record is None:
+                record = self._classes[one.qos] = ClassRecord()
+            assert one.first_token_s is not None
+            record.predicted_ttft.observe(one.predicted_s)
+            record.ttft.observe(one.first_token_s - one.arrival_s)

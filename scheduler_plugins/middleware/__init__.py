@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ASGI middleware of an engine's API server."""

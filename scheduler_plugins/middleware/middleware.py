@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and turns away
+what could not be served in time, before any work is done.
+
+vLLM puts the middlewares it is told of around all others, its API-key check among them; so a
+request without a valid key is passed on as it is, to be refused there, and learns nothing here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler_plugins.admission.board import Board
+from scheduler_plugins.admission.gate import AdmissionGate
+from scheduler_plugins.admission.metrics import metrics
+from scheduler_plugins.admission.prompt import prompt_of
+from scheduler_plugins.middleware.answers import Answer, refusal, respond, too_large
+from scheduler_plugins.middleware.asgi import App, Message, Receive, Scope, Send, headers_of
+from scheduler_plugins.middleware.garbage_collector import collect_less
+from scheduler_plugins.qos.classes import QosError
+from scheduler_plugins.qos.settings import QOS_KEY, settings_path
+
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/invocations",
+)
+"""Whose bodies take `vllm_xargs`."""
+ADMITTED_PATHS = (*PATHS[:2], "/invocations")
+"""For whose prompts time is predicted."""
+BODY_BYTES = 64 << 20
+"""Larger bodies are answered with 413: they would have to be held to find the class's place."""
+
+_log = logging.getLogger(__name__)
+
+
+class AdmissionMiddleware:
+    """A pure ASGI middleware; see `AdmissionGate` for what it decides by."""
+
+    def __init__(self, app: App, *, gate: AdmissionGate | None = None) -> None:
+        """Wrap an application.
+
+        Args:
+            gate: made from the engine's configuration, once the server knows it, if left out.
+        """
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        if scope["type"] == "lifespan":
+            await self._begin(scope, receive, send)
+            return
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and path.startswith("/metrics"):
+            self._gate_of(scope).show()
+        wanted = scope["type"] == "http" and scope["method"] == "POST" and path in PATHS
+        if not wanted or (path.startswith("/v1/") and not _may_enter(scope)):
+            await self._app(scope, receive, send)
+            return
+        raw = await _read(scope, receive)
+        if raw is None:
+            await respond(send, too_large(BODY_BYTES))
+            return
+        body = _decode(raw)
+        if body is None:
+            await self._app(scope, _replayed(raw, receive), send)
+            return
+        await self._serve(scope, path, body, receive, send)
+
+    async def _serve(
+        self, scope: Scope, path: str, body: dict[str, Any], receive: Receive, send: Send
+    ) -> None:
+        gate = self._gate_of(scope)
+        qos = gate.class_of(headers_of(scope))
+        body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), QOS_KEY: qos}
+        raw = json.dumps(body, separators=(",", ":")).encode()
+        scope = _with_length(scope, len(raw))
+        receive = _replayed(raw, receive)
+        if path not in ADMITTED_PATHS or not gate.on:
+            await self._app(scope, receive, send)
+            return
+        ticket = gate.ask(qos, prompt_of(body))
+        if not ticket.decision.admit:
+            await respond(send, refusal(ticket, gate.promised(qos)))
+            return
+        answer = Answer(gate, ticket, send, scope.setdefault("state", {}))
+        try:
+            await self._app(scope, receive, answer.send)
+        finally:
+            answer.ended()
+
+    async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the settings when the server starts, which fails if they cannot be used."""
+        collect_less()
+        try:
+            if "app" in scope:
+                self._gate_of(scope)
+        except (QosError, ValueError) as error:
+            await receive()
+            _log.error("AdmissionMiddleware cannot start: %s", error)
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await self._app(scope, receive, send)
+
+    def _gate_of(self, scope: Scope) -> AdmissionGate:
+        if self._gate is None:
+            config = scope["app"].state.vllm_config
+            self._gate = AdmissionGate(
+                Board.of(config),
+                metrics(),
+                settings=settings_path(config),
+                cache_tokens=_cache_tokens(config.cache_config),
+            )
+        return self._gate
+
+
+def _cache_tokens(cache_config: Any) -> int:
+    if not cache_config.enable_prefix_caching:
+        return 0
+    blocks: int = (cache_config.num_gpu_blocks or 0) * cache_config.block_size
+    return cache_config.kv_cache_size_tokens or blocks
+
+
+def _may_enter(scope: Scope) -> bool:
+    """Whether vLLM's own check of the key, which comes after us, will let the request pass."""
+    state = getattr(scope.get("app"), "state", None)
+    given = getattr(getattr(state, "args", None), "api_key", None) or ()
+    keys = [key for key in given or [os.environ.get("VLLM_API_KEY")] if key]
+    if not keys:
+        return True
+    # As vLLM reads it: of several such headers the first.
+    found = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+    scheme, _, token = (found[0].decode("latin-1") if found else "").partition(" ")
+    return scheme.lower() == "bearer" and _is_one_of(token, keys)
+
+
+def _is_one_of(token: str, keys: Sequence[str]) -> bool:
+    """In a time that depends on neither."""
+    wanted = hashlib.sha256(token.encode()).digest()
+    matches = [
+        secrets.compare_digest(wanted, hashlib.sha256(key.encode()).digest()) for key in keys
+    ]
+    return any(matches)
+
+
+async def _read(scope: Scope, receive: Receive) -> bytes | None:
+    """The whole body; None if it is larger than `BODY_BYTES`. A client that leaves ends it."""
+    claimed = headers_of(scope).get("content-length", "")
+    if claimed.isdecimal() and int(claimed) > BODY_BYTES:
+        return None
+    parts, size_bytes = [], 0
+    while True:
+        message = await receive()
+        part = message.get("body", b"")
+        parts.append(part)
+        size_bytes += len(part)
+        if size_bytes > BODY_BYTES:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    """The body, read as FastAPI does; None where there is no place for a class in it.
+
+    The engine refuses such a body, too, so that nobody gets past his class with one.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict) or not isinstance(body.get("vllm_xargs") or {}, dict):
+        return None
+    return body
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    dropped = (b"content-length", b"transfer-encoding")
+    headers = [pair for pair in scope["headers"] if pair[0].lower() not in dropped]
+    # The dictionary `state` is created here, so that the copy and the original share it.
+    scope.setdefault("state", {})
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+def _replayed(raw: bytes, receive: Receive) -> Receive:
+    """Gives the body once, then what comes after it: the client's leaving."""
+    waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay

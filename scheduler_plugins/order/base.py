@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the queue and the order it keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from scheduler_plugins.order.request import Waiting
+
+MAX_OVERTAKEN = 256
+"""How many later requests of its class may go before a request."""
+
+
+class QueuePolicy(ABC):
+    """Orders the waiting requests of one class: the smallest key goes first, ties by arrival.
+
+    The queue breaks the order in one case: a request that has been overtaken `max_overtaken` times
+    goes first (see `WaitingQueue`).
+    """
+
+    calibrated: ClassVar[bool] = False
+    """Whether keys follow the cache. If not, a key is asked for once, on arrival."""
+    by_cost: ClassVar[bool] = False
+    """Whether shorter requests overtake longer ones; admission predicts accordingly."""
+    overtakes_running: ClassVar[bool] = False
+    """Whether a request goes before a prefill under way whose rest has a larger key."""
+    splits_batches: ClassVar[bool] = False
+    """Whether `alone` may be true, so that a batch may have to go without another request."""
+
+    @abstractmethod
+    def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
+        """Where the request stands.
+
+        The key does not depend on the time, so that waiting alone reorders nothing; and it must
+        not fall when `cached_tokens` falls and `cost_s` rises, so that a key computed before an
+        eviction is a lower bound, and looking again at whoever comes first finds the true order.
+
+        Args:
+            cached_tokens: tokens whose KV is in the cache, whole blocks.
+            cost_s: predicted time to prefill the rest, in seconds.
+        """
+
+    def group(self, request: Waiting) -> int:
+        """Requests of one group are served together, neighbouring numbers after one another."""
+        return 0
+
+    def alone(self, request: Waiting) -> bool:
+        """Whether the request wants a batch by itself."""
+        return False

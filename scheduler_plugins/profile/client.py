@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completions of a running engine, timed token by token, any number of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from pd_connector.errors import PDConnectorError
+from pd_connector.tools.launch.client import Samples
+
+_POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were counting, or why. "
+
+
+class AskError(PDConnectorError):
+    """An engine that cannot be asked, or answers with an error; the message has both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer; times in seconds, by `time.perf_counter`."""
+
+    status: int
+    sent_s: float
+    token_s: tuple[float, ...]
+    """When each event with a token in it came."""
+    ended_s: float
+    prompt_tokens: int
+    cached_tokens: int | None
+    """None where the engine does not tell."""
+    retry_after_s: int
+    error: str
+    """What was said instead of an answer."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token. Only of answers that have one."""
+        return self.token_s[0] - self.sent_s
+
+
+class EngineClient:
+    """One engine. Made by `connect`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, model: str, longest: int) -> None:
+        self.url = url
+        self.model = model
+        self.longest_tokens = longest
+        """Most tokens that a prompt and its answer may have together."""
+        self._session = session
+
+    async def complete(
+        self,
+        prompt: Sequence[int] | str,
+        max_tokens: int,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **extra: Any,
+    ) -> Timed:
+        """Stream exactly `max_tokens` tokens, and say when they came.
+
+        An answer with another status than 200 is returned, not raised.
+
+        Raises:
+            AskError: nothing answers, or the stream breaks off.
+        """
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **extra,
+        }
+        sent_s = time.perf_counter()
+        try:
+            async with self._session.post(
+                f"{self.url}/v1/completions", json=body, headers=headers
+            ) as response:
+                if response.status != 200:
+                    return await _refused(response, sent_s)
+                return await _stream(response, sent_s)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise AskError(f"{self.url}: no answer ({error!r})") from None
+
+    async def pool(self) -> list[int]:
+        """Token ids of some text, to make prompts of exact length from."""
+        body = {"model": self.model, "prompt": _POOL_TEXT, "add_special_tokens": False}
+        answer = await self._json("POST", "/tokenize", body)
+        return [int(token) for token in answer["tokens"]]
+
+    async def metrics(self) -> Samples:
+        """All samples of `/metrics`."""
+        async with self._session.get(f"{self.url}/metrics") as response:
+            return Samples.parse(await response.text())
+
+    async def post(self, path: str) -> int:
+        """Send a POST without a body; the status of the answer."""
+        async with self._session.post(self.url + path) as response:
+            return response.status
+
+    async def _json(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            async with self._session.request(method, self.url + path, json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    hint = "; give the key with --api-key" if response.status == 401 else ""
+                    raise AskError(
+                        f"{method} {self.url}{path}: {response.status}{hint}: {text[:500]}"
+                    )
+                return json.loads(text)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise AskError(
+                f"{method} {self.url}{path}: no answer ({error!r}); is this "
+                "the base URL of a running vLLM, as http://127.0.0.1:8000?"
+            ) from None
+
+
+@asynccontextmanager
+async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineClient]:
+    """Ask an engine what it serves, and keep connections to it.
+
+    Raises:
+        AskError: nothing answers there, or not as vLLM does.
+    """
+    url = url if url.startswith(("http://", "https://")) else f"http://{url}"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
+    ) as session:
+        client = EngineClient(url.rstrip("/"), session, "", 0)
+        served = await client._json("GET", "/v1/models")
+        try:
+            first = served["data"][0]
+            client.model = str(first["id"])
+            client.longest_tokens = int(first["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise AskError(f"{url}/v1/models: does not answer as vLLM does: {served}") from None
+        yield client
+
+
+async def _stream(response: aiohttp.ClientResponse, sent_s: float) -> Timed:
+    token_s: list[float] = []
+    usage: Mapping[str, Any] = {}
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        now_s = time.perf_counter()
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            break
+        event = json.loads(data)
+        if "error" in event:
+            return _timed(500, sent_s, [], {}, error=str(event["error"]))
+        if event.get("choices"):
+            token_s.append(now_s)
+        usage = event.get("usage") or usage
+    if not token_s:
+        return _timed(500, sent_s, [], {}, error="the stream ended without a token")
+    return _timed(200, sent_s, token_s, usage)
+
+
+async def _refused(response: aiohttp.ClientResponse, sent_s: float) -> Timed:
+    text = await response.text()
+    again = response.headers.get("Retry-After", "")
+    seconds = int(again) if again.isdecimal() else 0
+    return _timed(response.status, sent_s, [], {}, error=text[:500], retry_after_s=seconds)
+
+
+def _timed(
+    status: int,
+    sent_s: float,
+    token_s: Sequence[float],
+    usage: Mapping[str, Any],
+    *,
+    error: str = "",
+    retry_after_s: int = 0,
+) -> Timed:
+    details = usage.get("prompt_tokens_details") or {}
+    return Timed(
+        status,
+        sent_s,
+        tuple(token_s),
+        time.perf_counter(),
+        int(usage.get("prompt_tokens") or 0),
+        details.get("cached_tokens"),
+        retry_after_s,
+        error,
+    )
+
+
+async def at(time_s: float) -> None:
+    """Wait until `time.perf_counter()` says so."""
+    await asyncio.sleep(max(0.0, time_s - time.perf_counter()))

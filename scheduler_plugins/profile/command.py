@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector profile`: measure what prefill and decode cost on a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pd_connector.errors import PDConnectorError
+
+if TYPE_CHECKING:
+    from scheduler_plugins.cost.profile import Measurement
+    from scheduler_plugins.profile.measure import Profile, Wanted
+
+FAILED = 2
+DOUBTFUL = 0.3
+"""Error above which the scheduler would rather count tokens."""
+_SHOWN = 8
+
+
+def profile(
+    url: Annotated[str, typer.Option(help="Base URL of the engine: http://127.0.0.1:8000")],
+    out: Annotated[Path, typer.Option(help="File for the cost model.")] = Path("cost-model.json"),
+    longest_tokens: Annotated[
+        int, typer.Option(min=64, help="Longest prompt; at most what the engine takes.")
+    ] = 8192,
+    most_batch: Annotated[
+        int, typer.Option(min=1, help="Most sequences that decode together.")
+    ] = 32,
+    chunk_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="The engine's --max-num-batched-tokens; 0: longer prompts are not cut."
+        ),
+    ] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prefill.")] = 3,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="Its key.", show_default=False)
+    ] = None,
+) -> None:
+    """Time prefills and decode steps of a running vLLM from outside, and fit the cost model.
+
+    The engine must have no other traffic. The scheduler loads the file by
+    --additional-config '{"pd_cost_model": "FILE"}'. Exit code 2 when nothing could be measured.
+    """
+    stderr = Console(stderr=True)
+    for module in ("aiohttp", "numpy"):
+        if importlib.util.find_spec(module) is None:
+            stderr.print(f"{module} is not installed: pip install 'pd-connector[router]'")
+            raise typer.Exit(FAILED)
+    from scheduler_plugins.cost.profile import ProfileError, save
+    from scheduler_plugins.profile.measure import Wanted
+
+    wanted = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
+    try:
+        found = asyncio.run(_measure(url, api_key, wanted, stderr))
+        save(out, found.model)
+    except (PDConnectorError, ProfileError, OSError) as error:
+        stderr.print(f"not measured: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(FAILED) from None
+    _show(found, out, Console())
+
+
+async def _measure(url: str, api_key: str | None, wanted: Wanted, console: Console) -> Profile:
+    from dataclasses import replace
+
+    from scheduler_plugins.profile.client import connect
+    from scheduler_plugins.profile.measure import DECODED, measure
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    async with connect(url, api_key) as client:
+        fits = min(wanted.longest_tokens, client.longest_tokens - DECODED)
+        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+            task = progress.add_task("connected", total=None)
+
+            def say(done: int, total: int, what: str) -> None:
+                progress.update(task, completed=done, total=total, description=what)
+
+            return await measure(client, replace(wanted, longest_tokens=fits), say)
+
+
+def _show(found: Profile, out: Path, console: Console) -> None:
+    model = found.model
+    console.print(_table(found.measured, found))
+    console.print(
+        f"prefill of n tokens, p cached: {model.a * 1e6:.3g} us (n-p) + {model.b * 1e9:.3g} ns "
+        f"(n^2-p^2) + {model.c * 1e3:.3g} ms a step\n"
+        f"decode step: {model.d0 * 1e3:.3g} ms + {model.d1 * 1e3:.3g} ms a sequence + "
+        f"{model.d2 * 1e9:.3g} ns a token of context",
+        highlight=False,
+    )
+    for reason in found.left_out:
+        console.print(f"left out: {reason}", highlight=False)
+    if not found.engine.caches:
+        console.print("cached prefixes could not be timed: the engine found none again")
+    error = model.error or 0.0
+    style = "red" if error > DOUBTFUL else "green"
+    console.print(f"mean error on measurements that were not fitted: [{style}]{error:.1%}[/]")
+    if error > DOUBTFUL:
+        console.print("too large to order by: was the machine busy? measure again")
+    console.print(f"written: {out}", highlight=False, soft_wrap=True)
+
+
+def _table(measured: Sequence[Measurement], found: Profile) -> Table:
+    """Some of the measurements beside what the model makes of them."""
+    table = Table("what", "measured ms", "model ms", "off", box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for decode in (False, True):
+        kind = [one for one in measured if (one.load.batch > 0) is decode]
+        for one in kind[:: max(1, len(kind) // _SHOWN)]:
+            load = one.load
+            if decode:
+                what = f"decode {load.batch} x {load.context // load.batch:,}"
+                wanted_s = found.model.step_s(load)
+            else:
+                length = (load.pairs // load.tokens + load.tokens) // 2
+                what = f"prefill {length:,}, {length - load.tokens:,} cached"
+                wanted_s = found.model.prefill_s(length, length - load.tokens)
+            off = wanted_s / one.duration_s - 1
+            table.add_row(
+                what, f"{one.duration_s * 1e3:.1f}", f"{wanted_s * 1e3:.1f}", f"{off:+.0%}"
+            )
+    return table

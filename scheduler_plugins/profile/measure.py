@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cost model of a running engine, measured from outside: `pd-connector profile`.
+
+Prefills are timed by requests for one token, from sending to that token; so the time per step `c`
+holds what HTTP and tokenizing take. Decode steps are the times between the tokens of streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from pd_connector.tools.launch.client import Samples
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.profile import Measurement, fit, loads
+from scheduler_plugins.profile.client import AskError, EngineClient, Timed
+
+DECODED = 24
+"""Tokens that each stream of a decode measurement has."""
+FEWEST_GAPS = 4
+_BLOCK_TOKENS = 16
+_ROOM = 0.8
+"""Part of the engine's cache that a decode measurement may fill."""
+
+Say = Callable[[int, int, str], None]
+"""Progress: done, of how many, what comes next."""
+
+
+class Engine(NamedTuple):
+    """What `/metrics` says of the engine's cache."""
+
+    block_tokens: int
+    cache_tokens: int  # 0: not known
+    caches: bool  # prefixes are found again
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to measure."""
+
+    longest_tokens: int
+    most_batch: int
+    repeats: int
+    chunk_tokens: int = 0
+    """The engine's `--max-num-batched-tokens`; 0: prompts are not cut into chunks."""
+
+
+class Profile(NamedTuple):
+    """What was found."""
+
+    model: CostModel
+    measured: list[Measurement]
+    engine: Engine
+    left_out: list[str]  # why some loads could not be measured
+
+
+async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0) -> Profile:
+    """Time prefills and decode steps of an engine that nobody else uses, and fit.
+
+    Raises:
+        AskError: the engine is busy or does not answer; ProfileError: nothing can be fitted.
+    """
+    await _check_idle(client)
+    prober = Prober(client, await client.pool(), Random(seed))
+    engine = await prober.look(wanted.longest_tokens)
+    asked = loads(wanted.longest_tokens, engine.block_tokens, wanted.most_batch)
+    lengths = _prefills(asked, engine)
+    batches = _decodes(asked)
+    total = len(lengths) * wanted.repeats + len(batches)
+    measured, left_out, done = list[Measurement](), list[str](), 0
+    for tokens, cached in lengths.items():
+        for _ in range(wanted.repeats):
+            say(done, total, f"prefill of {tokens:,} tokens")
+            measured += await prober.prefills(tokens, cached)
+            done += 1
+    for context, sizes in batches.items():
+        say(done, total, f"decode at {context:,} tokens of context")
+        found, why = await prober.decodes(context, sizes, engine)
+        measured, left_out, done = measured + found, left_out + why, done + 1
+    say(total, total, "fitting")
+    return Profile(fit(_medians(measured), wanted.chunk_tokens), measured, engine, left_out)
+
+
+class Prober:
+    """Sends the requests whose times are wanted; no prompt is like another unless it has to be."""
+
+    def __init__(self, client: EngineClient, pool: Sequence[int], random: Random) -> None:
+        self._client = client
+        self._pool = pool
+        self._random = random
+
+    async def look(self, longest_tokens: int) -> Engine:
+        """Warm the engine up, and see what its cache does."""
+        samples = await self._client.metrics()
+        block_tokens, cache_tokens = _cache(samples)
+        prompt = self._prompt(max(4 * block_tokens, longest_tokens // 2))
+        for tokens in (prompt, self._prompt(longest_tokens)):
+            await self._ask(tokens, 1)
+        before = await self._client.metrics()
+        await self._ask(prompt, 2)
+        grown = (await self._client.metrics()).since(before)
+        caches = grown.total("vllm:prefix_cache_hits_total") >= len(prompt) / 2
+        return Engine(block_tokens, cache_tokens, caches)
+
+    async def prefills(self, tokens: int, cached: Sequence[int]) -> list[Measurement]:
+        """A new prompt, then others that share its first tokens, as many as `cached` says."""
+        first = self._prompt(tokens)
+        found = []
+        for shared in (0, *(one for one in cached if one)):
+            prompt = [*first[:shared], *self._prompt(tokens - shared)] if shared else first
+            answer = await self._ask(prompt, 1)
+            found.append(Measurement(StepLoad.of([(shared, tokens)]), answer.ttft_s))
+        return found
+
+    async def decodes(
+        self, context: int, batches: Sequence[int], engine: Engine
+    ) -> tuple[list[Measurement], list[str]]:
+        """Streams of prompts of `context` tokens, so many together; and what could not be had."""
+        found, left_out = list[Measurement](), list[str]()
+        prompts = list[list[int]]()
+        for batch in batches:
+            if engine.cache_tokens and batch * (context + DECODED) > _ROOM * engine.cache_tokens:
+                left_out.append(f"{batch} x {context:,} tokens: do not fit into the engine's cache")
+                continue
+            prompts += [self._prompt(context) for _ in range(batch - len(prompts))]
+            # Computed before, all of them begin to decode at once.
+            await asyncio.gather(*(self._ask(prompt, 1) for prompt in prompts))
+            answers = await asyncio.gather(*(self._ask(prompt, DECODED) for prompt in prompts))
+            gaps = _gaps(answers)
+            if len(gaps) < FEWEST_GAPS * batch:
+                left_out.append(f"{batch} x {context:,} tokens: did not decode all together")
+                continue
+            load = StepLoad(0, 0, batch, batch * (context + DECODED // 2))
+            found.append(Measurement(load, statistics.median(gaps)))
+        return found, left_out
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._random.choices(self._pool, k=tokens)
+
+    async def _ask(self, prompt: Sequence[int], max_tokens: int) -> Timed:
+        answer = await self._client.complete(prompt, max_tokens)
+        if answer.status != 200:
+            hint = ""
+            if answer.status == 429:
+                hint = "; profile it without --middleware, or with a class that has no SLO"
+            raise AskError(
+                f"{self._client.url}: a prompt of {len(prompt):,} tokens was answered with "
+                f"{answer.status}{hint}: {answer.error}"
+            )
+        return answer
+
+
+def _prefills(asked: Sequence[StepLoad], engine: Engine) -> dict[int, list[int]]:
+    """The cached tokens to try for each length."""
+    found: dict[int, list[int]] = {}
+    for load in asked:
+        if load.tokens:
+            both = load.pairs // load.tokens  # length + cached
+            length, cached = (both + load.tokens) // 2, (both - load.tokens) // 2
+            found.setdefault(length, [])
+            found[length] += [cached] if engine.caches else []
+    return found
+
+
+def _decodes(asked: Sequence[StepLoad]) -> dict[int, list[int]]:
+    """The batches to try for each context."""
+    found: dict[int, list[int]] = {}
+    for load in asked:
+        if load.batch:
+            found.setdefault(load.context // load.batch, []).append(load.batch)
+    return {context: sorted(set(batches)) for context, batches in sorted(found.items())}
+
+
+def _gaps(answers: Sequence[Timed]) -> list[float]:
+    """Times between two tokens while all streams were decoding, in seconds."""
+    begin = max(answer.token_s[0] for answer in answers)
+    end = min(answer.token_s[-1] for answer in answers)
+    return [
+        after - before
+        for answer in answers
+        for before, after in zip(answer.token_s, answer.token_s[1:], strict=False)
+        if begin <= before and after <= end
+    ]
+
+
+def _medians(measured: Sequence[Measurement]) -> list[Measurement]:
+    """One measurement for each load: the median of its repetitions."""
+    times: dict[StepLoad, list[float]] = {}
+    for one in measured:
+        times.setdefault(one.load, []).append(one.duration_s)
+    return [Measurement(load, statistics.median(found)) for load, found in times.items()]
+
+
+def _cache(samples: Samples) -> tuple[int, int]:
+    """Tokens in a block, and in all of them (0: not known)."""
+    for name, labels in samples:
+        if name == "vllm:cache_config_info":
+            told = dict(labels)
+            block, blocks = told.get("block_size", ""), told.get("num_gpu_blocks", "")
+            if block.isdecimal():
+                return int(block), int(block) * int(blocks) if blocks.isdecimal() else 0
+    return _BLOCK_TOKENS, 0
+
+
+async def _check_idle(client: EngineClient) -> None:
+    samples = await client.metrics()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    if not samples.has(names[0]):
+        raise AskError(f"{client.url}/metrics: has no {names[0]}; it must be a vLLM server")
+    if busy := sum(samples.total(name) for name in names):
+        raise AskError(f"{client.url}: has {busy:.0f} requests; profile an engine without traffic")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's queue of waiting requests, in our order.
+
+vLLM's scan asks `bool`, peeks, and either pops what it peeked or stops. What it popped it has
+either started, parked among the requests that hold KV, or skipped; skipped ones come back through
+`prepend_requests` when the scan ends. `prepend_request` brings back preempted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import RequestStatus
+
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.qos.settings import QOS_KEY
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.vllm.cache import CacheView
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def describe(request: Request, cache: CacheView) -> Waiting:
+    """A request of vLLM's in the words of the queue."""
+    return Waiting(
+        id=request.request_id,
+        tokens=request.num_tokens,
+        block_hashes=cache.hashes(request),
+        arrival_s=request.arrival_time,
+        qos=qos_of(request),
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        loaded=request.num_prompt_tokens if is_loaded(request) else 0,
+    )
+
+
+def qos_of(request: Request) -> str:
+    """Its class, as the client or the middleware wrote it; there may be none of that name."""
+    extra = request.sampling_params.extra_args if request.sampling_params else None
+    named = (extra or {}).get(QOS_KEY)
+    return named if isinstance(named, str) else ""
+
+
+def tokens_left(request: Request) -> int:
+    """Tokens of a prefill that are not computed."""
+    return int(request.num_tokens - request.num_computed_tokens)
+
+
+def is_loaded(request: Request) -> bool:
+    """Whether another engine sends the prompt's KV, and has not been tried yet."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill")) and request.num_preemptions == 0
+
+
+def is_prefill_only(request: Request) -> bool:
+    """Whether this engine generates no second token from the request's KV."""
+    params = request.kv_transfer_params
+    return request.max_tokens == 1 or bool(params and params.get("do_remote_decode"))
+
+
+class OrderedRequests(RequestQueue):
+    """Never loses a request, nor gives it out twice: an id that comes again replaces itself.
+
+    **Requests that do not fit.** vLLM ends its scan at a request for which it has no room. One that
+    it had no room for keeps its place and, when as many requests as `max_overtaken`, of whatever
+    class, have started since, goes first until it starts: what runs ends, nobody takes the room
+    that becomes free, and so it fits. Of several the one that was turned back first.
+    """
+
+    def __init__(self, queue: WaitingQueue, cache: CacheView, *, max_overtaken: int) -> None:
+        self.max_overtaken = max_overtaken
+        self._queue = queue
+        self._cache = cache
+        self._requests: dict[str, Request] = {}
+        self._scanning = False
+        self._asked: str | None = None
+        self._popped: Request | None = None
+        self._taken: dict[str, Waiting] = {}
+        self._started = 0
+        self._turned_back: dict[str, int] = {}
+
+    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
+        """The engine begins a step; see `WaitingQueue.begin_scan`."""
+        self._cache.tell(self._queue)
+        self._queue.reserved = self._too_long_turned_back() if self._turned_back else None
+        self._queue.begin_scan(full=full, prefilling=prefilling)
+        self._taken = {}
+        self._scanning = True
+
+    def end_scan(self) -> None:
+        """The step has been put together. What was asked for and not popped was turned back."""
+        if self._popped:
+            self._settle(self._popped)
+        if self._asked is not None:
+            self._turned_back.setdefault(self._asked, self._started)
+            self._asked = None
+        self._scanning = False
+
+    def head(self) -> Request | None:
+        """The request that vLLM would be given next, if any."""
+        if self._popped:
+            self._settle(self._popped)
+        self._cache.tell(self._queue)
+        first = self._queue.peek()
+        return self._requests[first.id] if first else None
+
+    def tokens_before(self, prefill: Request, most_tokens: int) -> int:
+        """See `WaitingQueue.tokens_before`; 0 where the next request waits for more than its turn."""
+        head = self.head()
+        if (
+            head is None
+            or head.request_id in self._turned_back
+            or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ):
+            return 0
+        return self._queue.tokens_before(
+            describe(prefill, self._cache), prefill.num_computed_tokens, most_tokens
+        )
+
+    def add_request(self, request: Request) -> None:
+        self._forget(request.request_id)
+        self._requests[request.request_id] = request
+        self._queue.add(describe(request, self._cache))
+
+    def peek_request(self) -> Request:
+        request = self.head()
+        if request is None:
+            raise IndexError("peek from a queue that has no request to start")
+        self._asked = request.request_id
+        return request
+
+    def pop_request(self) -> Request:
+        if self._popped:
+            self._settle(self._popped)
+        taken = self._queue.pop()
+        request = self._requests.pop(taken.id)
+        self._taken[taken.id] = taken
+        self._asked, self._popped = None, request
+        return request
+
+    def prepend_request(self, request: Request) -> None:
+        """A running request was preempted: first of its class, and already paid for."""
+        if not self._scanning:
+            # What was popped in the last scan is running: it must not count as not started.
+            self._queue.begin_scan()
+            self._taken = {}
+        self._put_back(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Requests that were skipped in this scan: each gets its own place back."""
+        if self._popped:
+            self._settle(self._popped)
+        for request in requests:
+            self._put_back(request)
+
+    def remove_request(self, request: Request) -> None:
+        if request.request_id not in self._requests:
+            raise ValueError(f"request {request.request_id}: does not wait")
+        self._forget(request.request_id)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._forget(request.request_id)
+
+    def __bool__(self) -> bool:
+        """Whether there is a request to start now: a batch may have to go without more."""
+        if not self._queue.may_end_early:
+            return bool(self._requests)
+        return self.head() is not None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        for waiting in self._queue:
+            yield self._requests[waiting.id]
+
+    def _put_back(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            self._forget(request.request_id)
+        self._requests[request.request_id] = request
+        taken = self._taken.get(request.request_id)
+        self._queue.prepend(taken or describe(request, self._cache))
+
+    def _forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._turned_back.pop(request_id, None)
+        if self._asked == request_id:
+            self._asked = None
+        self._queue.remove(request_id)
+
+    def _settle(self, popped: Request) -> None:
+        """Learn what became of the request that was popped last.
+
+        vLLM marks it as running after the pop and before it looks at the queue again.
+        """
+        self._popped = None
+        if popped.status == RequestStatus.RUNNING:
+            self._started += 1
+        else:
+            self._queue.skipped(popped.request_id)
+
+    def _too_long_turned_back(self) -> str | None:
+        """The first that was turned back and is still here, if it has been for too long."""
+        while self._turned_back:
+            request_id, started = next(iter(self._turned_back.items()))
+            if request_id in self._requests:
+                late = self._started - started >= self.max_overtaken
+                return request_id if late else None
+            del self._turned_back[request_id]
+        return None

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has the shared secret is let in, and nobody else."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from pd_connector.config import MIN_KEY_CHARACTERS
+from pd_connector.control.addresses import bound_port
+from pd_connector.control.keys import CurveKeys, Gatekeeper, new_key
+
+SECRET = "a shared secret of some length"
+DEADLINE_S = 60.0
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    made: Context = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+class _Guarded:
+    """A listening socket that demands the key of SECRET, with its gatekeeper."""
+
+    def __init__(self, context: Context) -> None:
+        keys = CurveKeys.derive(SECRET)
+        self.gatekeeper = Gatekeeper(context, keys)
+        self.socket = context.socket(zmq.PULL)
+        keys.guard(self.socket)
+        self.socket.bind("tcp://127.0.0.1:*")
+        self._dialled: list[zmq.Socket[bytes]] = []
+
+    def dial(self, context: Context, keys: CurveKeys | None) -> zmq.Socket[bytes]:
+        dialled = context.socket(zmq.PUSH)
+        dialled.linger = 0
+        if keys:
+            keys.present(dialled)
+        dialled.connect(f"tcp://127.0.0.1:{bound_port(self.socket)}")
+        self._dialled.append(dialled)  # a socket that nobody holds is closed
+        return dialled
+
+    def receive(self) -> bytes:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.socket.poll(1):
+            self.gatekeeper.answer()
+            assert time.monotonic() < deadline
+        return self.socket.recv()
+
+
+def test_the_same_secret_gives_the_same_keys_everywhere() -> None:
+    assert CurveKeys.derive(SECRET) == CurveKeys.derive(SECRET)
+    keys = CurveKeys.derive(SECRET)
+    assert len(set(keys)) == 4
+    assert zmq.curve_public(keys.server_secret) == keys.server_public
+    assert zmq.curve_public(keys.client_secret) == keys.client_public
+
+
+def test_another_secret_shares_no_key() -> None:
+    assert not set(CurveKeys.derive(SECRET)) & set(CurveKeys.derive(SECRET + "."))
+
+
+def test_new_keys_differ_and_are_long_enough_for_the_config() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert min(map(len, keys)) >= MIN_KEY_CHARACTERS
+
+
+def test_who_has_the_secret_is_let_in(context: Context) -> None:
+    guarded = _Guarded(context)
+    guarded.dial(context, CurveKeys.derive(SECRET)).send(b"hello")
+    assert guarded.receive() == b"hello"
+
+
+def _with_own_client_pair() -> CurveKeys:
+    public, secret = zmq.curve_keypair()
+    return CurveKeys.derive(SECRET)._replace(client_public=public, client_secret=secret)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [None, CurveKeys.derive("another secret"), _with_own_client_pair()],
+    ids=["no key", "another secret", "server's public key only"],
+)
+def test_who_lacks_the_secret_is_not_heard(context: Context, keys: CurveKeys | None) -> None:
+    guarded = _Guarded(context)
+    guarded.dial(context, keys).send(b"intruder", zmq.DONTWAIT)
+    for number in range(3):
+        guarded.dial(context, CurveKeys.derive(SECRET)).send(b"%d" % number)
+        assert guarded.receive() == b"%d" % number
+
+
+def test_a_gatekeeper_does_not_wait_when_nobody_asks(context: Context) -> None:
+    gatekeeper = Gatekeeper(context, CurveKeys.derive(SECRET))
+    gatekeeper.answer()
+    gatekeeper.close()

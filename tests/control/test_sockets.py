@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel's sockets: they never wait, and tell why a connection is no more."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support.agents import KEY, until
+
+from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.control.sockets import Connection, Context, Listener
+from pd_connector.errors import Cause, PDConnectorError
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    made: Context = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def lost(connection: Connection) -> Cause:
+    return until(connection.lost, "loss of the connection")[0]
+
+
+def greeted(context: Context, listener: Listener) -> tuple[Connection, bytes]:
+    connection = Connection(context, "127.0.0.1", listener.port, None)
+    connection.send(b"hello")
+    ((sender, data),) = until(listener.receive)
+    assert data == b"hello"
+    return connection, sender
+
+
+def test_messages_go_both_ways(context: Context):
+    listener = Listener(context, "localhost", None)
+    connection, sender = greeted(context, listener)
+    assert listener.send(sender, b"welcome")
+    assert until(connection.receive) == [b"welcome"]
+    assert connection.receive() == []
+    assert listener.receive() == []
+    assert connection.lost() is None
+
+
+def test_more_than_one_frame_counts_as_no_message(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection, sender = greeted(context, listener)
+    connection.socket.send_multipart([b"a", b"b"])
+    assert until(listener.receive) == [(sender, b"")]
+    listener.socket.send_multipart([sender, b"a", b"b"])
+    assert until(connection.receive) == [b""]
+
+
+def test_who_floods_a_socket_is_read_in_portions_and_completely(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection, _ = greeted(context, listener)
+    connection.socket.sndhwm = 0
+    for i in range(900):
+        connection.socket.send(i.to_bytes(4, "little"))
+    portions: list[list[tuple[bytes, bytes]]] = []
+    while sum(map(len, portions)) < 900:
+        portions.append(until(listener.receive))
+    assert max(map(len, portions)) <= 256
+    arrived = [int.from_bytes(data, "little") for portion in portions for _, data in portion]
+    assert arrived == list(range(900))
+
+
+def test_sending_to_someone_unknown_or_gone_does_not_wait(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection, sender = greeted(context, listener)
+    assert not listener.send(b"nobody", b"x")
+    connection.close()
+    until(lambda: not listener.send(sender, b"x"))
+
+
+def test_sending_to_someone_who_does_not_read_does_not_wait(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    _, sender = greeted(context, listener)
+    assert not all(listener.send(sender, bytes(1 << 16)) for _ in range(10_000))
+
+
+def test_a_message_above_the_limit_ends_the_connection(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection, _ = greeted(context, listener)
+    connection.send(bytes((1 << 20) + 1))
+    assert lost(connection) == Cause.SESSION_LOST
+    assert listener.receive() == []
+
+
+def test_a_listener_that_ends_is_noticed(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection, _ = greeted(context, listener)
+    listener.close()
+    assert lost(connection) == Cause.SESSION_LOST
+
+
+def test_a_port_where_nobody_listens_is_noticed(context: Context):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        assert lost(Connection(context, "127.0.0.1", port, None)) == Cause.UNREACHABLE
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(KEY, ""), ("", KEY), (KEY, KEY + " but another")])
+def test_unlike_keys_are_noticed(context: Context, theirs: str, ours: str):
+    derived = CurveKeys.derive(theirs) if theirs else None
+    gatekeeper = Gatekeeper(context, derived) if derived else None
+    listener = Listener(context, "127.0.0.1", derived)
+    keys = CurveKeys.derive(ours) if ours else None
+    connection = Connection(context, "127.0.0.1", listener.port, keys)
+    connection.send(b"hello")
+
+    def noticed() -> tuple[Cause, str] | None:
+        if gatekeeper:
+            gatekeeper.answer()
+        return connection.lost()
+
+    cause, detail = until(noticed)
+    assert cause == Cause.AUTHENTICATION, detail
+    assert listener.receive() == []
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host.invalid"])
+def test_a_host_that_is_not_here_is_an_error_that_names_it(context: Context, host: str):
+    with pytest.raises(PDConnectorError, match=host):
+        Listener(context, host, None)
+
+
+def test_a_port_that_is_none_is_an_error_that_names_it(context: Context):
+    with pytest.raises(PDConnectorError, match=r"127\.0\.0\.1:-1"):
+        Connection(context, "127.0.0.1", -1, None)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport that fails on schedule, for tests of everything above the seam.
+
+It wraps a real transport. What is not in the plan happens as the real one does it, so that no
+byte moves wrongly by chance, and the same plan gives the same run.
+"""
+
+import ctypes
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pd_connector.errors import TransportError
+from pd_connector.memory.pieces import Pieces
+from pd_connector.transport.base import Landed, Link, Transport, Written
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fail:
+    """`connect`, `write` or `read` raises, and nothing is sent; a completion reports a failure; a
+    read ends without its bytes."""
+
+
+@dataclass(frozen=True)
+class Lose:
+    """It never arrives."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """It arrives twice."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """It arrives `polls` polls later, and so perhaps behind its successors."""
+
+    polls: int
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """All bits of the payload's byte at `offset` are inverted, in a copy."""
+
+    offset: int
+
+
+@dataclass(frozen=True)
+class Truncate:
+    """Only the first `nbytes` bytes of the payload arrive."""
+
+    nbytes: int
+
+
+Delivery = Lose | Repeat | Delay
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Which event fails, and how: by its number, from 0.
+
+    Attributes:
+        connects: calls of `connect`.
+        writes: calls of `write`. Those that fail count, too.
+        completions: the completion of the n-th call of `write`.
+        reads: calls of `read`. Those that fail count, too.
+        pulls: calls of `pull`. Those that fail count, too.
+        landings: chunks that landed, written or read, in the order in which the wrapped transport
+            delivers them.
+    """
+
+    connects: Mapping[int, Fail] = field(default_factory=dict)
+    writes: Mapping[int, Fail] = field(default_factory=dict)
+    completions: Mapping[int, Delivery | Fail] = field(default_factory=dict)
+    reads: Mapping[int, Fail] = field(default_factory=dict)
+    pulls: Mapping[int, Fail | Corrupt] = field(default_factory=dict)
+    landings: Mapping[int, Delivery | Corrupt | Truncate | Fail] = field(default_factory=dict)
+
+
+class FaultTransport(Transport):
+    """Wraps `inner` and fails as `plan` says. Has the name and the manners of `inner`."""
+
+    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
+        self.inner = inner
+        # Constants of a class elsewhere; here they are those of the transport that is wrapped.
+        self.name = inner.name  # type: ignore[misc]
+        self.one_sided = inner.one_sided  # type: ignore[misc]
+        self.copies = inner.copies  # type: ignore[misc]
+        self.readable = inner.readable  # type: ignore[misc]
+        self._plan = plan
+        self._connects = 0
+        self._writes = 0
+        self._reads = 0
+        self._pulls = 0
+        self._landings = 0
+        self._started: dict[int, int] = {}  # token: number of the write
+        self._written: _Later[Written] = _Later()
+        self._landed: _Later[Landed] = _Later()
+
+    def address(self) -> bytes:
+        return self.inner.address()
+
+    def connect(self, consumer: bytes) -> Link:
+        number, self._connects = self._connects, self._connects + 1
+        if number in self._plan.connects:
+            raise TransportError(f"injected: connect {number} fails")
+        return self.inner.connect(consumer)
+
+    def disconnect(self, route: Link) -> None:
+        self.inner.disconnect(route)
+
+    def expect(self, producer: bytes) -> Hashable:
+        return self.inner.expect(producer)
+
+    def dismiss(self, source: Hashable) -> None:
+        self.inner.dismiss(source)
+
+    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        number, self._writes = self._writes, self._writes + 1
+        if number in self._plan.writes:
+            raise TransportError(f"injected: write {number} fails")
+        token = self.inner.write(route, header, payload, slot)
+        self._started[token] = number
+        return token
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        number, self._reads = self._reads, self._reads + 1
+        if number in self._plan.reads:
+            raise TransportError(f"injected: read {number} fails")
+        self.inner.read(source, send_slot, nbytes, slot, header)
+
+    def direct(self, source: Hashable) -> bool:
+        return self.inner.direct(source)
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        number, self._pulls = self._pulls, self._pulls + 1
+        fault = self._plan.pulls.get(number)
+        if isinstance(fault, Fail):
+            raise TransportError(f"injected: pull {number} fails")
+        found = self.inner.pull(source, theirs, ours)
+        if fault is None:
+            return found
+        piece, offset = divmod(fault.offset, ours.piece_bytes)
+        ctypes.c_uint8.from_address(int(ours.addresses[piece]) + offset).value ^= 0xFF
+        return ours._replace(lanes=theirs.lanes).checksum()
+
+    def silenced(self, source: Hashable) -> bool:
+        return self.inner.silenced(source)
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        written, landed = self.inner.poll()
+        for completion in written:
+            self._complete(completion)
+        for arrival in landed:
+            self._arrive(arrival)
+        return self._written.take(), self._landed.take()
+
+    @property
+    def pollables(self) -> list[object]:
+        return self.inner.pollables
+
+    @property
+    def restless(self) -> bool:
+        return self.inner.restless or self._written.waits or self._landed.waits
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _complete(self, written: Written) -> None:
+        number = self._started.pop(written.token)
+        match self._plan.completions.get(number):
+            case Fail():
+                self._written.add(Written(written.token, False, f"injected: write {number} fails"))
+            case fault:
+                self._written.deliver(written, fault)
+
+    def _arrive(self, landed: Landed) -> None:
+        number, self._landings = self._landings, self._landings + 1
+        match self._plan.landings.get(number):
+            case Corrupt(offset):
+                copy = bytearray(landed.payload)
+                if not landed.problem:
+                    copy[offset] ^= 0xFF
+                self._landed.add(landed._replace(payload=memoryview(copy)))
+            case Truncate(nbytes):
+                self._landed.add(landed._replace(payload=landed.payload[:nbytes]))
+            case Fail():
+                problem = f"injected: landing {number} fails"
+                self._landed.add(landed._replace(payload=memoryview(b""), problem=problem))
+            case fault:
+                self._landed.deliver(landed, fault)
+
+
+class _Later(Generic[T]):
+    """A queue whose entries become due after so many takes."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, T]] = []
+        self._takes = 0
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, entry: T, takes: int = 0) -> None:
+        self._entries.append((self._takes + takes, entry))
+
+    def deliver(self, entry: T, fault: Delivery | None) -> None:
+        match fault:
+            case Lose():
+                pass
+            case Repeat():
+                self.add(entry)
+                self.add(entry)
+            case Delay(polls):
+                self.add(entry, polls)
+            case None:
+                self.add(entry)
+
+    def take(self) -> list[T]:
+        due = [entry for when, entry in self._entries if when <= self._takes]
+        self._entries = [(when, entry) for when, entry in self._entries if when > self._takes]
+        self._takes += 1
+        return due

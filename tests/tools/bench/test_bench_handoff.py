@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of runs, what is compared with what, and which contenders there are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from support.bench import FakeTokenizer
+
+from pd_connector.config import Config
+from pd_connector.tools.bench import handoff as handoff_module
+from pd_connector.tools.bench import plan as plan_module
+from pd_connector.tools.bench.contender import BASELINE, LINK, LOCAL, Contender
+from pd_connector.tools.bench.flow import BenchError, Run
+from pd_connector.tools.bench.handoff import Findings, Measured, Measurement, Series, findings
+from pd_connector.tools.bench.model import KV_BYTES_PER_TOKEN, write_model
+from pd_connector.tools.bench.pair import Pair, Stage
+from pd_connector.tools.bench.plan import Plan
+from pd_connector.tools.launch.netns import Namespace
+
+
+class FakePair:
+    """Records what is done to it; uses as many cores as it is told to."""
+
+    def __init__(self, name: str, log: list[str], cores: float = 0.0, fetches: bool = True) -> None:
+        self.contender = {"base": BASELINE, **LOCAL}.get(name) or Contender(name, name)
+        self.engines = (SimpleNamespace(client=FakeTokenizer()), None)
+        self.pids: list[int] = []
+        self.prompts: list[list[int]] = []
+        self.salts: list[str] = []
+        self.frozen = False
+        self.name = name
+        self._log = log
+        self._cores = cores
+        self._fetches = fetches
+
+    def cpu_seconds(self) -> float:
+        return 0.0 if self.frozen else self._cores * time.monotonic()
+
+    def pause(self) -> None:
+        self.frozen = True
+
+    def resume(self) -> None:
+        self.frozen = False
+
+    def begin(self) -> None:
+        self._log.append("begin")
+
+    def run(self, prompt, salt) -> Run:
+        self._log.append(self.name)
+        self.prompts.append(list(prompt))
+        self.salts.append(salt)
+        return Run(2.0, 0.001 * len(self.prompts), "ab")
+
+    def check(self) -> None:
+        assert not self.frozen, "a frozen engine does not answer"
+        if not self._fetches:
+            raise BenchError("it computed the prompt itself")
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(handoff_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(handoff_module, "REST_WINDOW_S", 0.001)
+
+
+def measure(pairs, lengths=(8,), runs=3, warm_ups=1) -> Findings:
+    return findings([Measurement(pairs, runs, warm_ups, lambda line: None).measure(lengths)])
+
+
+def test_pairs_take_turns_and_warm_ups_do_not_count(hasty):
+    log: list[str] = []
+    pairs = [FakePair("base", log), FakePair("shm", log)]
+    found = measure(pairs)
+    assert log == ["begin", "begin", *["base", "shm"] * 4]
+    handoff, prefill = found.comparisons
+    assert handoff.ours.values == (2.0, 3.0, 4.0)
+    assert prefill.baseline.values == (2000.0, 2000.0, 2000.0)
+    assert (handoff.unit, handoff.params) == ("ms", {"prompt_tokens": 8, "transport": "shm"})
+
+
+def test_all_pairs_get_the_same_prompts_and_no_prompt_comes_twice(hasty):
+    pairs = [FakePair(name, []) for name in ("base", "tcp", "shm")]
+    measure(pairs, lengths=(40, 90))
+    assert pairs[0].prompts == pairs[1].prompts == pairs[2].prompts
+    assert pairs[0].salts == pairs[1].salts == pairs[2].salts
+    assert [len(prompt) for prompt in pairs[0].prompts] == [40] * 4 + [90] * 4
+    assert len({tuple(prompt) for prompt in pairs[0].prompts}) == 8
+    assert len(set(pairs[0].salts)) == 8
+
+
+def test_every_contender_is_compared_with_the_baseline(hasty):
+    found = measure([FakePair(name, []) for name in ("base", "tcp", "shm")])
+    compared = [(c.name, c.params["transport"]) for c in found.comparisons]
+    assert compared == [
+        ("handoff", "tcp"),
+        ("handoff", "shm"),
+        ("prefill", "tcp"),
+        ("prefill", "shm"),
+    ]
+
+
+def test_on_one_machine_the_bar_is_set_for_the_handoff_of_long_prompts_only(hasty):
+    found = measure([FakePair("base", []), FakePair("shm", [])], lengths=(512, 3500))
+    bars = {(c.name, c.params["prompt_tokens"]): c.bar for c in found.comparisons}
+    assert bars == {
+        ("handoff", 512): None,
+        ("prefill", 512): None,
+        ("handoff", 3500): 1.0,
+        ("prefill", 3500): None,
+    }
+
+
+def test_engines_that_spin_are_frozen_while_others_are_measured(hasty):
+    spinning, quiet = FakePair("base", [], cores=1.8), FakePair("shm", [])
+    seen: list[tuple[str, bool, bool]] = []
+    for pair in (spinning, quiet):
+        run = pair.run
+        pair.run = lambda prompt, salt, pair=pair, run=run: (
+            seen.append((pair.name, spinning.frozen, quiet.frozen)) or run(prompt, salt)
+        )
+    found = measure([spinning, quiet], runs=2, warm_ups=0)
+    assert seen == [("base", False, False), ("shm", True, False)] * 2
+    base, ours = found.series
+    assert (base.frozen, ours.frozen) == (True, False)
+    assert base.rest_cores > 1
+    assert found.restless == 0
+
+
+def test_a_pair_alone_is_never_frozen(hasty):
+    spinning = FakePair("base", [], cores=1.8)
+    measured = Measurement([spinning], 1, 0, lambda line: None).measure([8])
+    assert not measured.series[0].frozen
+
+
+def series(contender: Contender, *handoffs_s: float, text: str = "ab") -> Measured:
+    """One pair measured alone, with prompts of 2,048 tokens."""
+    runs = [Run(2.0, handoff_s, text) for handoff_s in handoffs_s]
+    return Measured([Series(contender, {2048: runs}, 0.0, False)], 0, 0.0)
+
+
+def test_pairs_measured_one_after_the_other_are_compared_with_the_baseline_of_both_ends():
+    found = findings([series(BASELINE, 1.0), series(LINK["raw"], 0.9), series(BASELINE, 1.2)])
+    handoff, _ = found.comparisons
+    assert handoff.baseline.values == (1000.0, 1200.0)
+    assert handoff.ours.values == (900.0,)
+    assert handoff.params == {"prompt_tokens": 2048, "codec": "raw", "overlap": "off"}
+    assert found.drift == {2048: 1.2}
+
+
+def test_unlike_answers_are_counted_over_all_pairs():
+    same, other = series(BASELINE, 1.0, 1.0), series(LINK["int8"], 1.0, 1.0, text="cd")
+    assert findings([same, other, same]).unlike == 2
+    assert findings([same, series(LINK["raw"], 1.0, 1.0), same]).unlike == 0
+
+
+def test_findings_without_the_baseline_are_refused():
+    with pytest.raises(ValueError, match="baseline"):
+        findings([series(LINK["raw"], 1.0)])
+
+
+def test_the_bars_over_the_link():
+    bars = {name: [contender.bar(n) for n in (512, 2048, 3500)] for name, contender in LINK.items()}
+    assert bars == {
+        "raw": [0.97, 0.97, 0.97],
+        "fp8_e4m3": [0.65, 0.55, 0.55],
+        "int8": [0.65, 0.55, 0.55],
+        "raw+overlap": [None, 0.30, 0.30],
+        "fp8_e4m3+overlap": [None, 0.30, 0.30],
+        "int8+overlap": [None, 0.30, 0.30],
+    }
+
+
+def test_over_the_link_one_pair_runs_at_a_time_and_the_baseline_twice():
+    ours = [LINK["raw"], LINK["int8"]]
+    names = [[c.name for c in group] for group in Plan(ours, 1000.0, None, [8], 1, 0).groups]
+    assert names == [["NixlConnector"], ["raw"], ["int8"], ["NixlConnector"]]
+    on_one_machine = Plan([LOCAL["shm"]], None, None, [8], 1, 0).groups
+    assert [[c.name for c in group] for group in on_one_machine] == [["NixlConnector", "shm"]]
+
+
+def carried_out(monkeypatch, plan: Plan, failing: str = "") -> tuple[list[Stage], Findings]:
+    """The stages on which the plan measures, with namespaces that nobody has made."""
+    sides = tuple(Namespace(n, f"198.19.0.{n}", f"198.18.0.{n}") for n in ("1", "2"))
+    bed = contextlib.nullcontext(SimpleNamespace(namespaces=sides))
+    stages: list[Stage] = []
+
+    def measured(self, group, stage, console):
+        stages.append(stage)
+        if group[0].name == failing:
+            raise BenchError("its engine died")
+        if stage.namespaces:
+            assert (Path(stage.model) / "config.json").exists()
+        return series(group[0], 1.0)
+
+    monkeypatch.setattr(plan_module, "log_folder", lambda: Path("unused"))
+    monkeypatch.setattr(plan_module, "Bed", lambda rate_mbit: bed)
+    monkeypatch.setattr(Plan, "_measure", measured)
+    return stages, plan.carry_out(Console(file=io.StringIO()))
+
+
+def test_a_contender_that_fails_costs_its_own_figures_only(monkeypatch):
+    plan = Plan([LINK["raw"], LINK["int8"]], 1000.0, None, [2048], 1, 0)
+    _, found = carried_out(monkeypatch, plan, "int8")
+    assert found.failures == {"int8": "its engine died"}
+    assert {one.contender.name for one in found.series} == {BASELINE.name, "raw"}
+    for failing in (BASELINE.name, "raw"):
+        with pytest.raises(BenchError, match="its engine died"):
+            carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0), failing)
+
+
+def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkeypatch):
+    stages, _ = carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0))
+    assert len(stages) == 3
+    assert len({id(stage) for stage in stages}) == 1
+    (stage, *_) = stages
+    assert "dummy" in stage.args
+    assert len(stage.env["PD_CONNECTOR_KEY"]) >= 16
+    assert not Path(stage.model).exists()
+    pair = Pair.of(LINK["raw"], stage)
+    producer, consumer = (engine.environment() for engine in pair.engines)
+    assert producer["PD_CONNECTOR_HOST"] == "198.19.0.1"
+    assert consumer["PD_CONNECTOR_HOST"] == "198.19.0.2"
+
+
+def test_a_model_that_is_named_is_loaded_with_its_weights(monkeypatch, tmp_path):
+    (tmp_path / "config.json").touch()
+    plan = Plan([LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
+    (stage, *_), _ = carried_out(monkeypatch, plan)
+    assert (stage.model, list(stage.args)) == (str(tmp_path), [])
+
+
+def test_only_transports_that_take_the_link_are_compared_over_it():
+    assert {tuple(c.config["transports"]) for c in LINK.values()} == {("tcp",)}
+
+
+@pytest.mark.parametrize("ours", [*LINK.values(), *LOCAL.values()], ids=lambda ours: ours.name)
+def test_every_contenders_config_is_one_that_the_connector_takes(ours):
+    config = Config.load(ours.config, {})
+    assert list(config.transports) == ours.config["transports"]
+
+
+def test_the_measuring_model_has_32_kib_of_kv_per_token(tmp_path):
+    config = json.loads((write_model(tmp_path) / "config.json").read_text())
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    assert 2 * 2 * heads * config["head_dim"] == KV_BYTES_PER_TOKEN == 32 * 1024
+    assert config["dtype"] == "bfloat16"
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_run_that_begins_beside_a_busy_engine_is_counted(hasty, monkeypatch):
+    monkeypatch.setattr(handoff_module, "REST_TIMEOUT_S", 0.0)
+    busy = FakePair("base", [])
+    other = FakePair("shm", [])
+    measurement = Measurement([busy, other], 2, 0, lambda line: None)
+    busy._cores = 1.0  # it comes to work after it has been looked at
+    assert measurement.measure([8]).restless == 4
+
+
+def test_times_of_a_decode_engine_that_computed_the_prompt_are_refused(hasty):
+    with pytest.raises(BenchError, match="computed the prompt itself"):
+        measure([FakePair("base", []), FakePair("shm", [], fetches=False)])

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks without engines: KV really moves and is really looked at, and bars are applied."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pd_connector.codec import COMPILER, Elements
+from pd_connector.codec.compiled import loops_for
+from pd_connector.tools.bench import codec as codec_bench
+from pd_connector.tools.bench import overhead as overhead_module
+from pd_connector.tools.bench import reshard, wire
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.machine import cpu_seconds
+from pd_connector.tools.bench.report import Comparison, missed
+from pd_connector.tools.bench.reshard import Engines
+from pd_connector.tools.bench.wire import LINE, PAGES, Way, link_way, local_way
+from pd_connector.tools.bench.wire_cache import WireCache
+from pd_connector.tools.bench.wire_pair import WirePair, WireRun
+from pd_connector.tools.bench.wire_size import LAYERS, PAGE_BYTES, PAGE_TOKENS
+from pd_connector.tools.cli import bench as command
+from pd_connector.tools.cli import bench_core
+from pd_connector.tools.launch import proc
+from pd_connector.tools.launch.netns import Bed, available
+
+TOKENS = 64
+
+
+def filled_consumer() -> WireCache:
+    """A consumer's cache as it is after a transfer that went well."""
+    producer, consumer = WireCache("producer", TOKENS), WireCache("consumer", TOKENS)
+    for theirs, mine in zip(producer.layers, consumer.layers, strict=True):
+        mine[consumer.pages] = theirs[producer.pages]
+    return consumer
+
+
+def test_the_caches_hold_what_the_benchmark_says_it_moves():
+    cache = WireCache("producer", TOKENS)
+    assert sum(layer.nbytes for layer in cache.layers) == cache.nbytes == 64 * 128 * 1024
+    assert sorted(cache.pages) == list(range(TOKENS // PAGE_TOKENS))
+    assert cache.tables["producer"] != cache.tables["consumer"]
+
+
+def test_a_descriptor_is_one_page_of_one_layer():
+    found = WireCache("consumer", TOKENS).descriptors([1000, 5_000_000])
+    assert found[:, 0].tolist() == [
+        base + page * PAGE_BYTES for base in (1000, 5_000_000) for page in range(4)
+    ]
+    assert set(found[:, 1].tolist()) == {65536}
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_what_has_arrived_is_looked_at_page_by_page(lossy):
+    cache = filled_consumer()
+    assert cache.check(lossy) == ""
+    first, second = cache.pages[:2]
+    pages = cache.layers[7]
+    pages[[first, second]] = pages[[second, first]]
+    assert "layer 7" in cache.check(lossy)
+    cache.wipe()
+    assert "layer 0" in cache.check(lossy)
+
+
+def test_small_errors_pass_only_where_the_codec_is_lossy():
+    cache = filled_consumer()
+    cache.layers[3].mul_(1 + 1 / 64)
+    assert cache.check(lossy=True) == ""
+    assert "layer 3" in cache.check(lossy=False)
+
+
+def test_kv_moves_between_two_processes_which_are_gone_afterwards():
+    with WirePair(TOKENS) as pair:
+        pids = pair.pids
+        for way in (local_way("shm", "raw"), local_way("tcp", "int8"), LINE):
+            pair.open(way.kind, way.settings)
+            for _ in range(2):
+                run = pair.run(way.lossy)
+                assert run.seconds > 0
+                pages = LAYERS * TOKENS // PAGE_TOKENS
+                assert 0 < run.descriptors <= (pages / 2 if way.collates else pages)
+            pair.close()
+        with pytest.raises(BenchError, match="transports"):
+            pair.open("ours", {"transports": []})
+        assert cpu_seconds(pids) > 0
+    assert [proc.read(pid) for pid in pids] == [None, None]
+
+
+def test_per_page_nixl_posts_a_descriptor_for_each_page_of_each_layer():
+    pytest.importorskip("nixl")
+    with WirePair(TOKENS) as pair:
+        pair.open(PAGES.kind, {})
+        assert pair.run(lossy=False).descriptors == LAYERS * TOKENS // PAGE_TOKENS
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(bool(available()), reason=f"no network namespaces: {available()}")
+def test_over_a_link_nothing_is_faster_than_the_link():
+    rate_mbit = 500.0
+    env = {"PD_CONNECTOR_KEY": "a key of more than sixteen characters"}
+    with Bed(rate_mbit) as bed, WirePair(4 * TOKENS, env, bed.namespaces) as pair:
+        for way in (LINE, link_way("tcp", "raw")):
+            pair.open(way.kind, way.settings)
+            run = pair.run(way.lossy)
+            # What a burst lets pass at once is less than a hundredth of this.
+            assert run.seconds > 0.9 * 4 * TOKENS * 128 * 1024 * 8 / (rate_mbit * 1e6)
+            pair.close()
+
+
+class FakePair:
+    """Moves at rates that are given, in GB/s by the name of a setting, without moving anything."""
+
+    pids = ()
+
+    def __init__(self, rates: dict[str, float]) -> None:
+        self.rates = rates
+        self.opened: list[str] = []
+
+    def open(self, kind: str, settings: dict) -> None:
+        self.opened.append(settings.get("codec", kind))
+
+    def run(self, lossy: bool | None) -> WireRun:
+        gb = TOKENS * 128 * 1024 / 1e9
+        descriptors = 1000 if self.opened[-1] == "pages" else 19
+        return WireRun(gb / self.rates[self.opened[-1]], 1.0, descriptors)
+
+    def close(self) -> None:
+        pass
+
+
+def measured(place: str, ways: list[Way], **rates: float) -> tuple[FakePair, list[Comparison]]:
+    pair = FakePair(rates)
+    found = wire.measure(pair, place, ways, TOKENS, 2, 1, lambda line: None)
+    return pair, [one for _, several in found.tables for one in several]
+
+
+def test_on_one_machine_raw_over_shared_memory_must_not_be_slower_than_pages():
+    ways = [local_way("shm", codec) for codec in ("raw", "int8")]
+    pair, good = measured("local", ways, pages=2.0, raw=2.1, int8=0.1)
+    assert pair.opened == ["pages", "raw", "int8", "pages"], "the baseline first and last"
+    assert missed(good) == []
+    _, bad = measured("local", ways, pages=2.0, raw=1.9, int8=0.1)
+    assert [(one.name, one.params["codec"]) for one in missed(bad)] == [("local rate", "raw")]
+
+
+def test_over_a_link_codecs_must_nearly_double_its_rate():
+    ways = [link_way("tcp", codec) for codec in ("raw", "fp8_e4m3")]
+    rates = {"plain": 0.12, "pages": 0.2, "raw": 0.118, "fp8_e4m3": 0.23}
+    _, good = measured("link", ways, **rates)
+    assert missed(good) == []
+    _, bad = measured("link", ways, **rates | {"raw": 0.115, "fp8_e4m3": 0.22})
+    assert [one.name for one in missed(bad)] == ["link capacity"] * 2
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (1, 4), (8, 2)])
+@pytest.mark.parametrize("pages", [(16, 16), (16, 128)])
+def test_resharding_by_both_sides_gives_the_model_back(tps, pages):
+    model = torch.randn(8, 128, 8, 256).to(torch.bfloat16)
+    found = reshard._compare(model, Engines(*tps, *pages), 1)
+    alike = tps[0] == tps[1] and pages[0] == pages[1]
+    assert found.params["pages"] == ("whole" if alike else "resharded")
+    assert found.ours.median > 0 < found.baseline.median
+
+
+def test_resharding_that_goes_wrong_is_no_figure(monkeypatch):
+    monkeypatch.setattr(reshard, "_ours", lambda pieces, slot: None)
+    model = torch.randn(8, 128, 8, 256).to(torch.bfloat16)
+    with pytest.raises(BenchError, match="ours: wrong KV"):
+        reshard._compare(model, Engines(1, 2, 16, 16), 1)
+
+
+def test_codecs_are_timed_both_ways_and_left_as_they_were():
+    pytest.importorskip("numba")
+    x = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
+    found = codec_bench.measure(2, (2, 130, 64))
+    assert len(found) == 2 * 2 * 2
+    assert all(one.ours.median > 0 < one.baseline.median for one in found)
+    assert loops_for(x, Elements("bfloat16")) is not None
+    with COMPILER.off():
+        assert loops_for(x, Elements("bfloat16")) is None
+
+
+def test_a_side_over_its_budget_misses_the_bar(monkeypatch, tmp_path):
+    monkeypatch.setattr(overhead_module, "planning_overhead", lambda: (0.4, 1.2))
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(command.app, ["overhead", "--json", str(file)])
+    assert result.exit_code == 1
+    rows = {row["params"]["side"]: row for row in json.loads(file.read_text())[::3]}
+    assert (rows["producer"]["ok"], rows["consumer"]["ok"]) == (True, False)
+    assert rows["consumer"]["ratio"] == 1.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["wire", "--codec", "zip"], "int8"),
+        (["wire", "--mib", "3"], "multiple of 2"),
+        (["reshard", "--tokens", "200"], "multiple of 128"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_what_can(arguments, named):
+    result = CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_without_namespaces_the_machine_alone_can_be_measured(monkeypatch):
+    monkeypatch.setattr(bench_core, "available", lambda: "`ip` is missing")
+    monkeypatch.setattr(bench_core.importlib.util, "find_spec", lambda name: name)
+    result = CliRunner().invoke(command.app, ["wire"])
+    assert result.exit_code == 2
+    assert "--local" in result.output

