@@ -22,8 +22,8 @@ from scheduler_plugins.admission.prompt import Prompt, PromptMemory
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import QosError, Slo, default_class
 from scheduler_plugins.qos.file import SchedulerFile, WatchedFile
-from scheduler_plugins.qos.routes import class_of
-from scheduler_plugins.queue.work import WINDOW_S, WorkByCost, bucket_of
+from scheduler_plugins.qos.rules import class_of
+from scheduler_plugins.queue.work import WINDOW_S, WorkHistogram, bucket_of
 
 LOOK_EVERY_S = 1.0
 """How often the configuration file is looked at, at most."""
@@ -49,7 +49,7 @@ class Ticket:
     decision: Decision
 
 
-class LetIn:
+class AdmittedWork:
     """How much prefill was let in lately.
 
     Chunks of it go into the steps that decode, and stretch them. The report's rates are averages of
@@ -58,7 +58,7 @@ class LetIn:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
-        self._all = WorkByCost()
+        self._all = WorkHistogram()
 
     def add(self, now_s: float, cost_s: float) -> None:
         """A request that brings so many seconds of prefill was let in."""
@@ -113,14 +113,14 @@ class AdmissionGate:
         self._look_at_s = clock() + LOOK_EVERY_S
         self._numbers = count()
         self._unreported: dict[int, tuple[Ticket, float]] = {}
-        self._let_in = LetIn()
+        self._admitted_work = AdmittedWork()
         self.memory = PromptMemory(cache_tokens)
         self._use(self._watched.current if self._watched else SchedulerFile())
 
     def class_of(self, headers: Mapping[str, str]) -> str:
         """The class of a request with these headers (names in lower case)."""
         self._reload()
-        return class_of(self._routes, headers) or self._default
+        return class_of(self._rules, headers) or self._default
 
     @property
     def on(self) -> bool:
@@ -148,7 +148,7 @@ class AdmissionGate:
         if decision.admit:
             self._metrics.admitted.labels(qos).inc()
             self._unreported[ticket.number] = ticket, cost_s
-            self._let_in.add(ticket.arrived_s, cost_s)
+            self._admitted_work.add(ticket.arrived_s, cost_s)
         else:
             self._metrics.rejected.labels(qos, decision.cause).inc()
         return ticket
@@ -213,7 +213,7 @@ class AdmissionGate:
             report,
             classes=classes,
             prefill_left_s=max(0.0, report.prefill_left_s - age_s),
-            prefill_share=self._let_in.share(now_s, 0.0 if posted.idle else all_s),
+            prefill_share=self._admitted_work.share(now_s, 0.0 if posted.idle else all_s),
         )
 
     def _reload(self) -> None:
@@ -234,7 +234,7 @@ class AdmissionGate:
         self._control = AdmissionControl(section.qos_classes, by_cost=by_cost)
         self._default = default_class(section.qos_classes).name
         self._slos = {one.name: one.slo for one in section.qos_classes}
-        self._routes = found.request_router.routes
+        self._rules = found.request_router.routes
 
 
 def _with(load: ClassLoad, ticket: Ticket, cost_s: float) -> ClassLoad:

@@ -82,13 +82,13 @@ class LoadReport(msgspec.Struct, frozen=True):
         """Report a queue, and what its engine is doing. `now_s` is by the clock of the arrivals."""
         classes = {}
         for name in queue.classes:
-            lane = queue.lane(name)
-            work = lane.work
+            class_queue = queue.class_queue(name)
+            work = class_queue.work
             classes[name] = ClassLoad(
-                len(lane),
-                lane.tokens,
+                len(class_queue),
+                class_queue.tokens,
                 work.waiting_s,
                 work.arriving(now_s),
-                queue.turns.balance_s(name),
+                queue.fair_share.balance_s(name),
             )
         return cls(model, prefill_left_s, classes, tuple(decoding), decode_tokens)

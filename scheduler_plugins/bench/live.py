@@ -53,7 +53,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TestBed:
     """What all contenders of a comparison have in common.
 
     Args:
@@ -76,7 +76,7 @@ class Findings(NamedTuple):
     others_cores: float  # used by other programs meanwhile
 
 
-class Record(NamedTuple):
+class RequestRecord(NamedTuple):
     """One request and its answer; None if it was still waiting when the time was over."""
 
     request: Waiting
@@ -100,7 +100,7 @@ class Record(NamedTuple):
 
 
 @dataclass
-class Running:
+class RunningEngine:
     """A started engine, idle, with a client."""
 
     contender: Contender
@@ -115,15 +115,15 @@ class Running:
         self,
         requests: Sequence[Waiting],
         *,
-        block_tokens: int,
+        page_size: int,
         until_s: float | None = None,
         headers: Callable[[Waiting], dict[str, str]] | None = None,
-    ) -> list[Record]:
+    ) -> list[RequestRecord]:
         """Send requests at their times, to an empty prefix cache.
 
         Args:
             requests: by arrival.
-            block_tokens: of their hashes.
+            page_size: of their hashes.
             until_s: hang up on everything then, by the clock of the arrivals; None: never.
             headers: of each request.
         """
@@ -135,13 +135,15 @@ class Running:
                 self.client,
                 requests,
                 self._pool,
-                block_tokens=block_tokens,
+                page_size=page_size,
                 until_s=until_s,
                 headers=headers,
                 by_length=self.contender.by_length,
             )
 
-    async def hit(self, requests: Sequence[Waiting], **how: Any) -> tuple[list[Record], float]:
+    async def hit(
+        self, requests: Sequence[Waiting], **how: Any
+    ) -> tuple[list[RequestRecord], float]:
         """As `serve`; and the part of all prompt tokens that came from the prefix cache."""
         before = await self.client.metrics()
         found = await self.serve(requests, **how)
@@ -185,18 +187,18 @@ async def send_all(
     requests: Sequence[Waiting],
     pool: Sequence[int],
     *,
-    block_tokens: int,
+    page_size: int,
     until_s: float | None = None,
     headers: Callable[[Waiting], dict[str, str]] | None = None,
     by_length: bool = False,
     salt: str | None = None,
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Send requests at their times, and wait for the answers.
 
     Args:
         requests: by arrival.
         pool: token ids to make prompts of.
-        block_tokens: of their hashes.
+        page_size: of their hashes.
         until_s: hang up on everything then, by the clock of the arrivals; None: never.
         headers: of each request.
         by_length: each has the length of its prompt as vLLM's `priority`.
@@ -205,10 +207,10 @@ async def send_all(
     Raises:
         BenchError: one was answered with neither 200 nor 429.
     """
-    prompts = [prompt_ids(one, block_tokens, pool) for one in requests]
+    prompts = [prompt_ids(one, page_size, pool) for one in requests]
     begun_s = time.perf_counter() + _AHEAD_S
 
-    async def one(request: Waiting, prompt: list[int]) -> Record:
+    async def one(request: Waiting, prompt: list[int]) -> RequestRecord:
         due_s = begun_s + request.arrival_s
         await at(due_s)
         extra: dict[str, Any] = {"priority": len(prompt)} if by_length else {}
@@ -218,7 +220,7 @@ async def send_all(
         answer = await client.complete(prompt, request.max_tokens, headers=given, **extra)
         if answer.status not in (200, 429):
             raise BenchError(f"{client.url}: {answer.status}: {answer.error}")
-        return Record(request, answer, answer.sent_s - due_s)
+        return RequestRecord(request, answer, answer.sent_s - due_s)
 
     pairs = zip(requests, prompts, strict=True)
     tasks = [asyncio.create_task(one(request, prompt)) for request, prompt in pairs]
@@ -228,13 +230,13 @@ async def send_all(
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     return [
-        task.result() if task in done else Record(request, None, 0.0)
+        task.result() if task in done else RequestRecord(request, None, 0.0)
         for request, task in zip(requests, tasks, strict=True)
     ]
 
 
 @asynccontextmanager
-async def running(contender: Contender, stage: Stage, say: Say) -> AsyncIterator[Running]:
+async def running(contender: Contender, stage: TestBed, say: Say) -> AsyncIterator[RunningEngine]:
     """Start one contender, warm it up, end it.
 
     Raises:
@@ -266,35 +268,35 @@ async def running(contender: Contender, stage: Stage, say: Say) -> AsyncIterator
         async with connect(engine.base_url) as client:
             processes = engine.family.members() if engine.family else []
             pids = [process.pid for process in processes]
-            found = Running(contender, client, settings, pids, Noise(pids))
+            found = RunningEngine(contender, client, settings, pids, Noise(pids))
             await _warm_up(found, stage.max_model_len)
             yield found
 
 
-async def _warm_up(engine: Running, longest: int) -> None:
+async def _warm_up(engine: RunningEngine, longest: int) -> None:
     """Requests of many lengths, so that a scheduler that learns costs knows them."""
     random = Random(1)
     requests = [
         Waiting(id=f"warm-{n}", tokens=tokens, block_hashes=(), arrival_s=n * 0.1, max_tokens=1)
         for n, tokens in enumerate(random.choices(range(20, longest * 3 // 4), k=40))
     ]
-    await engine.serve(requests, block_tokens=1)
+    await engine.serve(requests, page_size=1)
 
 
-def prompt_ids(request: Waiting, block_tokens: int, pool: Sequence[int]) -> list[int]:
+def prompt_ids(request: Waiting, page_size: int, pool: Sequence[int]) -> list[int]:
     """The request's prompt: equal hashes give equal tokens, what is after them is its own."""
     tokens = list[int]()
     for block in request.block_hashes:
-        tokens += _block(block, block_tokens, pool)
+        tokens += _block(block, page_size, pool)
     own = Random(f"own {request.id}").choices(pool, k=max(0, request.tokens - len(tokens)))
     return [*tokens, *own][: request.tokens]
 
 
-def _block(block: BlockHash, block_tokens: int, pool: Sequence[int]) -> list[int]:
-    return Random(f"block {block}").choices(pool, k=block_tokens)
+def _block(block: BlockHash, page_size: int, pool: Sequence[int]) -> list[int]:
+    return Random(f"block {block}").choices(pool, k=page_size)
 
 
-def outcome(records: Sequence[Record], hit: float) -> Outcome:
+def outcome(records: Sequence[RequestRecord], hit: float) -> Outcome:
     """Mean, 99th percentile and hit rate of requests that were all answered."""
     times = [one.ttft_s for one in records]
     return Outcome(sum(times) / len(times), p99(times), hit)

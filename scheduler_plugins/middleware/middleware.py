@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and turns away
+"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and fair_share away
 what could not be served in time, before any work is done.
 
 vLLM puts the middlewares it is told of around all others, its API-key check among them; so a

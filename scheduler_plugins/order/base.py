@@ -26,7 +26,7 @@ class QueuePolicy(ABC):
     overtakes_running: ClassVar[bool] = False
     """Whether a request goes before a prefill under way whose rest has a larger key."""
     splits_batches: ClassVar[bool] = False
-    """Whether `alone` may be true, so that a batch may have to go without another request."""
+    """Whether `wants_own_batch` may be true, so that a batch may have to go without another request."""
 
     @abstractmethod
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
@@ -45,6 +45,6 @@ class QueuePolicy(ABC):
         """Requests of one group are served together, neighbouring numbers after one another."""
         return 0
 
-    def alone(self, request: Waiting) -> bool:
-        """Whether the request wants a batch by itself."""
+    def wants_own_batch(self, request: Waiting) -> bool:
+        """Whether no other request may share the batch that prefills this one."""
         return False

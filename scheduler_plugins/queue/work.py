@@ -19,7 +19,7 @@ def bucket_of(cost_s: float) -> int:
     return min(BUCKETS - 1, 1 + int(_PER_OCTAVE * log2(cost_s / _SMALLEST_S)))
 
 
-class WorkByCost:
+class WorkHistogram:
     """Seconds of work by the cost of the request that brings it.
 
     This is what admission needs: a policy that serves short requests first makes a request wait for

@@ -37,7 +37,7 @@ class BadRequestError(ValueError):
 
 
 @dataclass(frozen=True)
-class Address:
+class ProducerAddress:
     """Where a prefill engine hands over KV, as it describes itself; `ranks` and `tp_size` are for
     the decode engine, and passed on as they are."""
 
@@ -84,7 +84,7 @@ def encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def why_alone(body: Mapping[str, Any]) -> str | None:
+def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     """Why one transfer id cannot name this request's KV, as a metric label; None if it can."""
     for name in ("n", "best_of"):
         if (body.get(name) or 1) > 1:
@@ -119,7 +119,7 @@ def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
     return copy
 
 
-def decode_copy(body: Mapping[str, Any], address: Address, transfer: str) -> dict[str, Any]:
+def decode_copy(body: Mapping[str, Any], address: ProducerAddress, transfer: str) -> dict[str, Any]:
     """The client's request, its prompt's KV to be had from `address` under the id `transfer`."""
     return {
         **body,
@@ -156,7 +156,7 @@ def probe(model: str) -> dict[str, Any]:
     }
 
 
-def address_in(answer: object) -> Address | None:
+def address_in(answer: object) -> ProducerAddress | None:
     """The address in a prefill engine's answer, None if it carries none."""
     params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     if not isinstance(params, dict):
@@ -166,8 +166,8 @@ def address_in(answer: object) -> Address | None:
         return None
     ranks, tp_size = params.get("remote_ranks"), params.get("tp_size")
     if not isinstance(ranks, list) or type(tp_size) is not int:
-        return Address(engine_id, host, port)
-    return Address(engine_id, host, port, tuple(ranks), tp_size)
+        return ProducerAddress(engine_id, host, port)
+    return ProducerAddress(engine_id, host, port, tuple(ranks), tp_size)
 
 
 def _check(body: Mapping[str, Any], name: str, wanted: str, right: bool) -> None:

@@ -76,11 +76,11 @@ class CacheView:
         whole = [one for one in cacheable if isinstance(one.kv_cache_spec, FullAttentionSpec)]
         counted = next(iter(whole or cacheable), None)
         self.enabled = manager.enable_caching and counted is not None
-        self.block_tokens = counted.block_size if counted else manager.block_pool.hash_block_size
+        self.page_size = counted.block_size if counted else manager.block_pool.hash_block_size
         self.group = counted.kv_cache_group_id if counted else 0
         self._held: Mapping[str, Sequence[KVCacheBlock]] = counted.req_to_blocks if counted else {}
         self.pool: BlockPool = counted.block_pool if counted else manager.block_pool
-        self._scale = self.block_tokens // self.pool.hash_block_size
+        self._scale = self.page_size // self.pool.hash_block_size
         self._suffix = self.group.to_bytes(4, "big")
         self._map = WatchedMap()
         self._adopt()

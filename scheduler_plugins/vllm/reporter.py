@@ -49,8 +49,8 @@ class Reporter:
     def arrived(self, request: Waiting, running: Sequence[Request]) -> None:
         """A request comes and is not in the queue yet: note what is to be expected of it."""
         now_s = time.time()
-        qos = self._queue.turns.class_of(request.qos)
-        spared = self._queue.costing.spared_tokens(request)
+        qos = self._queue.fair_share.class_of(request.qos)
+        spared = self._queue.estimator.known_tokens(request)
         report = self._report(running, now_s)
         expected = self._predictor.predict(report, qos, request.tokens, spared)
         waited_s = max(0.0, now_s - request.arrival_s)

@@ -22,7 +22,7 @@ def believed(rig: Rig, prompt: list[int]) -> int:
     rig.scheduler._cache.tell(rig.scheduler._order)
     request = describe(rig.request("probe", prompt), rig.scheduler._cache)
     del rig._asked["probe"]
-    return rig.scheduler._order.costing.spared_tokens(request)
+    return rig.scheduler._order.estimator.known_tokens(request)
 
 
 def found(rig: Rig, prompt: list[int]) -> int:

@@ -18,15 +18,15 @@ from scheduler_plugins.order.registry import POLICIES
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage
-from scheduler_plugins.sim.engine import Engine, Step
+from scheduler_plugins.sim.engine import SimulatedEngine, SimulatedStep
 from scheduler_plugins.sim.workload import lengths, poisson, shared_profiles
 
 ONE_S = CostModel(a=0.0, c=1.0)
 
 
-def engine_of(truth: CostModel, policy: str = "fcfs") -> Engine:
+def engine_of(truth: CostModel, policy: str = "fcfs") -> SimulatedEngine:
     made = Setup(policy).engine()
-    return Engine(made.queue, LruBlocks(1), truth, block_tokens=16)
+    return SimulatedEngine(made.queue, LruBlocks(1), truth, page_size=16)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
@@ -40,7 +40,7 @@ def test_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_everything_is_served_once_and_the_engine_never_idles_while_one_waits(policy: str) -> None:
     requests = poisson(shared_profiles(1, users=5, posts=20), 15.0, 1)
-    engine, steps = Setup(policy, cache_tokens=3000).engine(), list[Step]()
+    engine, steps = Setup(policy, cache_tokens=3000).engine(), list[SimulatedStep]()
     engine.on_step = steps.append
     served = engine.run(requests)
     assert Counter(one.request.id for one in served) == Counter(one.id for one in requests)

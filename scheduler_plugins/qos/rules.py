@@ -27,31 +27,35 @@ class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return name.strip().lower(), value.strip()
 
 
-class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests that match belong to the class `qos`."""
+class ClassRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Requests that match belong to the class `qos`. A YAML entry of `request_router.routes`."""
 
     match: Match
     qos: str
 
 
-def checked_routes(routes: Sequence[Route], classes: Sequence[QosClass]) -> None:
-    """Raises QosError: a route leads to no class, or comes after one that matches everything."""
+def check_rules(rules: Sequence[ClassRule], classes: Sequence[QosClass]) -> None:
+    """Check rules that are used together.
+
+    Raises:
+        QosError: a rule names no class, or comes after one that matches everything.
+    """
     names = [one.name for one in classes]
-    for n, route in enumerate(routes):
-        if route.qos not in names:
-            raise QosError(f"routes[{n}]: qos {route.qos!r} must be one of {', '.join(names)}")
-        if route.match.header is None and n + 1 < len(routes):
+    for n, rule in enumerate(rules):
+        if rule.qos not in names:
+            raise QosError(f"routes[{n}]: qos {rule.qos!r} must be one of {', '.join(names)}")
+        if rule.match.header is None and n + 1 < len(rules):
             raise QosError(f"routes[{n}]: matches everything, so it must be the last one")
 
 
-def class_of(routes: Sequence[Route], headers: Mapping[str, str]) -> str:
-    """Name of the class of the first route that matches; "" if none does.
+def class_of(rules: Sequence[ClassRule], headers: Mapping[str, str]) -> str:
+    """Name of the class of the first rule that matches; "" if none does.
 
     Args:
         headers: names in lower case.
     """
-    for route in routes:
-        name, value = route.match.parts
-        if route.match.header is None or headers.get(name) == value:
-            return route.qos
+    for rule in rules:
+        name, value = rule.match.parts
+        if rule.match.header is None or headers.get(name) == value:
+            return rule.qos
     return ""

@@ -10,7 +10,7 @@ import pytest
 
 from scheduler_plugins.qos.classes import ONLY, QosError, Slo, default_class
 from scheduler_plugins.qos.file import SchedulerFile, WatchedFile, parse
-from scheduler_plugins.qos.routes import class_of
+from scheduler_plugins.qos.rules import class_of
 
 TEXT = b"""
 scheduler:

@@ -7,14 +7,14 @@ import pytest
 
 from pd_connector.tools.bench.flow import BenchError
 from scheduler_plugins.bench import live_admission, live_qos, live_traffic
-from scheduler_plugins.bench.live import Record, prompt_ids
+from scheduler_plugins.bench.live import RequestRecord, prompt_ids
 from scheduler_plugins.bench.live_replay import Scale, scaled, summary
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import Timed
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.qos.file import parse
-from scheduler_plugins.qos.routes import class_of
+from scheduler_plugins.qos.rules import class_of
 from scheduler_plugins.sim.workload import shared_profiles
 
 MODEL = CostModel(a=1e-3)
@@ -23,12 +23,12 @@ POOL = list(range(40))
 
 def record(
     arrival_s: float, *times_s: float, tokens: int = 100, qos: str = "", status: int = 200
-) -> Record:
+) -> RequestRecord:
     """A request sent on time at 100 s + `arrival_s`, whose tokens came at 100 s + `times_s`."""
     request = Waiting(id="r", tokens=tokens, block_hashes=(), arrival_s=arrival_s, qos=qos)
     stamps = tuple(100.0 + one for one in times_s)
     answer = Timed(status, 100.0 + arrival_s, stamps, 0.0, tokens, None, 0, "")
-    return Record(request, answer, 0.0)
+    return RequestRecord(request, answer, 0.0)
 
 
 def test_equal_hashes_give_equal_tokens_and_what_follows_is_its_own() -> None:
@@ -75,7 +75,7 @@ def test_a_promise_is_kept_only_if_both_halves_are() -> None:
 
 
 def test_a_request_that_was_hung_up_on_counts_as_let_in_and_not_kept() -> None:
-    hung = Record(record(0.0).request, None, 0.0)
+    hung = RequestRecord(record(0.0).request, None, 0.0)
     assert live_admission.admitted([hung, record(0.0, status=429)]) == [hung]
     assert not live_admission.kept(hung, Slo(ttft_ms=500))
 

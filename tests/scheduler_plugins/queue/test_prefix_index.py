@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.queue.place import Place
-from scheduler_plugins.queue.prefixes import Prefixes
+from scheduler_plugins.queue.class_queue import QueueEntry
+from scheduler_plugins.queue.prefix_index import PrefixIndex
 
 Path = tuple[int, ...]
 # Long stretches in common, then a fork: what users who share a document look like.
@@ -21,10 +21,10 @@ def chained(path: Path) -> list[Path]:
     return [path[: n + 1] for n in range(len(path))]
 
 
-def place(path: Path) -> Place:
+def place(path: Path) -> QueueEntry:
     request = Waiting(id="", tokens=len(path) + 1, block_hashes=chained(path), arrival_s=0.0)
-    made = Place(request, 1)
-    made.push = 1
+    made = QueueEntry(request, 1)
+    made.key_node = 1
     return made
 
 
@@ -41,7 +41,7 @@ def test_what_gained_is_stale_and_is_looked_up_right(
     waiting: list[Path], changes: list[tuple[bool, Path]]
 ) -> None:
     cached: set[Path] = set()
-    prefixes, places = Prefixes(cached), [place(path) for path in waiting]
+    prefixes, places = PrefixIndex(cached), [place(path) for path in waiting]
     for one in places:
         prefixes.look_up(one)
     for store, path in changes:
@@ -68,7 +68,7 @@ def test_what_gained_is_stale_and_is_looked_up_right(
 
 def test_many_blocks_in_a_row_cost_a_waiter_one_look() -> None:
     cached: set[Path] = set()
-    prefixes, waiter = Prefixes(cached), place((7,) * 100)
+    prefixes, waiter = PrefixIndex(cached), place((7,) * 100)
     prefixes.look_up(waiter)
     for block in chained((7,) * 100):
         cached.add(block)
@@ -77,8 +77,8 @@ def test_many_blocks_in_a_row_cost_a_waiter_one_look() -> None:
 
 
 def test_who_left_is_not_looked_up() -> None:
-    prefixes, waiter = Prefixes(set()), place((7,))
+    prefixes, waiter = PrefixIndex(set()), place((7,))
     prefixes.look_up(waiter)
     prefixes.added([(7,)])
-    waiter.push = 0
+    waiter.key_node = 0
     assert list(prefixes.drain(10)) == []

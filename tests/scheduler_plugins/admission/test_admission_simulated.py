@@ -11,7 +11,7 @@ import pytest
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction, Predictor
-from scheduler_plugins.bench.overload import Promise, attainment, goodput, serve
+from scheduler_plugins.bench.overload import PromisedLoad, attainment, goodput, serve
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
@@ -162,7 +162,7 @@ def test_the_correction_is_bounded_so_that_it_can_be_unlearnt() -> None:
 
 
 def test_a_report_tells_what_waits_and_crosses_a_process_boundary() -> None:
-    queue = WaitingQueue(create("fcfs"), set(), block_tokens=16, costs=Costs())
+    queue = WaitingQueue(create("fcfs"), set(), page_size=16, costs=Costs())
     queue.add(Waiting(id="a", tokens=300, block_hashes=(), arrival_s=1.0))
     queue.add(Waiting(id="b", tokens=700, block_hashes=(), arrival_s=2.0))
     made = LoadReport.of(queue, MODEL, 3.0, decoding=[Decoding(1.0, 5)])
@@ -174,19 +174,19 @@ def test_a_report_tells_what_waits_and_crosses_a_process_boundary() -> None:
     queue.begin_scan()
     queue.pop()
     queue.remove("b")
-    assert sum(queue.lane("default").work.waiting_s) == pytest.approx(0.0)
+    assert sum(queue.class_queue("default").work.waiting_s) == pytest.approx(0.0)
 
 
 OVERLOADED = (
-    Promise("ttft", Slo(ttft_ms=1000), 1, 36.0),
-    Promise("tpot", Slo(ttft_ms=2000, tpot_ms=50), 400, 8.0),
+    PromisedLoad("ttft", Slo(ttft_ms=1000), 1, 36.0),
+    PromisedLoad("tpot", Slo(ttft_ms=2000, tpot_ms=50), 400, 8.0),
 )
 
 
 @pytest.mark.parametrize("promise", OVERLOADED, ids=lambda one: one.name)
 @pytest.mark.parametrize("policy", ["fcfs", "srjf_calibrated"])
 def test_at_twice_the_capacity_promises_are_kept_and_worth_more(
-    promise: Promise, policy: str
+    promise: PromisedLoad, policy: str
 ) -> None:
     admitted = serve(promise, policy, 60.0, 1, control=True)
     everything = serve(promise, policy, 60.0, 1, control=False)

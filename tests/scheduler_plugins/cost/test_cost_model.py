@@ -83,7 +83,7 @@ def test_a_step_of_so_many_tokens_has_little_overhead(overhead: float, tokens: i
 
 def test_a_profile_gives_the_coefficients_and_the_error_of_what_was_held_out() -> None:
     random = Random(1)
-    asked = loads(longest_tokens=32_768, block_tokens=16, most_batch=128)
+    asked = loads(longest_tokens=32_768, page_size=16, most_batch=128)
     assert sum(one.tokens > 0 for one in asked) >= 30
     assert sum(one.batch > 0 for one in asked) >= 40
     model = fit([Measurement(one, noisy(one, random)) for one in asked])
