@@ -246,8 +246,9 @@ async def running(contender: Contender, stage: TestBed, say: Say) -> AsyncIterat
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "settings.yaml"
     args = [
-        *("--max-num-batched-tokens", str(CHUNK_TOKENS), "--disable-uvicorn-access-log"),
-        *("--num-gpu-blocks-override", str(stage.cache_tokens // PAGE_TOKENS)),
+        f"--max-num-batched-tokens={CHUNK_TOKENS}",
+        "--disable-uvicorn-access-log",
+        f"--num-gpu-blocks-override={stage.cache_tokens // PAGE_TOKENS}",
         *contender.args,
     ]
     if contender.settings is not None:

@@ -18,7 +18,7 @@ HELD_OUT_EVERY = 5
 """One measurement in so many is not fitted; the error is taken from those."""
 FEWEST = 20
 _PREFILL_STEPS = 2
-"""Place of `c` among the coefficients."""
+"""Index of `c` among the coefficients."""
 
 
 class ProfileError(ValueError):
@@ -34,7 +34,7 @@ class Measurement:
 
 
 def loads(longest_tokens: int, page_size: int, most_batch: int) -> list[StepLoad]:
-    """What a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
+    """The steps a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
 
     Args:
         longest_tokens: longest prompt; lengths fall from it by a factor of 1.5.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes, and what becomes of every error on the way."""
+"""The HTTP endpoints, and what becomes of every error on the way."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Both completion routes."""
+    """Both completion endpoints."""
     known = request.app[METRICS]
     outcome = "internal_error"
     known.in_flight.inc()

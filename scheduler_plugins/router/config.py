@@ -15,7 +15,7 @@ class RouterConfig:
     decode: tuple[str, ...]
     """Base URLs of the decode engines."""
     host: str = "127.0.0.1"
-    """ProducerAddress to listen on."""
+    """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
     api_key: str = ""

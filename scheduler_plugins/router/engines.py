@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from scheduler_plugins.router.body import ProducerAddress
+from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.router.metrics import Metrics
 
 

@@ -45,7 +45,7 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class ResponseTimeouts:
-    """How long an engine may be silent, in seconds: before its first byte, and after it."""
+    """How long an engine may be silent before its first byte and after it, in seconds."""
 
     first_byte_s: float
     idle_s: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine serves next. Pure decisions: no clock, no I/O."""
+"""Which engine serves next. A policy decides without a clock and without I/O."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

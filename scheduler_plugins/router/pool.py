@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine, Role
@@ -75,12 +76,12 @@ class EnginePool:
         return [e for e in self.engines if e.role is role and e.up and e not in besides]
 
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request failed: one that cannot be reached is down at once, any other is checked now."""
+        """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
         if isinstance(failure, UnreachableError):
             self._set_down(engine, str(failure), refusing=failure.refused)
         self._watch_of(engine).wake.set()
 
-    def confirm(self, engine: BackendEngine, seen: body.ProducerAddress | None) -> None:
+    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
         """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
         if seen is not None and engine.address is not None and seen != engine.address:
             logger.warning("%s changed its address: probing it again", engine.url)

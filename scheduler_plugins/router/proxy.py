@@ -54,7 +54,7 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Shared:
-    """What all requests of one router have in common."""
+    """What all requests of one router share."""
 
     config: RouterConfig
     pool: EnginePool
@@ -65,7 +65,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: who answers the client, and who prefills for it."""
+    """Who answers the client, and who prefills for it."""
 
     answering: BackendEngine
     prefill: BackendEngine | None
@@ -101,7 +101,7 @@ class ClientRequest:
         self._failed: dict[BackendEngine, str] = {}
         self._no_prefill: set[BackendEngine] = set()
         self._accepted = 0
-        self._alone = body.why_not_disaggregated(parsed)
+        self._single_cause = body.why_not_disaggregated(parsed)
 
     @property
     def begun(self) -> bool:
@@ -118,11 +118,14 @@ class ClientRequest:
         while (attempt := self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
-                return await self._attempt(attempt)
+                return await self._try(attempt)
             except EngineFailedError as failure:
                 logger.warning(
                     "request %s: %s (%s) failed: %s",
-                    *(self._request_id, attempt.answering.url, attempt.answering.role, failure),
+                    self._request_id,
+                    attempt.answering.url,
+                    attempt.answering.role,
+                    failure,
                 )
                 if not isinstance(failure, PrefillRefusedError):
                     self._shared.pool.report_failure(attempt.answering, failure)
@@ -142,8 +145,8 @@ class ClientRequest:
                 return None
             return Attempt(policies[Role.PREFILL].choose(prefill), None, "no_decode")
         answering = policies[Role.DECODE].choose(decode)
-        if self._alone is not None:
-            return Attempt(answering, None, self._alone)
+        if self._single_cause is not None:
+            return Attempt(answering, None, self._single_cause)
         able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
         if able:
             return Attempt(answering, policies[Role.PREFILL].choose(able), "")
@@ -152,12 +155,12 @@ class ClientRequest:
     def _note(self, attempt: Attempt, failure: EngineFailedError) -> None:
         self._shared.metrics.retries.labels(failure.cause).inc()
         if isinstance(failure, PrefillRefusedError):
-            self._alone = failure.cause
+            self._single_cause = failure.cause
             return
         self._failed[attempt.answering] = str(failure)
         self._accepted += failure.accepted
 
-    async def _attempt(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+    async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         if attempt.prefill is None or attempt.prefill.address is None:
             call = self._call(body.single_engine_copy(self._body))
             async with self._answer(attempt.answering, call, None) as answer:
@@ -168,7 +171,9 @@ class ClientRequest:
         copy = PrefillCopy(
             attempt.prefill,
             self._call(body.prefill_copy(self._body, transfer)),
-            *(shared.pool, shared.session, shared.config),
+            shared.pool,
+            shared.session,
+            shared.config,
         )
         client_error = False
         try:
@@ -182,7 +187,9 @@ class ClientRequest:
                 shared.metrics.prefill_failures.labels(copy.failure.cause).inc()
                 logger.warning(
                     "request %s: prefill on %s failed: %s",
-                    *(self._request_id, copy.engine.url, copy.failure),
+                    self._request_id,
+                    copy.engine.url,
+                    copy.failure,
                 )
 
     def _call(self, content: dict[str, Any]) -> EngineCall:

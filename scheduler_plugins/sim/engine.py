@@ -21,7 +21,7 @@ class Served:
 
     request: Waiting
     cached_tokens: int = 0
-    """What the cache spared when it was first started."""
+    """Prompt tokens found in the cache when it was first started."""
     start_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
@@ -75,14 +75,14 @@ class _Prefill:
 
 
 class SimulatedEngine:
-    """Puts steps together as vLLM does with our scheduler: prefills under way go on first, then
-    requests are taken from the queue until the step has as many tokens as it may
-    (`truth.chunk_tokens`; 0: each step is one whole prompt). Of the former as much is left that
-    those that go before them have room (`WaitingQueue.tokens_before`), half a step at most.
+    """Puts steps together as vLLM does with our scheduler.
 
-    Between two steps a prefill may be preempted for a class that is owed (`FairShare.should_yield`).
-    Blocks can be read from the cache by what is put into a step after them. `truth` is how long
-    things really take; what the queue believes is its own affair.
+    Prefills under way go on first; then requests are taken from the queue until the step has
+    `truth.chunk_tokens` tokens (0: each step is one whole prompt). The prefills leave room for requests
+    that overtake them (`WaitingQueue.tokens_before`), half a step at most. Between two steps a prefill
+    may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read from the
+    cache by whatever enters a step after they were stored. `truth` says how long steps really take; the
+    queue has a cost model of its own.
     """
 
     def __init__(

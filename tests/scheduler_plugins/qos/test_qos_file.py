@@ -58,7 +58,7 @@ def test_an_empty_file_means_the_defaults() -> None:
         ("qos: standard", "qos: gold", r"routes\[1\]: qos 'gold' must be one of premium, stand"),
         ('"x-customer-tier: premium"', '"premium"', "header 'premium': must look like"),
         ('{match: {header: "x-customer-tier: standard"}', "{match: {}", r"routes\[1\].*last"),
-        ("scheduler:", "scheduler:\n  policy: best", "policy 'best': must be one of fcfs"),
+        ("scheduler:", "scheduler:\n  policy: best", "policy 'best' is not known: there are fcfs"),
         ("scheduler:", "scheduler:\n  lambda: -1", "lambda -1.0: must be a number of seconds per"),
         ("scheduler:", "scheduler:\n  max_overtaken: -1", "max_overtaken -1: must be 0 or more"),
         ("scheduler:", "scheduler: [", "nodes.yaml"),

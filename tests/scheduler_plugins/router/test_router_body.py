@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.peers import Peer, Source
 from scheduler_plugins.router import body
 from scheduler_plugins.router.answers import EventCutter, headers_to_client, headers_to_engine
 
-ADDRESS = body.ProducerAddress("engine", "host", 7000)
+ADDRESS = ProducerAddress("engine", (Peer(Source("host", 7000, "engine"), Shard(0, 4, 0, 1)),))
 
 text = st.text(st.characters(categories=None), max_size=8)  # unpaired surrogates included
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text
