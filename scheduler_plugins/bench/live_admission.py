@@ -16,14 +16,14 @@ from scheduler_plugins.bench.live import (
     MIDDLEWARE,
     OURS,
     Contender,
+    EngineSetup,
     Findings,
-    RequestRecord,
     RunningEngine,
     Say,
-    TestBed,
     running,
 )
 from scheduler_plugins.bench.overload import ATTAINED, GOODPUT, OVERLOAD
+from scheduler_plugins.bench.sending import RequestRecord
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.sim.workload import poisson
@@ -55,10 +55,10 @@ async def compare(duration_s: float, promised: Sequence[str], folder: Path, say:
         promised: `ttft` (prompts that share nothing, one token) and `tpot` (a long prompt that all
             share, 64 tokens).
     """
-    stage = TestBed(traffic.CACHE_TOKENS, _SYSTEM_TOKENS + 500, folder)
+    setup = EngineSetup(traffic.CACHE_TOKENS, _SYSTEM_TOKENS + 500, folder)
     contender = Contender("ours", (*OURS, *MIDDLEWARE), _settings(Slo()))
     found = list[Comparison]()
-    async with running(contender, stage, say) as engine:
+    async with running(contender, setup, say) as engine:
         for name in promised:
             promise = await _promise(name, engine, duration_s)
             controlled = await _run(engine, promise, promise.slo, duration_s)

@@ -15,14 +15,14 @@ from scheduler_plugins.bench.live import (
     MIDDLEWARE,
     OURS,
     Contender,
+    EngineSetup,
     Findings,
-    RequestRecord,
     RunningEngine,
     Say,
-    TestBed,
     running,
 )
 from scheduler_plugins.bench.replay import p99
+from scheduler_plugins.bench.sending import RequestRecord
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.workload import merged
@@ -50,9 +50,9 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
             machine does meanwhile hits both; and of one such part with vLLM's own scheduler.
         shares_s: of the last; its first 30 s do not count, so it must be longer than that.
     """
-    stage = TestBed(traffic.CACHE_TOKENS, traffic.LONGEST_TOKENS + 100, folder)
+    setup = EngineSetup(traffic.CACHE_TOKENS, traffic.LONGEST_TOKENS + 100, folder)
     ours = Contender("ours", (*OURS, *MIDDLEWARE), traffic.settings(_YAML))
-    async with running(ours, stage, say) as engine:
+    async with running(ours, setup, say) as engine:
         model = await traffic.costs(engine)
         rate = await traffic.capacity(engine)
         say(f"capacity: {rate:.1f} requests a second; error of the cost model {model.error:.1%}")
@@ -67,7 +67,7 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
             )
         worst = await _share_error(engine, rate, shares_s, model, say)
         others_cores = engine.noise.cores()
-    async with running(Contender("vLLM"), stage, say) as engine:
+    async with running(Contender("vLLM"), setup, say) as engine:
         unprotected_s = p99(await _premium(engine, together, part_s))
         say(f"premium beside free users with vLLM's own scheduler: p99 {unprotected_s:.3f} s")
         others_cores = max(others_cores, engine.noise.cores())

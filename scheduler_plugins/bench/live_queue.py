@@ -11,7 +11,15 @@ from pathlib import Path
 
 from pd_connector.tools.bench.machine import Noise
 from scheduler_plugins.bench import order
-from scheduler_plugins.bench.live import OURS, Contender, Findings, Say, TestBed, outcome, running
+from scheduler_plugins.bench.live import (
+    OURS,
+    Contender,
+    EngineSetup,
+    Findings,
+    Say,
+    outcome,
+    running,
+)
 from scheduler_plugins.bench.replay import Outcome, per_second
 from scheduler_plugins.sim.workload import poisson, shared_profiles
 
@@ -41,11 +49,11 @@ async def compare(
     the rounds before; what FCFS drains is measured anew.
     """
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
-    stage = TestBed(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
+    setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
     found = defaultdict[tuple[str, float], list[Outcome]](list)
     rates = []
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(running(one, stage, say)) for one in CONTENDERS]
+        engines = [await stack.enter_async_context(running(one, setup, say)) for one in CONTENDERS]
         noise = Noise([pid for engine in engines for pid in engine.pids])
         for seed in range(_SEED, _SEED + rounds):
             requests = shared_profiles(

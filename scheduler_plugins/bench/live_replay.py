@@ -13,8 +13,9 @@ from typing import NamedTuple
 from rich.table import Table
 
 from pd_connector.tools.bench.flow import BenchError
-from scheduler_plugins.bench.live import HITS, QUERIES, RequestRecord, Say, send_all
+from scheduler_plugins.bench.live import HITS, QUERIES, Say
 from scheduler_plugins.bench.replay import p99
+from scheduler_plugins.bench.sending import RequestRecord, send_all
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import EngineClient, connect
 from scheduler_plugins.sim import trace

@@ -7,8 +7,8 @@ import pytest
 
 from pd_connector.tools.bench.flow import BenchError
 from scheduler_plugins.bench import live_admission, live_qos, live_traffic
-from scheduler_plugins.bench.live import RequestRecord, prompt_ids
 from scheduler_plugins.bench.live_replay import Scale, scaled, summary
+from scheduler_plugins.bench.sending import RequestRecord, prompt_ids
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import Timed
