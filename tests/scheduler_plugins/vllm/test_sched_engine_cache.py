@@ -57,7 +57,7 @@ def test_hits_agree_after_every_step(seed: int, blocks: int) -> None:
 
 
 def test_waiting_requests_are_filed_as_the_cache_is() -> None:
-    """The places in the queue, not only fresh look-ups, follow what is stored and evicted."""
+    """The entries of the queue, not only fresh look-ups, follow what is stored and evicted."""
     rig = Rig(blocks=14, max_model_len=12 * BLOCK, seqs=1)
     profile = words(1, 6 * BLOCK)
     rig.add("first", profile)
@@ -66,8 +66,8 @@ def test_waiting_requests_are_filed_as_the_cache_is() -> None:
     rig.step()
     rig.add("shares", profile + words(3, 5))
     rig.step()
-    place = rig.scheduler._order._places["shares"]
-    assert place.cached == 6
+    entry = rig.scheduler._order._entries["shares"]
+    assert entry.cached == 6
     rig.abort("blocker")
     rig.add("evicts", words(4, 12 * BLOCK - 1))
     rig.abort("shares")
