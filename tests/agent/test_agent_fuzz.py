@@ -256,7 +256,7 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
 def test_noise_on_every_port(ranks: Ranks, transport: str):
     producer = ranks(LONG | TRANSPORTS[transport], consumes=False)
     ports = [producer.agent.port]
-    for owned in producer.agent._transports:
+    for owned in producer.agent._loop._transports:
         ports += [owned._port] if hasattr(owned, "_port") else []
     chance = random.Random(3)
     greeting = bytes.fromhex("ff00000000000000017f0300") + b"NULL" + bytes(48)
@@ -270,7 +270,7 @@ def test_noise_on_every_port(ranks: Ranks, transport: str):
 
 def test_many_connections_at_once_and_no_memory_kept(ranks: Ranks):
     producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
-    ports = [producer.agent.port, producer.agent._transports[0]._port]  # type: ignore[attr-defined]
+    ports = [producer.agent.port, producer.agent._loop._transports[0]._port]  # type: ignore[attr-defined]
     before = resident_bytes()
     for _ in range(2):
         crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(200)]
