@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both halves of an agent, and whoever opens their sessions, work with."""
+"""What the producing side, the consuming side and the dialler of one rank share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from pd_connector.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
-    """One rank's, used by its agent's thread only.
+class RankResources:
+    """One rank's shared objects, used by its agent's thread only.
 
     Args:
-        context: of all sockets.
-        keys: of sessions; None where they are not encrypted.
+        context: the ZeroMQ context of all sockets.
+        keys: keys of the sessions; None where sessions are not encrypted.
         transports: in the order in which they are preferred.
     """
 
