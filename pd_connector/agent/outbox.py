@@ -180,9 +180,7 @@ class Outbox:
         """Where the chunk lies, if the consumer may read it there."""
         route = send.route
         found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
-        if not found or len(found.addresses) > messages.MAX_PIECES:
-            return None
-        return found.in_lanes() if send.lanes else found
+        return found if found and len(found.addresses) <= messages.MAX_PIECES else None
 
     def _write(
         self,
@@ -225,7 +223,6 @@ class Outbox:
             piece_bytes=pieces.piece_bytes,
             addresses=addresses,
             header=header,
-            lanes=pieces.lanes,
         )
 
     def _offer(self, chunk: InFlight) -> int:
