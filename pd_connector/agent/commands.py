@@ -4,8 +4,9 @@
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Load, Peer
+from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer
 
 
 class Expect(NamedTuple):

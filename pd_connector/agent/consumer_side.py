@@ -24,12 +24,11 @@ from pd_connector.protocol.incoming import (
     Finished,
     Held,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")

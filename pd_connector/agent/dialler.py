@@ -11,7 +11,8 @@ from pd_connector.codec import permitted
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import ProducerSession, Source
+from pd_connector.protocol.incoming import ProducerSession
+from pd_connector.protocol.peers import Source
 
 logger = logging.getLogger("pd_connector.agent.dialler")
 

@@ -11,7 +11,8 @@ from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Load, PlaceChunk, Source
+from pd_connector.protocol.incoming import Load, PlaceChunk
+from pd_connector.protocol.peers import Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 

@@ -11,21 +11,7 @@ from pd_connector.memory.pieces import LOOPS, Pieces
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import Route, meet
 from pd_connector.protocol import messages
-
-
-class Source(NamedTuple):
-    """Where a producer is reached. The engine id, if known, must be the one found there."""
-
-    host: str
-    port: int
-    engine_id: str
-
-
-class Peer(NamedTuple):
-    """One rank of a producer, and what it is said to hold."""
-
-    source: Source
-    shard: Shard
+from pd_connector.protocol.peers import Peer, Source
 
 
 class Load(NamedTuple):

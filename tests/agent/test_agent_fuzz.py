@@ -31,7 +31,7 @@ from support.agents import (
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Source
+from pd_connector.protocol.peers import Source
 
 __all__ = ["ranks"]
 

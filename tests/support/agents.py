@@ -14,8 +14,9 @@ from pd_connector.agent.agent import Agent, Outcome
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.protocol.incoming import Finished, Held, Load, Peer, Source
+from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.outgoing import Free, Offer
+from pd_connector.protocol.peers import Peer, Source
 from support.memory import alone_in_memory
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
