@@ -47,8 +47,8 @@ def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch
     >>> x = torch.tensor([1.0, -500.0, torch.inf], dtype=torch.bfloat16)
     >>> out = torch.empty(3, dtype=torch.float8_e4m3fn)
     >>> convert(x, Elements("bfloat16"), Elements("fp8_e4m3", scale=0.5), out)
-    >>> out.float()
-    tensor([   2., -448.,     nan])
+    >>> out.float().tolist()
+    [2.0, -448.0, nan]
     """
     if source.same_bits(destination):
         copy_bits(x, out)
