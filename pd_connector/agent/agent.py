@@ -28,7 +28,6 @@ from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
-from pd_connector.memory.pieces import LOOPS
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.outgoing import Free, Offer
@@ -101,8 +100,7 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper: Gatekeeper | None = None
-        shown = cache.storages if produces and self._pages_are_read else ()
-        self._buffers = Buffers(config, cache.device, shown, produces=produces, consumes=consumes)
+        self._buffers = Buffers(config, cache.device, produces=produces, consumes=consumes)
         self._transports: list[Transport] = []
         self._server: ProducerSide | None = None
         self._fetcher: ConsumerSide | None = None
@@ -213,18 +211,10 @@ class Agent:
         if consumes:
             self._fetcher = ConsumerSide(station, self._shards, self._tell)
 
-    @property
-    def _pages_are_read(self) -> bool:
-        """Whether peers may read pages where they lie."""
-        config = self._config
-        return self._cache.on_host and config.direction == "auto" and "shm" in config.transports
-
     def _begin_to_compile(self) -> None:
         """Loops that chunks of a cache in host memory will want; nobody waits for them."""
         if self._cache.on_host and self._config.codec != "raw":
             COMPILER.begin()
-        if self._pages_are_read:
-            LOOPS.begin()
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)

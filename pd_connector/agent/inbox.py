@@ -59,7 +59,7 @@ class Inbox:
         self._reading[source, offered.slot] = offered.offer
         if isinstance(offered, messages.OfferedPages):
             addresses = np.frombuffer(offered.addresses[: len(offered.addresses) // 8 * 8], "<u8")
-            return Pieces(addresses, offered.piece_bytes, offered.lanes)
+            return Pieces(addresses, offered.piece_bytes)
         way.transport.read(
             way.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
         )

@@ -153,9 +153,7 @@ class Outbox:
         """Where the chunk lies, if the consumer may read it there."""
         route = send.route
         found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
-        if not found or len(found.addresses) > messages.MAX_PIECES:
-            return None
-        return found.in_lanes() if send.lanes else found
+        return found if found and len(found.addresses) <= messages.MAX_PIECES else None
 
     def _write(
         self,
@@ -188,7 +186,7 @@ class Outbox:
         offer = self._offer(self._begun(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
         place = send.transfer, offer, send.slot
-        return messages.OfferedPages(*place, pieces.piece_bytes, addresses, header, pieces.lanes)
+        return messages.OfferedPages(*place, pieces.piece_bytes, addresses, header)
 
     def _offer(self, moving: Moving) -> int:
         """Take note of an offer; returns its number."""

@@ -19,7 +19,6 @@ from pd_connector.codec import load_codec
 from pd_connector.kv.coding import Elements, Part
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
-from pd_connector.memory.shared_cache import Span
 from pd_connector.pages.copies import (
     Copier,
     DeviceCopier,
@@ -88,13 +87,6 @@ class PagedCache:
     def on_host(self) -> bool:
         """Whether pages are read and written by this machine's processors themselves."""
         return self._stream is None and self._kernels is None
-
-    @property
-    def storages(self) -> list[Span]:
-        """The memory that holds it, each piece once."""
-        views = [v for layer in self._layers.values() for v in (layer.key, layer.value)]
-        held = [view.untyped_storage() for view in views if view is not None]
-        return sorted({Span(storage.data_ptr(), storage.nbytes()) for storage in held})
 
     @property
     def largest_page_bytes(self) -> int:

@@ -75,7 +75,6 @@ class Send(NamedTuple):
     identity: bytes
     slot: int
     direct: bool  # it may be read where it lies: by this consumer, and the pages are leased
-    lanes: bool  # this consumer can sum it in lanes
     early: bool  # some of what this consumer asked for is still to be computed
 
     @property
@@ -234,7 +233,6 @@ class OutgoingTransfer:
             self.offer.identity,
             stream.credits.popleft(),
             direct=stream.message.direct and self.final and chunk.verbatim,
-            lanes=stream.message.lanes,
             early=self.offer.tokens < stream.message.stop_token,
         )
 
