@@ -11,13 +11,13 @@ from pd_connector.agent.handshake import RefusedError, check_hello, connect
 from pd_connector.agent.outbox import OFFERED, Key, Outbox, RevokedError, SendPath
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
-from pd_connector.codec import permitted
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     TransportError,
 )
+from pd_connector.kv.coding import permitted
 from pd_connector.memory.slab import Slab
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_connector.codec import CODECS, Elements, Part
+from pd_connector.codec import load_codec
+from pd_connector.kv.coding import Elements, Part
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.copies import (
@@ -28,8 +29,9 @@ from pd_connector.pages.copies import (
 from pd_connector.pages.grid import Index, Words
 from pd_connector.pages.layer import LayerPages, check_layer
 from pd_connector.pages.tiles import tokens_of
-from pd_connector.plan.chunks import Block, Chunk, blocks, page_part_bytes, token_bytes
+from pd_connector.plan.chunks import Block, Chunk, blocks
 from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import page_part_bytes, token_bytes
 
 if TYPE_CHECKING:
     from pd_connector.pages.device import DevicePages
@@ -248,7 +250,7 @@ class PagedCache:
             self._copier.read(view, where, x)
             coded = out if self._stream is None else torch.empty_like(out, device=self._device)
             source, wanted = _elements(route.source, block), _elements(route.destination, block)
-            CODECS[route.codec].encode(block.part, x, source, wanted, coded)
+            load_codec(route.codec).encode(block.part, x, source, wanted, coded)
             if coded is not out:
                 out.copy_(coded, non_blocking=True)
 
@@ -261,7 +263,7 @@ class PagedCache:
             return
         for block in blocks(route, chunk):
             coded = as_tensor(buffer[block.offset : block.offset + block.nbytes])
-            decoded = CODECS[route.codec].decode(
+            decoded = load_codec(route.codec).decode(
                 block.part,
                 coded.to(self._device, non_blocking=True),
                 block.shape,

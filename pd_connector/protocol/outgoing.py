@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.plan.chunks import MIN_CHUNK_BYTES, Chunk, bytes_per_token, plan
+from pd_connector.plan.chunks import Chunk, plan
+from pd_connector.plan.cuts import MIN_CHUNK_BYTES
 from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import bytes_per_token
 from pd_connector.protocol import messages
 
 SessionId = bytes

@@ -20,8 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.plan.chunks import page_part_bytes, plan
+from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.sizes import page_part_bytes
 from pd_kernels.transfer.chunk import Chunk as Launch
 from support.caches import Layer, Model, Rank, Setup
 
