@@ -7,13 +7,13 @@ the checksum in the same pass.
 
 from pd_kernels.transfer.blocks import Blocks, Stored
 from pd_kernels.transfer.gather import gather_pages
-from pd_kernels.transfer.reshard import Payload, Resharding, reshard
+from pd_kernels.transfer.reshard import PayloadShape, Resharding, reshard
 from pd_kernels.transfer.scatter import scatter_pages
 from pd_kernels.transfer.sums import finish, new_sums, payload_sums
 
 __all__ = [
     "Blocks",
-    "Payload",
+    "PayloadShape",
     "Resharding",
     "Stored",
     "finish",

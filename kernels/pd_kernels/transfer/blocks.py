@@ -32,7 +32,7 @@ class Stored(NamedTuple):
         return self.scales[block] if self.scales else 1.0
 
 
-class Extent(NamedTuple):
+class LayerBytes(NamedTuple):
     """Bytes of a chunk's blocks: K (or the latent), then V where there is one."""
 
     parts: tuple[BlockBytes, ...]
@@ -193,9 +193,9 @@ class Blocks:
         """Of K, and of V where there is one."""
         return tuple(view.shape[3] for view in self.views[: self.parts])
 
-    def extent(self, tokens: int) -> Extent:
+    def extent(self, tokens: int) -> LayerBytes:
         """Sizes of a chunk of `tokens` tokens; `verbatim`, of so many pages of `views`."""
-        return Extent(
+        return LayerBytes(
             tuple(
                 block_bytes(self.codec, part == 0, self.heads, tokens, dim, self.source.itemsize)
                 for part, dim in enumerate(self.dims)

@@ -5,10 +5,10 @@
 import torch
 import triton
 
-from pd_kernels.transfer import fp8, int8, numerics
+from pd_kernels.transfer import gather_fp8_kernel, gather_int8_kernel, numerics
 from pd_kernels.transfer.blocks import Blocks
-from pd_kernels.transfer.chunk import TRITON, Chunk
-from pd_kernels.transfer.copying import launch_copy
+from pd_kernels.transfer.chunk_launch import TRITON, ChunkLaunch
+from pd_kernels.transfer.copy_kernel import launch_copy
 from pd_kernels.transfer.paging import read_tokens
 from pd_kernels.transfer.payload import SUPER_PAGE, super_pages
 from pd_kernels.transfer.sums import reference_payload_sums
@@ -48,10 +48,10 @@ def gather_pages(
             *(blocks.codec, blocks.source, blocks.destination, blocks.step),
         )
     else:  # a list of 160 views through the dispatcher takes longer than most chunks
-        _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
+        _run(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
-def _run(chunk: Chunk) -> None:
+def _run(chunk: ChunkLaunch) -> None:
     chunk.check()
     if chunk.fits_kernels:
         with torch.cuda.device(chunk.slot.device):
@@ -78,7 +78,7 @@ def _operator(
 ) -> None:
     # What a compiler gives may be copies, and a kernel goes where the table says: made of these.
     blocks = Blocks.at(views, factors, parts, page_size, codec, source, destination, step)
-    _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
+    _run(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
 @_operator.register_fake
@@ -86,59 +86,59 @@ def _(*_: object) -> None:
     return None
 
 
-def launch_gather(chunk: Chunk, patience: int = fp8.PATIENCE) -> None:
-    """`gather_pages` by kernels; `patience` is how often fp8 looks at what other programs have published."""
+def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POLLS) -> None:
+    """`gather_pages` by kernels; `max_polls` is how often fp8 polls at what other programs have published."""
     if chunk.blocks.codec == "fp8_e4m3":
-        _launch_fp8(chunk, patience)
+        _launch_fp8(chunk, max_polls)
     elif chunk.blocks.codec == "int8":
         _launch_int8(chunk)
     else:
         launch_copy(chunk, gather=True)
 
 
-def _launch_fp8(chunk: Chunk, patience: int) -> None:
+def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
     blocks = chunk.blocks
     compute = blocks.step == "none"
-    widths = chunk.lanes(8)
-    lanes = fp8.lanes(blocks.source.itemsize)
-    tiles = triton.cdiv(chunk.tokens * max(widths), lanes)
+    widths = chunk.vectors(8)
+    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize)
+    tiles = triton.cdiv(chunk.tokens * max(widths), vectors)
     columns = blocks.parts * blocks.heads
-    ahead = tiles if compute and tiles > fp8.resident(chunk.slot.device) else 0
+    ahead = tiles if compute and tiles > gather_fp8_kernel.resident(chunk.slot.device) else 0
     programs = tiles + ahead
     grid = (programs, columns, blocks.layers) if compute else (columns, tiles, blocks.layers)
     words = columns * blocks.layers * tiles if compute else 1
     state = torch.zeros(words, dtype=torch.int32, device=chunk.slot.device)
-    fp8.gather_fp8[grid](
+    gather_fp8_kernel.gather_fp8[grid](
         *(blocks.table, blocks.factors, chunk.pages, chunk.slot),
         *(blocks.table if chunk.sums is None else chunk.sums, state),
         *(chunk.first_token, chunk.tokens),
         **chunk.places(),
         tiles=tiles,
         ahead=ahead,
-        patience=patience,
+        max_polls=max_polls,
         **chunk.paging(),
         HEADS=blocks.heads,
-        KEY_LANES=widths[0],
-        VALUE_LANES=widths[1],
+        KEY_VECTORS=widths[0],
+        VALUE_VECTORS=widths[1],
         SOURCE=TRITON[blocks.source],
         COMPUTE=compute,
         CHECK=chunk.sums is not None,
-        LANES=lanes,
-        num_warps=fp8.WARPS,
-        maxnreg=fp8.REGISTERS,
+        VECTORS=vectors,
+        num_warps=gather_fp8_kernel.WARPS,
+        maxnreg=gather_fp8_kernel.REGISTERS,
     )
 
 
-def _launch_int8(chunk: Chunk) -> None:
+def _launch_int8(chunk: ChunkLaunch) -> None:
     blocks = chunk.blocks
     key_dim, value_dim = blocks.dims[0], blocks.dims[-1]
-    channels, padded = int8.key_channels(key_dim), triton.next_power_of_2(value_dim)
-    value_tokens = int8.value_tokens(padded)
+    channels, padded = gather_int8_kernel.key_channels(key_dim), triton.next_power_of_2(value_dim)
+    value_tokens = gather_int8_kernel.value_tokens(padded)
     pages = super_pages(chunk.tokens)
     tiles = pages * (key_dim // channels)
     if blocks.parts == 2:
         tiles = max(tiles, triton.cdiv(chunk.tokens, value_tokens))
-    int8.gather_int8[(blocks.parts * blocks.heads, tiles, blocks.layers)](
+    gather_int8_kernel.gather_int8[(blocks.parts * blocks.heads, tiles, blocks.layers)](
         *(blocks.table, chunk.pages, chunk.slot),
         blocks.table if chunk.sums is None else chunk.sums,
         *(chunk.first_token, chunk.tokens, pages),
@@ -152,12 +152,12 @@ def _launch_int8(chunk: Chunk) -> None:
         PADDED=padded,
         SOURCE=TRITON[blocks.source],
         CHECK=chunk.sums is not None,
-        num_warps=int8.WARPS,
-        maxnreg=int8.REGISTERS,
+        num_warps=gather_int8_kernel.WARPS,
+        maxnreg=gather_int8_kernel.REGISTERS,
     )
 
 
-def reference_gather(chunk: Chunk) -> None:
+def reference_gather(chunk: ChunkLaunch) -> None:
     """What `gather_pages` does, block by block, in torch."""
     blocks, pages = chunk.blocks, chunk.pages.tolist()
     payload, begin = chunk.payload, 0

@@ -83,10 +83,10 @@ def int8_codes(quotients):
 
 
 @triton.jit
-def byte_words(codes, LANES: tl.constexpr):
-    """Eight bytes, uint8 `[LANES, 8]`, to a little-endian word: int64 `[LANES]`."""
+def byte_words(codes, VECTORS: tl.constexpr):
+    """Eight bytes, uint8 `[VECTORS, 8]`, to a little-endian word: int64 `[VECTORS]`."""
     shifts = (tl.arange(0, 4) * 8)[None, None, :]
-    fours = tl.sum(tl.reshape(codes.to(tl.int32), (LANES, 2, 4)) << shifts, axis=2)
+    fours = tl.sum(tl.reshape(codes.to(tl.int32), (VECTORS, 2, 4)) << shifts, axis=2)
     low, high = tl.split(fours)
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 

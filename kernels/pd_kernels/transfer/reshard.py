@@ -14,15 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_kernels.transfer.copy_kernel import UNSPECIALISED
 from pd_kernels.transfer.payload import SECTION_BYTES, BlockBytes, block_bytes, scale_bytes_per_head
 
-LANES = 1024  # of 16 bytes: what a program moves of a head's codes
+VECTORS = 1024  # of 16 bytes: what a program moves of a head's codes
 SCALES = 1024  # of 2 bytes: what it moves of the head's scales
 WARPS = 4
 
 
-class Payload(NamedTuple):
+class PayloadShape(NamedTuple):
     """What is alike in the payloads of all ranks of one chunk.
 
     Attributes:
@@ -84,7 +84,7 @@ class Resharding:
 
     sources: tuple[torch.Tensor, ...]
     destinations: tuple[torch.Tensor, ...]
-    payload: Payload
+    payload: PayloadShape
     table: torch.Tensor
 
     @classmethod
@@ -92,7 +92,7 @@ class Resharding:
         cls,
         sources: Sequence[torch.Tensor],
         destinations: Sequence[torch.Tensor],
-        payload: Payload,
+        payload: PayloadShape,
     ) -> "Resharding":
         """
         Args:
@@ -159,7 +159,7 @@ def _operator(
     value_dim: int,
     element: int,
 ) -> None:
-    payload = Payload(codec, heads, layers, tokens, key_dim, value_dim, element)
+    payload = PayloadShape(codec, heads, layers, tokens, key_dim, value_dim, element)
     # What a compiler gives may be copies, and the kernel goes where the table says: made of these.
     _run(Resharding.of(sources, destinations, payload))
 
@@ -191,7 +191,7 @@ def _reshard_heads(
     key_codes,  # sections of 16 bytes of one head
     value_codes,
     PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -210,9 +210,9 @@ def _reshard_heads(
         value_codes.to(tl.int64) * 16, PARTS,
     )  # fmt: skip
 
-    lane = tile * LANES + tl.arange(0, LANES)
-    place = lane[:, None] * 2 + tl.arange(0, 2)[None, :]
-    inside = (lane < sections)[:, None]
+    vector = tile * VECTORS + tl.arange(0, VECTORS)
+    place = vector[:, None] * 2 + tl.arange(0, 2)[None, :]
+    inside = (vector < sections)[:, None]
     read = source + here + here_scales + source_head * (sections.to(tl.int64) * 16)
     written = target + there + there_scales + target_head * (sections.to(tl.int64) * 16)
     codes = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), 16)
@@ -238,12 +238,12 @@ def launch_reshard(resharding: Resharding) -> None:
     last = len(payload.dims) - 1
     codes = [payload.code_bytes(part) // SECTION_BYTES for part in (0, last)]
     scales = [payload.scale_bytes(part) for part in (0, last)]
-    tiles = max(triton.cdiv(max(codes), LANES), triton.cdiv(max(scales) // 2, SCALES))
+    tiles = max(triton.cdiv(max(codes), VECTORS), triton.cdiv(max(scales) // 2, SCALES))
     columns = resharding.table.shape[0] * len(payload.dims)
     _reshard_heads[(columns, tiles, payload.layers)](
         *(resharding.table, *scales, *codes),
         PARTS=len(payload.dims),
-        LANES=LANES,
+        VECTORS=VECTORS,
         SCALES=SCALES,
         num_warps=WARPS,
     )
@@ -266,7 +266,9 @@ def reference_reshard(resharding: Resharding) -> None:
             padding.zero_()
 
 
-def _blocks(payload: Payload, heads: int, slab: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def _blocks(
+    payload: PayloadShape, heads: int, slab: torch.Tensor
+) -> list[tuple[int, torch.Tensor]]:
     """Part and bytes of each block."""
     parts = payload.parts(heads)
     sizes = [part.total for part in parts] * payload.layers
@@ -274,7 +276,9 @@ def _blocks(payload: Payload, heads: int, slab: torch.Tensor) -> list[tuple[int,
     return [(number % len(parts), piece) for number, piece in enumerate(pieces)]
 
 
-def _head_runs(payload: Payload, heads: int, head: int, slab: torch.Tensor) -> list[torch.Tensor]:
+def _head_runs(
+    payload: PayloadShape, heads: int, head: int, slab: torch.Tensor
+) -> list[torch.Tensor]:
     """The scales and the codes of a head, block by block."""
     runs = []
     for part, block in _blocks(payload, heads, slab):
@@ -284,7 +288,7 @@ def _head_runs(payload: Payload, heads: int, head: int, slab: torch.Tensor) -> l
     return runs
 
 
-def _paddings(payload: Payload, heads: int, slab: torch.Tensor) -> list[torch.Tensor]:
+def _paddings(payload: PayloadShape, heads: int, slab: torch.Tensor) -> list[torch.Tensor]:
     """The zeros behind the scales of each block."""
     return [
         block[heads * payload.scale_bytes(part) : payload.parts(heads)[part].scales]

@@ -5,10 +5,10 @@
 import torch
 import triton
 
-from pd_kernels.transfer import decoding, numerics
+from pd_kernels.transfer import numerics, scatter_kernel
 from pd_kernels.transfer.blocks import Blocks
-from pd_kernels.transfer.chunk import TRITON, Chunk
-from pd_kernels.transfer.copying import launch_copy
+from pd_kernels.transfer.chunk_launch import TRITON, ChunkLaunch
+from pd_kernels.transfer.copy_kernel import launch_copy
 from pd_kernels.transfer.paging import write_tokens
 from pd_kernels.transfer.payload import SUPER_PAGE, super_pages
 from pd_kernels.transfer.sums import reference_payload_sums
@@ -49,10 +49,10 @@ def scatter_pages(
             *(blocks.codec, blocks.source, blocks.destination, blocks.step),
         )
     else:  # a list of 160 views through the dispatcher takes longer than most chunks
-        _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
+        _run(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
-def _run(chunk: Chunk) -> None:
+def _run(chunk: ChunkLaunch) -> None:
     chunk.check()
     if chunk.fits_kernels:
         with torch.cuda.device(chunk.slot.device):
@@ -79,7 +79,7 @@ def _operator(
 ) -> None:
     # What a compiler gives may be copies, and a kernel goes where the table says: made of these.
     blocks = Blocks.at(views, factors, parts, page_size, codec, source, destination, step)
-    _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
+    _run(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
 @_operator.register_fake
@@ -87,38 +87,40 @@ def _(*_: object) -> None:
     return None
 
 
-def launch_scatter(chunk: Chunk) -> None:
+def launch_scatter(chunk: ChunkLaunch) -> None:
     """`scatter_pages` by kernels."""
     if chunk.blocks.as_stored:
         launch_copy(chunk, gather=False)
         return
     blocks = chunk.blocks
-    widths = chunk.lanes(16)
-    tiles = triton.cdiv(chunk.tokens * max(widths), decoding.LANES)
+    widths = chunk.vectors(16)
+    tiles = triton.cdiv(chunk.tokens * max(widths), scatter_kernel.VECTORS)
     places = chunk.places()
     scales = max(places["key_scales"], places["value_scales"])
-    further = 0 if chunk.sums is None else triton.cdiv(scales, decoding.LANES)
-    decoding.scatter_decoded[(blocks.parts * blocks.heads, tiles + further, blocks.layers)](
+    further = 0 if chunk.sums is None else triton.cdiv(scales, scatter_kernel.VECTORS)
+    scatter_kernel.scatter_decoded[(blocks.parts * blocks.heads, tiles + further, blocks.layers)](
         *(blocks.table, blocks.factors, chunk.pages, chunk.slot),
         blocks.table if chunk.sums is None else chunk.sums,
         *(chunk.first_token, chunk.tokens, super_pages(chunk.tokens)),
         **places,
         tiles=tiles,
         **chunk.paging(),
-        KEY_LANES=widths[0],
-        VALUE_LANES=widths[1],
+        KEY_VECTORS=widths[0],
+        VALUE_VECTORS=widths[1],
         CODE=TRITON[_codes(blocks)],
         SCALES={"raw": "none", "fp8_e4m3": "head", "int8": "group"}[blocks.codec],
         STEP=blocks.step,
         DESTINATION=TRITON[blocks.destination],
         CHECK=chunk.sums is not None,
-        LANES=decoding.LANES,
-        num_warps=decoding.WARPS,
-        maxnreg=decoding.registers(blocks.wide, chunk.sums is not None, widths[0] == widths[1]),
+        VECTORS=scatter_kernel.VECTORS,
+        num_warps=scatter_kernel.WARPS,
+        maxnreg=scatter_kernel.registers(
+            blocks.wide, chunk.sums is not None, widths[0] == widths[1]
+        ),
     )
 
 
-def reference_scatter(chunk: Chunk) -> None:
+def reference_scatter(chunk: ChunkLaunch) -> None:
     """What `scatter_pages` does, block by block, in torch."""
     blocks, pages = chunk.blocks, chunk.pages.tolist()
     payload, begin = chunk.payload, 0

@@ -20,7 +20,7 @@ COPIES = 16
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _COPIES = tl.constexpr(COPIES)
-_LANES = 1024
+_VECTORS = 1024
 
 
 def new_sums(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -105,27 +105,27 @@ def add_pieces(sums, first_byte, pieces, BYTES: tl.constexpr, copy):
 
 
 @triton.jit
-def add_section(sums, slot, first_section, sections, LANES: tl.constexpr, copy):
-    """Add `sections` runs of 16 bytes of a payload at `slot`, at most LANES of them."""
-    lane = tl.arange(0, LANES)
+def add_section(sums, slot, first_section, sections, VECTORS: tl.constexpr, copy):
+    """Add `sections` runs of 16 bytes of a payload at `slot`, at most VECTORS of them."""
+    vector = tl.arange(0, VECTORS)
     words = (slot + first_section * 16).to(tl.pointer_type(tl.int64))
-    place = lane[:, None] * 2 + tl.arange(0, 2)[None, :]
-    found = tl.load(words + place, mask=(lane < sections)[:, None], other=0)
-    add_words(sums, first_section * 2, tl.reshape(found, (LANES // 128, 256)), 256, copy)
+    place = vector[:, None] * 2 + tl.arange(0, 2)[None, :]
+    found = tl.load(words + place, mask=(vector < sections)[:, None], other=0)
+    add_words(sums, first_section * 2, tl.reshape(found, (VECTORS // 128, 256)), 256, copy)
 
 
 @triton.jit(do_not_specialize=["sections"])
-def _sum_payload(slot, sums, sections, LANES: tl.constexpr):
+def _sum_payload(slot, sums, sections, VECTORS: tl.constexpr):
     program = tl.program_id(0)
-    first = program.to(tl.int64) * LANES
-    add_section(sums, slot, first, sections - first, LANES, program)
+    first = program.to(tl.int64) * VECTORS
+    add_section(sums, slot, first, sections - first, VECTORS, program)
 
 
 def launch_payload_sums(payload: torch.Tensor, sums: torch.Tensor) -> None:
     """`payload_sums` by the kernel; the payload has whole sections of 16 bytes, aligned to 16."""
     sections = payload.numel() // 16
-    grid = (triton.cdiv(sections, _LANES),)
-    _sum_payload[grid](payload, sums, sections, LANES=_LANES, num_warps=4)
+    grid = (triton.cdiv(sections, _VECTORS),)
+    _sum_payload[grid](payload, sums, sections, VECTORS=_VECTORS, num_warps=4)
 
 
 @torch.library.custom_op("pd_kernels::payload_sums", mutates_args=("sums",))

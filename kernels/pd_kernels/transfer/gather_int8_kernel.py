@@ -9,7 +9,7 @@ in registers. Codes of a group whose scale is NaN, because an element is not fin
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_kernels.transfer.copy_kernel import UNSPECIALISED
 from pd_kernels.transfer.numerics import (
     byte_words,
     int8_codes,

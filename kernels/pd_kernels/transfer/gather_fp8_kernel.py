@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that gathers as `fp8_e4m3`: by the destination's scale, or by one of each head.
 
-A lane is 8 elements, which are one word of the payload. The scale of a head needs the largest
+A vector is 8 elements, which are one word of the payload. The scale of a head needs the largest
 magnitude of all its tokens, which several programs have: each publishes its own and keeps its
 elements in registers until all have, so that the cache is read once. Where these are more than can
 run at the same time, as many programs go before them that only publish: those that wait then find
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_kernels.transfer.copy_kernel import UNSPECIALISED
 from pd_kernels.transfer.numerics import (
     byte_words,
     finite_or_nan,
@@ -28,11 +28,11 @@ from pd_kernels.transfer.numerics import (
 from pd_kernels.transfer.paging import block_row, token_offsets
 from pd_kernels.transfer.sums import add_pieces, add_words
 
-LANES = 1024
+VECTORS = 1024
 WARPS = 8
 REGISTERS = 64  # of a thread: so many programs must fit on a multiprocessor that loads overlap
 PROGRAMS = 4  # that fit on a multiprocessor, by their registers
-PATIENCE = 64
+MAX_POLLS = 64
 """Looks at what others have published, about a microsecond each."""
 
 _LOOK = tl.constexpr(256)  # tiles looked at, at once
@@ -40,9 +40,9 @@ _PIECES = tl.constexpr(4)  # what is missing is read in parts: registers are tak
 _INFINITE = tl.constexpr(0x7F800000)
 
 
-def lanes(element: int) -> int:
+def vectors(element: int) -> int:
     """Of a program: half as many where an element has 4 bytes, or registers would not hold them."""
-    return LANES if element <= 2 else LANES // 2
+    return VECTORS if element <= 2 else VECTORS // 2
 
 
 @functools.cache
@@ -54,16 +54,16 @@ def resident(device: torch.device) -> int:
 
 
 @triton.jit
-def _read_lanes(
+def _read_vectors(
     cached, pages, tile, first, limit, width, page_stride, token_stride, dim_stride,
-    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """The elements of a tile, `[LANES, 8]`, zero behind the last token."""
-    lane = tile * LANES + tl.arange(0, LANES)
-    inside = lane < limit
-    place = first + lane // width
+    """The elements of a tile, `[VECTORS, 8]`, zero behind the last token."""
+    vector = tile * VECTORS + tl.arange(0, VECTORS)
+    inside = vector < limit
+    place = first + vector // width
     there = token_offsets(pages, place, inside, page_stride, token_stride, VIEW, PAGES)
-    index = (lane % width)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    index = (vector % width)[:, None] * 8 + tl.arange(0, 8)[None, :]
     if not WIDE:
         index = index * dim_stride
     return tl.load(cached + (there[:, None] + index), mask=inside[:, None], other=0.0)
@@ -71,19 +71,19 @@ def _read_lanes(
 
 @triton.jit
 def _write_codes(
-    slot, sums, codes, section, scales, first_lane, tile, limit, copy,
-    CHECK: tl.constexpr, LANES: tl.constexpr,
+    slot, sums, codes, section, scales, first_vector, tile, limit, copy,
+    CHECK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Store FP8 elements `[LANES, 8]` as codes of a tile."""
-    lane = tile * LANES + tl.arange(0, LANES)
-    inside = lane < limit
-    words = byte_words(codes.to(tl.uint8, bitcast=True), LANES)
-    begin = (section + scales) * 2 + first_lane + tile * LANES
-    coded = (slot + begin * 8).to(tl.pointer_type(tl.int64)) + tl.arange(0, LANES)
+    """Store FP8 elements `[VECTORS, 8]` as codes of a tile."""
+    vector = tile * VECTORS + tl.arange(0, VECTORS)
+    inside = vector < limit
+    words = byte_words(codes.to(tl.uint8, bitcast=True), VECTORS)
+    begin = (section + scales) * 2 + first_vector + tile * VECTORS
+    coded = (slot + begin * 8).to(tl.pointer_type(tl.int64)) + tl.arange(0, VECTORS)
     tl.store(coded, words, mask=inside)
     if CHECK:
         words = tl.where(inside, words, 0)
-        add_words(sums, begin, tl.reshape(words, (LANES // 256, 256)), 256, copy)
+        add_words(sums, begin, tl.reshape(words, (VECTORS // 256, 256)), 256, copy)
 
 
 @triton.jit
@@ -146,18 +146,18 @@ def gather_fp8(
     value_scales,
     tiles,  # of the longer of K and V
     ahead,  # programs of a head that come before the others and only publish: `tiles` or 0
-    patience,
+    max_polls,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     VIEW: tl.constexpr,
     PAGES: tl.constexpr,
-    KEY_LANES: tl.constexpr,  # in a token of one head
-    VALUE_LANES: tl.constexpr,
+    KEY_VECTORS: tl.constexpr,  # in a token of one head
+    VALUE_VECTORS: tl.constexpr,
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
     COMPUTE: tl.constexpr,
     CHECK: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
     if COMPUTE:  # the programs of a head are launched together
         place, column = tl.program_id(0), tl.program_id(1)
@@ -169,12 +169,12 @@ def gather_fp8(
     block = layer * PARTS + part
     section = layer.to(tl.int64) * layer_sections + part * key_sections
     scales = tl.where(part == 0, key_scales, value_scales)
-    if KEY_LANES == VALUE_LANES:
-        width = KEY_LANES
+    if KEY_VECTORS == VALUE_VECTORS:
+        width = KEY_VECTORS
     else:
-        width = tl.where(part == 0, KEY_LANES, VALUE_LANES)
+        width = tl.where(part == 0, KEY_VECTORS, VALUE_VECTORS)
     limit = tokens * width
-    first_lane = head * limit
+    first_vector = head * limit
     address, page_stride, head_stride, token_stride, dim_stride = block_row(
         table, block, WIDE, SOURCE.primitive_bitwidth // 8
     )
@@ -182,16 +182,16 @@ def gather_fp8(
     if WIDE:
         cached = tl.multiple_of(cached, 16)
     cached += head * head_stride
-    value = _read_lanes(
+    value = _read_vectors(
         cached, pages, tile, first, limit, width, page_stride, token_stride, dim_stride,
-        VIEW, PAGES, WIDE, LANES,
+        VIEW, PAGES, WIDE, VECTORS,
     )  # fmt: skip
     copy = tile + column
     if not COMPUTE:
         scale = tl.load(factors + block)
         codes = stored(value.to(tl.float32), scale, "over", tl.float8e4nv)
         _write_codes(
-            slot, sums, codes, section, scales, first_lane, tile, limit, copy, CHECK, LANES
+            slot, sums, codes, section, scales, first_vector, tile, limit, copy, CHECK, VECTORS
         )
         if tile == 0:
             _write_scale(slot, sums, section, head, scale, HEADS, CHECK, copy)
@@ -201,19 +201,19 @@ def gather_fp8(
         tl.atomic_xchg(published + tile, own + 1, sem="relaxed")
         if place < ahead:
             return
-        missing, largest, looks = tiles, 0, 0
+        missing, largest, polls = tiles, 0, 0
         while missing > 0:
             # Somewhere else for each program and each look, so that they seldom read the same.
-            start = ((tile * 40_503 + looks * 30_103) & 0x7FFFFFFF) % tiles
+            start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
             missing, largest, distance = _look(published, tiles, start)
-            looks += 1
-            if (missing > 0) & (looks > patience):
+            polls += 1
+            if (missing > 0) & (polls > max_polls):
                 other = (start + distance) % tiles
                 theirs = 0
                 for piece in range(other * _PIECES, (other + 1) * _PIECES):
-                    unread = _read_lanes(
+                    unread = _read_vectors(
                         cached, pages, piece, first, limit, width, page_stride, token_stride,
-                        dim_stride, VIEW, PAGES, WIDE, LANES // _PIECES,
+                        dim_stride, VIEW, PAGES, WIDE, VECTORS // _PIECES,
                     )  # fmt: skip
                     bits = magnitude_bits(unread.to(tl.float32))
                     theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
@@ -221,7 +221,7 @@ def gather_fp8(
         power = power_scale(largest - 1)
         codes = (value.to(tl.float32) * power_of_two(-power)).to(tl.float8e4nv)
         _write_codes(
-            slot, sums, codes, section, scales, first_lane, tile, limit, copy, CHECK, LANES
+            slot, sums, codes, section, scales, first_vector, tile, limit, copy, CHECK, VECTORS
         )
         if tile == 0:
             _write_scale(slot, sums, section, head, power_of_two(power), HEADS, CHECK, copy)

@@ -2,19 +2,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that decodes a payload into pages, and converts between unlike caches.
 
-A lane is 16 elements. Decoding needs no neighbours, so that it is one kernel for all codecs.
+A vector is 16 elements. Decoding needs no neighbours, so that it is one kernel for all codecs.
 """
 
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_kernels.transfer.copy_kernel import UNSPECIALISED
 from pd_kernels.transfer.numerics import stored
 from pd_kernels.transfer.paging import block_row, token_offsets
 from pd_kernels.transfer.payload import SUPER_PAGE
 from pd_kernels.transfer.sums import add_section, add_words
 
-LANES = 512
+VECTORS = 512
 WARPS = 8
 REGISTERS = 64
 MORE_REGISTERS = 80  # for sums, and for rows of K and V that are not as long
@@ -49,15 +49,15 @@ def scatter_decoded(
     PARTS: tl.constexpr,
     VIEW: tl.constexpr,
     PAGES: tl.constexpr,
-    KEY_LANES: tl.constexpr,  # in a token of one head
-    VALUE_LANES: tl.constexpr,
+    KEY_VECTORS: tl.constexpr,  # in a token of one head
+    VALUE_VECTORS: tl.constexpr,
     CODE: tl.constexpr,  # dtype on the wire
     SCALES: tl.constexpr,  # `none`, `head`, or `group` for those of int8
     STEP: tl.constexpr,
     DESTINATION: tl.constexpr,
     WIDE: tl.constexpr,
     CHECK: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     part, head = column % PARTS, column // PARTS
@@ -67,27 +67,27 @@ def scatter_decoded(
     if CHECK:  # noqa: SIM102 - known when compiled, unlike the next
         if tile >= tiles:
             if head == 0:
-                done = (tile - tiles) * LANES
-                add_section(sums, slot, section + done, scales - done, LANES, tile)
+                done = (tile - tiles) * VECTORS
+                add_section(sums, slot, section + done, scales - done, VECTORS, tile)
             return
-    if KEY_LANES == VALUE_LANES:
-        width = KEY_LANES
+    if KEY_VECTORS == VALUE_VECTORS:
+        width = KEY_VECTORS
     else:
-        width = tl.where(part == 0, KEY_LANES, VALUE_LANES)
+        width = tl.where(part == 0, KEY_VECTORS, VALUE_VECTORS)
     limit = tokens * width
-    lane = tile * LANES + tl.arange(0, LANES)
-    token, inside = lane // width, lane < limit
-    index = (lane % width)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    begin = section + scales + (head * limit + tile * LANES).to(tl.int64) * BYTES
+    vector = tile * VECTORS + tl.arange(0, VECTORS)
+    token, inside = vector // width, vector < limit
+    index = (vector % width)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    begin = section + scales + (head * limit + tile * VECTORS).to(tl.int64) * BYTES
     coded = (slot + begin * 16).to(tl.pointer_type(CODE))
-    within = tl.arange(0, LANES)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    within = tl.arange(0, VECTORS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     mask = inside[:, None]
     codes = tl.load(coded + within, mask=mask, other=0.0)
     if CHECK:
         N: tl.constexpr = 2 * BYTES
-        each = tl.arange(0, LANES)[:, None] * N + tl.arange(0, N)[None, :]
+        each = tl.arange(0, VECTORS)[:, None] * N + tl.arange(0, N)[None, :]
         words = tl.load((slot + begin * 16).to(tl.pointer_type(tl.int64)) + each, mask, other=0)
-        add_words(sums, begin * 2, tl.reshape(words, (LANES * N // 256, 256)), 256, tile + column)
+        add_words(sums, begin * 2, tl.reshape(words, (VECTORS * N // 256, 256)), 256, tile + column)
 
     value = codes.to(tl.float32)
     if SCALES == "head":
@@ -95,11 +95,11 @@ def scatter_decoded(
     elif SCALES == "group":
         scaled = (slot + section * 16).to(tl.pointer_type(tl.bfloat16))
         if part == 0:
-            group = (head * super_pages + token // _SUPER_PAGE) * (KEY_LANES * 16)
+            group = (head * super_pages + token // _SUPER_PAGE) * (KEY_VECTORS * 16)
             factor = tl.load(scaled + (group[:, None] + index), mask=mask, other=0.0)
         else:
             factor = tl.load(scaled + (head * tokens + token), mask=inside, other=0.0)[:, None]
-            factor = tl.broadcast_to(factor, (LANES, 16))
+            factor = tl.broadcast_to(factor, (VECTORS, 16))
         value = value * factor.to(tl.float32)
     converted = stored(value, tl.load(factors + layer * PARTS + part), STEP, DESTINATION)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from pd_kernels.transfer.blocks import MAX_LAYERS, Blocks, Extent
+from pd_kernels.transfer.blocks import MAX_LAYERS, Blocks, LayerBytes
 from pd_kernels.transfer.payload import SECTION_BYTES
 from pd_kernels.transfer.sums import COLUMNS, COPIES, ROW_BYTES
 
@@ -27,7 +27,7 @@ _MAX_HEAD_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class ChunkLaunch:
     """Tokens of `blocks`, and the memory that holds their payload."""
 
     blocks: Blocks
@@ -42,7 +42,7 @@ class Chunk:
         return self.blocks.codec == "verbatim"
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> LayerBytes:
         return self.blocks.extent(self.tokens)
 
     @property
@@ -102,9 +102,9 @@ class Chunk:
         element = blocks.source.itemsize if copied else 1
         return all(dim * element % SECTION_BYTES == 0 for dim in blocks.dims)
 
-    def lanes(self, lane_bytes: int) -> list[int]:
-        """Of a token of one head, K and V (twice K where there is no V), `lane_bytes` codes each."""
-        widths = [dim // lane_bytes for dim in self.blocks.dims]
+    def vectors(self, vector_bytes: int) -> list[int]:
+        """Of a token of one head, K and V (twice K where there is no V), `vector_bytes` codes each."""
+        widths = [dim // vector_bytes for dim in self.blocks.dims]
         return [widths[0], widths[-1]]
 
     def places(self) -> dict[str, int]:
