@@ -2,16 +2,12 @@
 """What every codec does with one block."""
 
 import enum
-import math
 from typing import Protocol
 
 import torch
 
 from pd_connector.codec.elements import Elements
-
-SECTION_BYTES = (
-    16  # codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once
-)
+from pd_connector.kv.payload import padded
 
 Shape = tuple[int, int, int]  # heads, tokens, dims
 
@@ -86,11 +82,6 @@ class Codec(Protocol):
         ...
 
 
-def padded(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole sections."""
-    return -(-nbytes // SECTION_BYTES) * SECTION_BYTES
-
-
 def check_block(x: torch.Tensor, source: Elements) -> None:
     """Raise ValueError unless `x` is a block of `source`'s dtype."""
     if x.dim() != 3 or x.dtype != source.torch_dtype:
@@ -125,8 +116,3 @@ def put_scales(out: torch.Tensor, scales: torch.Tensor) -> None:
 def get_scales(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The scales of a block from their bytes: a copy, because these may lie at an odd address."""
     return data.clone().view(dtype).view(shape)
-
-
-def elements_in(shape: Shape) -> int:
-    """How many elements a block has."""
-    return math.prod(shape)

@@ -9,14 +9,13 @@ from pd_connector.codec.base import (
     Shape,
     check_block,
     check_bytes,
-    elements_in,
     get_scales,
-    padded,
     put_scales,
     split,
 )
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import Elements, convert, largest, words
+from pd_connector.kv.payload import FP8_SCALE_BYTES, block_bytes, padded
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
 
@@ -35,7 +34,7 @@ class Fp8E4M3:
     error_bound = 0.10
 
     def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        return padded(4 * shape[0]) + elements_in(shape)
+        return block_bytes(self.name, part is Part.KEY, *shape, source.nbytes).total
 
     def encode(
         self,
@@ -48,7 +47,7 @@ class Fp8E4M3:
         check_block(x, source)
         heads, tokens, dims = x.shape
         check_bytes(out, self.coded_bytes(part, (heads, tokens, dims), source))
-        codes = out[padded(4 * heads) :].view(torch.float8_e4m3fn).view(x.shape)
+        codes = out[padded(FP8_SCALE_BYTES * heads) :].view(torch.float8_e4m3fn).view(x.shape)
         if source.is_fp8 or destination.is_fp8:
             own = source.scale if source.is_fp8 else destination.scale
             scales = torch.full((heads,), own, dtype=torch.float32, device=x.device)
@@ -65,7 +64,9 @@ class Fp8E4M3:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        scales, codes = split(data, 4 * shape[0], self.coded_bytes(part, shape, source))
+        scales, codes = split(
+            data, FP8_SCALE_BYTES * shape[0], self.coded_bytes(part, shape, source)
+        )
         stored = codes.view(torch.float8_e4m3fn).view(shape)
         if destination.is_fp8 and (not source.is_fp8 or source.same_bits(destination)):
             return stored

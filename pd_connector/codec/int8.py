@@ -14,16 +14,20 @@ from pd_connector.codec.base import (
     Shape,
     check_block,
     check_bytes,
-    elements_in,
     get_scales,
-    padded,
     put_scales,
     split,
 )
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import Elements, convert, largest, words
+from pd_connector.kv.payload import (
+    SUPER_PAGE,
+    block_bytes,
+    padded,
+    scale_bytes_per_head,
+    super_pages,
+)
 
-SUPER_PAGE = 128  # tokens that share K's scales, counted from the block's first token
 _RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
 CODE_MAX = 127.0
 SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller ones to zero
@@ -40,7 +44,7 @@ class Int8:
     error_bound = 0.02
 
     def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        return padded(_scale_bytes(part, shape)) + elements_in(shape)
+        return block_bytes(self.name, part is Part.KEY, *shape, source.nbytes).total
 
     def encode(
         self,
@@ -151,9 +155,9 @@ def _runs(shape: Shape) -> Iterator[tuple[int, int]]:
 
 def _scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
     heads, tokens, dims = shape
-    return (heads, -(-tokens // SUPER_PAGE), dims) if part is Part.KEY else (heads, tokens)
+    return (heads, super_pages(tokens), dims) if part is Part.KEY else (heads, tokens)
 
 
 def _scale_bytes(part: Part, shape: Shape) -> int:
     heads, tokens, dims = shape
-    return 2 * heads * (-(-tokens // SUPER_PAGE) * dims if part is Part.KEY else tokens)
+    return heads * scale_bytes_per_head(Int8.name, part is Part.KEY, tokens, dims)

@@ -3,8 +3,9 @@
 
 import torch
 
-from pd_connector.codec.base import Part, Shape, check_block, check_bytes, elements_in
+from pd_connector.codec.base import Part, Shape, check_block, check_bytes
 from pd_connector.codec.elements import Elements, as_dtype, convert
+from pd_connector.kv.payload import block_bytes
 
 
 class Raw:
@@ -14,7 +15,7 @@ class Raw:
     error_bound = 0.0
 
     def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        return elements_in(shape) * source.nbytes
+        return block_bytes(self.name, part is Part.KEY, *shape, source.nbytes).total
 
     def encode(
         self,

@@ -74,8 +74,8 @@ def test_with_addresses_from_before_it_would_be_lost(monkeypatch: pytest.MonkeyP
     theirs = Blocks.at
 
     def stale(into: Blocks) -> None:
-        def at(views: list[torch.Tensor], *rest: Any) -> Blocks:
-            return replace(theirs(views, *rest), table=into.table)
+        def at(*rest: Any, **named: Any) -> Blocks:
+            return replace(theirs(*rest, **named), table=into.table)
 
         monkeypatch.setattr(Blocks, "at", at)
 

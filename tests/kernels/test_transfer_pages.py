@@ -8,10 +8,17 @@ import pytest
 import torch
 from kernel_caches import sloppy
 
-import pd_kernels.transfer.gather
-import pd_kernels.transfer.scatter
 from pd_kernels.bench.caches import ORDERS, POOLS, CacheViews, Model, make_cache
-from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
+from pd_kernels.transfer import (
+    Blocks,
+    Stored,
+    finish,
+    gather,
+    gather_pages,
+    new_sums,
+    scatter,
+    scatter_pages,
+)
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.scatter import launch_scatter
@@ -175,8 +182,10 @@ def test_cpu_tensors_take_the_reference_and_operators_pass_torchs_own_checks() -
         *(blocks.page_size, FIRST, TOKENS, blocks.codec, blocks.source, blocks.destination),
         blocks.step,
     )
-    for module in (pd_kernels.transfer.gather, pd_kernels.transfer.scatter):
-        torch.library.opcheck(module._operator, args, test_utils=("test_schema", "test_faketensor"))
+    for operator in (gather._gather, scatter._scatter):
+        torch.library.opcheck(
+            operator.registered, args, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that copies elements as they are, from pages into a slot or back: `raw` between caches
-that store alike, `verbatim`, and the codes of `fp8_e4m3` on their way into an FP8 cache.
+"""The kernel that copies elements unchanged between pages and a payload, in either direction.
 
-A vector is 16 bytes of the payload. A program has consecutive vectors of one head of one block, of
-`verbatim` those of one layer; K and V of the same tokens, which engines store side by side, are
-neighbours in the launch.
+It serves `raw` between caches that store alike, `verbatim`, and `fp8_e4m3` codes on their way into an FP8
+cache. A vector is 16 bytes of the payload. A program copies consecutive vectors of one head of one block,
+or, for `verbatim`, of one layer. K and V of the same tokens are neighbours in the launch, because engines
+store them side by side.
 """
 
 import triton
 import triton.language as tl
 
 from pd_kernels.transfer.chunk_launch import WORDS, ChunkLaunch
-from pd_kernels.transfer.paging import block_row, token_offsets
-from pd_kernels.transfer.sums import add_section, add_words, launch_payload_sums
+from pd_kernels.transfer.prologue import (
+    UNSPECIALISED,
+    cache_block,
+    payload_block,
+    row_vectors,
+    token_offsets,
+)
+from pd_kernels.transfer.sums import add_scales, add_words, launch_payload_sums
 
 VECTORS = 1024
+"""Vectors of a program."""
 WARPS = 4
-UNSPECIALISED = (
-    *("first", "tokens", "layer_sections", "key_sections", "key_scales", "value_scales"),
-    *("tiles", "ahead", "max_polls", "super_pages"),
-)
-"""Integers that change from chunk to chunk: a kernel is compiled once for all of them."""
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -36,14 +38,14 @@ def copy_pages(
     key_sections,  # of K, scales included
     key_scales,  # sections of K's scales
     value_scales,
-    tiles,  # of codes; further ones sum the scales
+    tiles,  # of codes; programs of further tiles add the scales to the sums
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     VIEW: tl.constexpr,
     PAGES: tl.constexpr,
-    KEY_VECTORS: tl.constexpr,  # in a token of one head
+    KEY_VECTORS: tl.constexpr,  # in one token of one head
     VALUE_VECTORS: tl.constexpr,
-    WORD: tl.constexpr,  # dtype that is moved, as wide as memory allows
+    WORD: tl.constexpr,  # dtype that is moved: as wide as the strides allow
     WIDE: tl.constexpr,
     VERBATIM: tl.constexpr,
     GATHER: tl.constexpr,
@@ -51,21 +53,16 @@ def copy_pages(
     VECTORS: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head = column % PARTS, column // PARTS
+    part, head, section, scales = payload_block(
+        column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
+    )
+    if CHECK and not GATHER:  # noqa: SIM102 - known at compile time, unlike the next
+        if tile >= tiles:
+            add_scales(sums, slot, section, scales, head, tile - tiles, VECTORS, tile)
+            return
     BYTES: tl.constexpr = WORD.primitive_bitwidth // 8
     N: tl.constexpr = 16 // BYTES
-    scales = tl.where(part == 0, key_scales, value_scales)
-    section = layer.to(tl.int64) * layer_sections + part * key_sections
-    if CHECK and not GATHER:  # noqa: SIM102 - known when compiled, unlike the next
-        if tile >= tiles:
-            if head == 0:
-                done = (tile - tiles) * VECTORS
-                add_section(sums, slot, section + done, scales - done, VECTORS, tile)
-            return
-    if KEY_VECTORS == VALUE_VECTORS:
-        width = KEY_VECTORS
-    else:
-        width = tl.where(part == 0, KEY_VECTORS, VALUE_VECTORS)
+    width = row_vectors(part, KEY_VECTORS, VALUE_VECTORS)
     vector = tile * VECTORS + tl.arange(0, VECTORS)
     row = vector // width
     if VERBATIM:
@@ -75,19 +72,16 @@ def copy_pages(
         place, first_vector = first + row, head * (tokens * width)
         inside = vector < tokens * width
 
-    address, page, head_stride, token, dim = block_row(table, layer * PARTS + part, WIDE, BYTES)
+    cache, page, head_stride, token, dim = cache_block(table, layer * PARTS + part, WORD, WIDE)
     there = token_offsets(pages, place, inside, page, token, VIEW, PAGES)
     if VERBATIM:
         there += (row % HEADS) * head_stride
     else:
         there += head * head_stride
     index = (vector % width)[:, None] * N + tl.arange(0, N)[None, :]
-    cache = address.to(tl.pointer_type(WORD))
-    if WIDE:
-        cache = tl.multiple_of(cache, 16)
-        cached = cache + (there[:, None] + index)
-    else:
-        cached = cache + (there[:, None] + index * dim)
+    if not WIDE:
+        index = index * dim
+    cached = cache + (there[:, None] + index)
     begin = section + scales + first_vector + tile * VECTORS
     coded = (slot + begin * 16).to(tl.pointer_type(WORD)) + (
         tl.arange(0, VECTORS)[:, None] * N + tl.arange(0, N)[None, :]
@@ -105,25 +99,22 @@ def copy_pages(
 
 
 def launch_copy(chunk: ChunkLaunch, gather: bool) -> None:
-    """Copy elements as they are, from the pages into the slot or back."""
+    """Copy the elements of a chunk from the pages into the slot (`gather`) or back.
+
+    The kernel sums 8-byte words only. Rows that are not aligned to 16 bytes are summed by a launch of its own.
+    """
     blocks, fused = chunk.blocks, chunk.sums is not None and chunk.blocks.wide
     element = blocks.views[0].element_size()
     widths = [dim * element // 16 for dim in blocks.dims]
     vectors = chunk.tokens * max(widths) * (blocks.heads if chunk.verbatim else 1)
     tiles = triton.cdiv(vectors, VECTORS)
-    places = chunk.places()
-    scales = max(places["key_scales"], places["value_scales"])
-    further = triton.cdiv(scales, VECTORS) if fused and not gather else 0
+    scale_tiles = triton.cdiv(chunk.most_scale_sections, VECTORS) if fused and not gather else 0
     columns = 1 if chunk.verbatim else blocks.parts * blocks.heads
     if chunk.sums is not None and not fused and not gather:
         launch_payload_sums(chunk.payload, chunk.sums)
-    copy_pages[(columns, tiles + further, blocks.layers)](
-        *(blocks.table, chunk.pages, chunk.slot),
-        chunk.sums if fused else blocks.table,
-        *(chunk.first_token, chunk.tokens),
-        **places,
+    copy_pages[(columns, tiles + scale_tiles, blocks.layers)](
+        **chunk.operands(summed=fused),
         tiles=tiles,
-        **chunk.paging(),
         HEADS=blocks.heads,
         KEY_VECTORS=widths[0],
         VALUE_VECTORS=widths[-1],

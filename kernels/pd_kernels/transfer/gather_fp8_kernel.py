@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that gathers as `fp8_e4m3`: by the destination's scale, or by one of each head.
+"""The kernel that gathers as `fp8_e4m3`: with the destination's scale, or with one scale per head.
 
-A vector is 8 elements, which are one word of the payload. The scale of a head needs the largest
-magnitude of all its tokens, which several programs have: each publishes its own and keeps its
-elements in registers until all have, so that the cache is read once. Where these are more than can
-run at the same time, as many programs go before them that only publish: those that wait then find
-all of it soon. A program that has waited long all the same (others may have the device) reads what
-is missing itself, tile by tile: none depends on another.
+A vector is 8 elements, which are one 8-byte word of the payload. The scale of a head depends on the largest
+magnitude of all its tokens, which several programs share. Each program publishes the largest magnitude of its
+own tile, keeps its elements in registers, and polls until all programs of the head have published: the cache
+is read once.
+
+A GPU starts programs in order and may not have room for all of a head's programs at once. Then as many extra
+programs, which only publish, are launched in front of them; those that wait find everything published soon.
+A program that has polled `max_polls` times (something else may occupy the GPU) computes the missing
+magnitudes itself, tile by tile. So no program depends on another one that may not be running.
 """
 
 import functools
@@ -16,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copy_kernel import UNSPECIALISED
 from pd_kernels.transfer.numerics import (
     byte_words,
     finite_or_nan,
@@ -25,29 +27,41 @@ from pd_kernels.transfer.numerics import (
     power_scale,
     stored,
 )
-from pd_kernels.transfer.paging import block_row, token_offsets
+from pd_kernels.transfer.prologue import (
+    UNSPECIALISED,
+    cache_block,
+    payload_block,
+    row_vectors,
+    token_offsets,
+)
 from pd_kernels.transfer.sums import add_pieces, add_words
 
 VECTORS = 1024
 WARPS = 8
-REGISTERS = 64  # of a thread: so many programs must fit on a multiprocessor that loads overlap
-PROGRAMS = 4  # that fit on a multiprocessor, by their registers
-MAX_POLLS = 64
-"""Looks at what others have published, about a microsecond each."""
+REGISTERS = 64
+"""Registers of a thread: few enough that PROGRAMS programs fit on a multiprocessor and their loads overlap."""
 
-_LOOK = tl.constexpr(256)  # tiles looked at, at once
-_PIECES = tl.constexpr(4)  # what is missing is read in parts: registers are taken
+PROGRAMS = 4
+"""Programs that fit on a multiprocessor, by their registers."""
+
+MAX_POLLS = 64
+"""Polls, about a microsecond each, before a program computes the missing magnitudes itself."""
+
+_POLLED = tl.constexpr(256)  # published words that one load polls
+_PIECES = tl.constexpr(
+    4
+)  # a missing tile is read in so many pieces: the own tile occupies the registers
 _INFINITE = tl.constexpr(0x7F800000)
 
 
 def vectors(element: int) -> int:
-    """Of a program: half as many where an element has 4 bytes, or registers would not hold them."""
+    """Vectors of a program: half as many if an element has 4 bytes, so that registers hold them."""
     return VECTORS if element <= 2 else VECTORS // 2
 
 
 @functools.cache
 def resident(device: torch.device) -> int:
-    """How many programs a device runs at once; an H200's number where it is no GPU."""
+    """How many programs a GPU runs at once. For a CPU, the number of an H200."""
     if device.type != "cuda":
         return PROGRAMS * 132
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -58,7 +72,7 @@ def _read_vectors(
     cached, pages, tile, first, limit, width, page_stride, token_stride, dim_stride,
     VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """The elements of a tile, `[VECTORS, 8]`, zero behind the last token."""
+    """Load the elements of a tile, `[VECTORS, 8]`; zero behind the last token."""
     vector = tile * VECTORS + tl.arange(0, VECTORS)
     inside = vector < limit
     place = first + vector // width
@@ -74,7 +88,7 @@ def _write_codes(
     slot, sums, codes, section, scales, first_vector, tile, limit, copy,
     CHECK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Store FP8 elements `[VECTORS, 8]` as codes of a tile."""
+    """Store FP8 elements, `[VECTORS, 8]`, as the codes of a tile, and add them to the sums."""
     vector = tile * VECTORS + tl.arange(0, VECTORS)
     inside = vector < limit
     words = byte_words(codes.to(tl.uint8, bitcast=True), VECTORS)
@@ -88,7 +102,7 @@ def _write_codes(
 
 @triton.jit
 def _write_scale(slot, sums, section, head, scale, HEADS: tl.constexpr, CHECK: tl.constexpr, copy):
-    """Store a head's scale; with the last one the zeros behind it, too."""
+    """Store a head's scale, and add it to the sums. The last head also stores the zeros behind the scales."""
     at = section * 16 + head * 4
     tl.store((slot + at).to(tl.pointer_type(tl.float32)), scale)
     if CHECK:
@@ -96,7 +110,7 @@ def _write_scale(slot, sums, section, head, scale, HEADS: tl.constexpr, CHECK: t
         one = tl.arange(0, 1)
         add_pieces(sums, at + one, bits + one, 4, copy)
     PADDING: tl.constexpr = -HEADS % 4
-    if PADDING > 0:  # noqa: SIM102 - known when compiled, unlike the next
+    if PADDING > 0:  # noqa: SIM102 - known at compile time, unlike the next
         if head == HEADS - 1:
             behind = tl.arange(0, 4)
             padding = (slot + at + 4).to(tl.pointer_type(tl.float32)) + behind
@@ -105,9 +119,11 @@ def _write_scale(slot, sums, section, head, scale, HEADS: tl.constexpr, CHECK: t
 
 @triton.jit
 def _finite(value):
-    """The largest finite magnitude's bits, int32, and `value` with infinities as NaN."""
+    """Bits of the largest finite magnitude, int32; and `value` with NaN for infinities."""
     bits = magnitude_bits(value.to(tl.float32))
-    largest = tl.max(bits)  # of integers: what floats make of signalling NaN is not told
+    largest = tl.max(
+        bits
+    )  # of integers, because a maximum of floats is undefined for signalling NaN
     if largest >= _INFINITE:
         largest = tl.max(tl.where(bits < _INFINITE, bits, 0))
         value = finite_or_nan(value.to(tl.float32)).to(value.dtype)
@@ -115,13 +131,19 @@ def _finite(value):
 
 
 @triton.jit
-def _look(published, tiles, start):
-    """How many tiles have not published, the largest of what the others have, and how far it is from
-    `start` to the next one that has not."""
+def _poll(published, tiles, start):
+    """Read what the programs of a head have published.
+
+    Returns:
+        missing: how many tiles have not published.
+        largest: the largest published word.
+        distance: tiles from `start` to the next one that has not published, wrapping around.
+    """
     missing, largest, distance = 0, 0, tiles
-    for first in range(0, tiles, _LOOK):
-        place = first + tl.arange(0, _LOOK)
-        # Volatile: past the multiprocessor's own cache. A word says all, so that no order matters.
+    for first in range(0, tiles, _POLLED):
+        place = first + tl.arange(0, _POLLED)
+        # Volatile: not from the L1, which is not coherent. Each word is complete by itself, so that the
+        # order in which words become visible does not matter.
         found = tl.load(published + place, mask=place < tiles, other=1, volatile=True)
         missing += tl.sum((found == 0).to(tl.int32))
         largest = tl.maximum(largest, tl.max(found))
@@ -137,7 +159,7 @@ def gather_fp8(
     pages,
     slot,
     sums,
-    state,  # int32 `[head, tile]`, zero: largest magnitude's bits + 1 of each tile
+    state,  # int32 `[layer, column, tile]`: 0, then the bits of the tile's largest magnitude + 1
     first,  # token, counted from the start of the first page
     tokens,
     layer_sections,  # 16 bytes each, in one layer of the payload
@@ -145,42 +167,36 @@ def gather_fp8(
     key_scales,  # sections of K's scales
     value_scales,
     tiles,  # of the longer of K and V
-    ahead,  # programs of a head that come before the others and only publish: `tiles` or 0
+    ahead,  # programs of a head, in front of the others, that only publish: `tiles` or 0
     max_polls,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     VIEW: tl.constexpr,
     PAGES: tl.constexpr,
-    KEY_VECTORS: tl.constexpr,  # in a token of one head
+    KEY_VECTORS: tl.constexpr,  # in one token of one head
     VALUE_VECTORS: tl.constexpr,
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr,  # compute a scale per head; if not, `factors` has the destination's
     CHECK: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    if COMPUTE:  # the programs of a head are launched together
+    if COMPUTE:  # the first extent counts the tiles, so that the programs of a head start together
         place, column = tl.program_id(0), tl.program_id(1)
         tile = tl.where(place < ahead, place, place - ahead)
     else:
         column, tile = tl.program_id(0), tl.program_id(1)
     layer = tl.program_id(2)
-    part, head = column % PARTS, column // PARTS
+    part, head, section, scales = payload_block(
+        column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
+    )
     block = layer * PARTS + part
-    section = layer.to(tl.int64) * layer_sections + part * key_sections
-    scales = tl.where(part == 0, key_scales, value_scales)
-    if KEY_VECTORS == VALUE_VECTORS:
-        width = KEY_VECTORS
-    else:
-        width = tl.where(part == 0, KEY_VECTORS, VALUE_VECTORS)
+    width = row_vectors(part, KEY_VECTORS, VALUE_VECTORS)
     limit = tokens * width
     first_vector = head * limit
-    address, page_stride, head_stride, token_stride, dim_stride = block_row(
-        table, block, WIDE, SOURCE.primitive_bitwidth // 8
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
+        table, block, SOURCE, WIDE
     )
-    cached = address.to(tl.pointer_type(SOURCE))
-    if WIDE:
-        cached = tl.multiple_of(cached, 16)
     cached += head * head_stride
     value = _read_vectors(
         cached, pages, tile, first, limit, width, page_stride, token_stride, dim_stride,
@@ -203,9 +219,10 @@ def gather_fp8(
             return
         missing, largest, polls = tiles, 0, 0
         while missing > 0:
-            # Somewhere else for each program and each look, so that they seldom read the same.
+            # Each program and each poll begins at another tile, so that programs which give up waiting
+            # seldom read the same one.
             start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
-            missing, largest, distance = _look(published, tiles, start)
+            missing, largest, distance = _poll(published, tiles, start)
             polls += 1
             if (missing > 0) & (polls > max_polls):
                 other = (start + distance) % tiles

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that decodes a payload into pages, and converts between unlike caches.
+"""The kernel that scatters a payload into pages, and decodes or converts its elements on the way.
 
-A vector is 16 elements. Decoding needs no neighbours, so that it is one kernel for all codecs.
+A vector is 16 elements. Each element is decoded by itself, so that one kernel serves all codecs.
 """
 
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copy_kernel import UNSPECIALISED
+from pd_connector.kv.payload import SUPER_PAGE
 from pd_kernels.transfer.numerics import stored
-from pd_kernels.transfer.paging import block_row, token_offsets
-from pd_kernels.transfer.payload import SUPER_PAGE
-from pd_kernels.transfer.sums import add_section, add_words
+from pd_kernels.transfer.prologue import (
+    UNSPECIALISED,
+    cache_block,
+    payload_block,
+    row_vectors,
+    token_offsets,
+)
+from pd_kernels.transfer.sums import add_scales, add_words
 
 VECTORS = 512
 WARPS = 8
 REGISTERS = 64
-MORE_REGISTERS = 80  # for sums, and for rows of K and V that are not as long
-MOST_REGISTERS = 128  # where each element has an address of its own
+MORE_REGISTERS = 80  # with sums, or if K and V differ in dim
+MOST_REGISTERS = 128  # if each element needs its own address
 
 _SUPER_PAGE = tl.constexpr(SUPER_PAGE)
 
 
 def registers(wide: bool, check: bool, alike: bool) -> int:
-    """Of a thread, so that nothing is spilled and no fewer programs than needed fit on a
-    multiprocessor. `alike` says that rows of K and V are as long."""
+    """Registers of a thread: enough to spill nothing, few enough that loads of several programs overlap.
+
+    Args:
+        wide: see `Blocks.wide`.
+        check: whether the kernel adds to the sums.
+        alike: whether K and V have the same dim.
+    """
     if not wide:
         return MOST_REGISTERS
     return REGISTERS if alike and not check else MORE_REGISTERS
@@ -45,14 +55,14 @@ def scatter_decoded(
     key_sections,  # of K, scales included
     key_scales,  # sections of K's scales
     value_scales,
-    tiles,  # of codes; further ones sum the scales
+    tiles,  # of codes; programs of further tiles add the scales to the sums
     PARTS: tl.constexpr,
     VIEW: tl.constexpr,
     PAGES: tl.constexpr,
-    KEY_VECTORS: tl.constexpr,  # in a token of one head
+    KEY_VECTORS: tl.constexpr,  # in one token of one head
     VALUE_VECTORS: tl.constexpr,
     CODE: tl.constexpr,  # dtype on the wire
-    SCALES: tl.constexpr,  # `none`, `head`, or `group` for those of int8
+    SCALES: tl.constexpr,  # `none`; `head` for fp8_e4m3; `group` for int8
     STEP: tl.constexpr,
     DESTINATION: tl.constexpr,
     WIDE: tl.constexpr,
@@ -60,20 +70,15 @@ def scatter_decoded(
     VECTORS: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head = column % PARTS, column // PARTS
-    BYTES: tl.constexpr = CODE.primitive_bitwidth // 8
-    scales = tl.where(part == 0, key_scales, value_scales)
-    section = layer.to(tl.int64) * layer_sections + part * key_sections
-    if CHECK:  # noqa: SIM102 - known when compiled, unlike the next
+    part, head, section, scales = payload_block(
+        column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
+    )
+    if CHECK:  # noqa: SIM102 - known at compile time, unlike the next
         if tile >= tiles:
-            if head == 0:
-                done = (tile - tiles) * VECTORS
-                add_section(sums, slot, section + done, scales - done, VECTORS, tile)
+            add_scales(sums, slot, section, scales, head, tile - tiles, VECTORS, tile)
             return
-    if KEY_VECTORS == VALUE_VECTORS:
-        width = KEY_VECTORS
-    else:
-        width = tl.where(part == 0, KEY_VECTORS, VALUE_VECTORS)
+    BYTES: tl.constexpr = CODE.primitive_bitwidth // 8
+    width = row_vectors(part, KEY_VECTORS, VALUE_VECTORS)
     limit = tokens * width
     vector = tile * VECTORS + tl.arange(0, VECTORS)
     token, inside = vector // width, vector < limit
@@ -103,14 +108,11 @@ def scatter_decoded(
         value = value * factor.to(tl.float32)
     converted = stored(value, tl.load(factors + layer * PARTS + part), STEP, DESTINATION)
 
-    address, page_stride, head_stride, token_stride, dim_stride = block_row(
-        table, layer * PARTS + part, WIDE, DESTINATION.primitive_bitwidth // 8
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
+        table, layer * PARTS + part, DESTINATION, WIDE
     )
     there = token_offsets(pages, first + token, inside, page_stride, token_stride, VIEW, PAGES)
     there += head * head_stride
-    cached = address.to(tl.pointer_type(DESTINATION))
-    if WIDE:
-        cached = tl.multiple_of(cached, 16)
-    else:
+    if not WIDE:
         index = index * dim_stride
     tl.store(cached + (there[:, None] + index), converted, mask=mask)
