@@ -10,11 +10,11 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
-from pd_kernels.attention.mla_batch import LATENT, ROPE
-from pd_kernels.vllm.latent import LatentBuilder, LatentImpl
+from pd_kernels.attention.mla_call import LATENT, ROPE
+from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 
 
-class LatentImplCuda(LatentImpl, TritonMLAImpl):
+class MlaImplCuda(MlaImpl, TritonMLAImpl):
     """A layer with the common MLA cache. Triton's class refuses what ours cannot do, either."""
 
 
@@ -29,12 +29,12 @@ class TritonMla(MLACommonBackend):
         return "TRITON_MLA"
 
     @staticmethod
-    def get_impl_cls() -> type[LatentImplCuda]:
-        return LatentImplCuda
+    def get_impl_cls() -> type[MlaImplCuda]:
+        return MlaImplCuda
 
     @staticmethod
-    def get_builder_cls() -> type[LatentBuilder]:
-        return LatentBuilder
+    def get_builder_cls() -> type[MlaBuilder]:
+        return MlaBuilder
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

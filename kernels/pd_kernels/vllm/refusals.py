@@ -9,7 +9,7 @@ import torch
 FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
-class Layer(NamedTuple):
+class LayerOptions(NamedTuple):
     """What is asked of a layer's attention.
 
     Attributes:
@@ -25,7 +25,9 @@ class Layer(NamedTuple):
     soft_cap: bool = False
 
 
-def refusals(layer: Layer, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[str]:
+def refusals(
+    layer: LayerOptions, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[str]:
     """Why a layer cannot be decoded with our kernels; empty if it can."""
     found = []
     if layer.head_size not in head_sizes:

@@ -6,14 +6,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import triton
 
-from pd_kernels.attention.plan import Plan, multiprocessors
-from pd_kernels.attention.schedule import Costs, Rows
+from pd_kernels.attention.plan_kernel import DecodePlan, multiprocessors
+from pd_kernels.attention.work_partition import RowShape, TileCosts
 
 MAX_HEIGHT = 64
 """Lines of a row at most: more are given to several rows."""
 
 
-class Config(NamedTuple):
+class KernelConfig(NamedTuple):
     """How a kernel is launched.
 
     Attributes:
@@ -37,7 +37,7 @@ class Config(NamedTuple):
         return min(255, 65_536 // (32 * self.warps * self.programs) // 8 * 8)
 
 
-class DecodeBatch:
+class DecodeCall:
     """One call; a kernel's own is a frozen dataclass with the rest of its arguments.
 
     Attributes:
@@ -54,7 +54,7 @@ class DecodeBatch:
     scale: float
     causal: bool
 
-    costs: ClassVar[Costs]
+    costs: ClassVar[TileCosts]
     max_queries: ClassVar[int]
     caches: ClassVar[tuple[str, ...]]
     """Names of the attributes that are caches, `[page, token, ...]`."""
@@ -69,7 +69,7 @@ class DecodeBatch:
         raise NotImplementedError
 
     @property
-    def config(self) -> Config:
+    def config(self) -> KernelConfig:
         raise NotImplementedError
 
     @property
@@ -88,16 +88,16 @@ class DecodeBatch:
         return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowShape:
         """What a plan for it must be made for."""
         heads = self.kv_heads * -(-self.lines // self.height)
-        return Rows(heads, self.config.tile, self.query.shape[1], 0)
+        return RowShape(heads, self.config.tile, self.query.shape[1], 0)
 
-    def plan(self, max_batch: int | None = None) -> Plan:
+    def plan(self, max_batch: int | None = None) -> DecodePlan:
         """Room for a plan, of this batch or of such ones of up to `max_batch` sequences; not filled."""
         workers = self.config.programs * multiprocessors(self.query.device)
         batch = len(self.query) if max_batch is None else max_batch
-        return Plan.of(
+        return DecodePlan.of(
             *(self.rows, self.costs, batch, workers, self.height, self.width, self.query.device)
         )
 

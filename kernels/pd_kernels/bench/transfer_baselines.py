@@ -3,13 +3,13 @@
 
 import torch
 
-from pd_kernels.bench.caches import Cache
+from pd_kernels.bench.caches import CacheViews
 
 SUPER_PAGE = 128
 
 
 def torch_gather(
-    cache: Cache, pages: torch.Tensor, tokens: int, codec: str, outputs: list[torch.Tensor]
+    cache: CacheViews, pages: torch.Tensor, tokens: int, codec: str, outputs: list[torch.Tensor]
 ) -> None:
     """Gather, permute and code each layer's K and V: `[head, token, dim]` into `outputs`."""
     views = [*cache.keys, *cache.values]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pd_kernels.attention.batch import MAX_HEIGHT, Config, DecodeBatch
-from pd_kernels.attention.schedule import Costs
+from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig
+from pd_kernels.attention.work_partition import TileCosts
 
 LATENT = 512
 ROPE = 64
@@ -17,22 +17,22 @@ CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
 """Of a token in FlashMLA's FP8 layout: codes, float32 scales, bfloat16 RoPE part."""
 
 MAX_QUERIES = 4
-COSTS = Costs(row=48, partial=1)
+COSTS = TileCosts(row=48, partial=1)
 """A piece's result is as large as some tiles (ThunderMLA's cost model: 7.5 us beside 1.5 us for 32
 tokens), but many programs share its merge. Not yet fitted on a GPU."""
 
 
-def config_of(lines: int, coded: bool) -> Config:
+def config_of(lines: int, coded: bool) -> KernelConfig:
     """For sequences of so many lines. Checked ahead of time, not yet tuned on a GPU."""
     if coded or lines > MAX_HEIGHT:  # products or decoding, not memory, take the time: large tiles
-        return Config(64, 8, 3, 1, 32, 1)
+        return KernelConfig(64, 8, 3, 1, 32, 1)
     if lines > MAX_HEIGHT // 2:
-        return Config(32, 8, 5, 1, 32, 1)
-    return Config(64, 8, 5, 1, 32, 1)
+        return KernelConfig(32, 8, 5, 1, 32, 1)
+    return KernelConfig(64, 8, 5, 1, 32, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class MlaBatch(DecodeBatch):
+class MlaCall(DecodeCall):
     """One call.
 
     Attributes:
@@ -64,7 +64,7 @@ class MlaBatch(DecodeBatch):
         return MAX_HEIGHT if self.coded else super().height
 
     @property
-    def config(self) -> Config:
+    def config(self) -> KernelConfig:
         return config_of(self.lines, self.coded)
 
     def check(self) -> None:

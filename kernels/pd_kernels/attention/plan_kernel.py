@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.schedule import FIELDS, TILES, UNIT, Costs, Rows, schedule
+from pd_kernels.attention.work_partition import FIELDS, TILES, UNIT, RowShape, TileCosts, schedule
 
 COUNTERS = 4
 """Of a worker, for the row whose first piece it has: arrived, parts taken, departed, unused."""
@@ -25,7 +25,7 @@ _FIELDS = tl.constexpr(FIELDS)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class DecodePlan:
     """Who does what in a batch, and scratch; made once, filled once a step, used by every layer.
 
     Kernels that share a plan must be queued on one stream. Counters are zero whenever no kernel runs.
@@ -33,15 +33,15 @@ class Plan:
     Attributes:
         rows: what it is for.
         costs: that its stretches are balanced by.
-        records: int32 `[workers, 8]`, see `schedule.Record`.
+        records: int32 `[workers, 8]`, see `schedule.WorkerRange`.
         cuts: int64 `[batch + workers + 1]`, of the planning kernel.
         counters: int32 `[workers, 4]`.
         partials: float32 `[workers, 2, height, dim]`: results of a worker's two split rows at most.
         weights: float32 `[workers, 2, height]`, base-2 logarithms of their sums.
     """
 
-    rows: Rows
-    costs: Costs
+    rows: RowShape
+    costs: TileCosts
     records: torch.Tensor
     cuts: torch.Tensor
     counters: torch.Tensor
@@ -51,14 +51,14 @@ class Plan:
     @classmethod
     def of(
         cls,
-        rows: Rows,
-        costs: Costs,
+        rows: RowShape,
+        costs: TileCosts,
         batch: int,
         workers: int,
         height: int,
         dim: int,
         device: torch.device,
-    ) -> "Plan":
+    ) -> "DecodePlan":
         """Room for a plan of at most `batch` sequences, not yet filled."""
 
         def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Plan:
         """What kernels read and write of it."""
         return [self.records, self.counters, self.partials, self.weights]
 
-    def fill(self, lengths: torch.Tensor) -> "Plan":
+    def fill(self, lengths: torch.Tensor) -> "DecodePlan":
         """Plan for these lengths, int32 or int64 `[batch]`; returns itself.
 
         Queues one kernel and returns (CPU: torch). In a CUDA graph it belongs before the first layer.
@@ -110,8 +110,8 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch_plan(plan: Plan, lengths: torch.Tensor) -> None:
-    """`Plan.fill` by the kernel."""
+def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
+    """`DecodePlan.fill` by the kernel."""
     plan_rows[(1,)](
         *(lengths, plan.cuts, plan.records),
         *(lengths.numel(), lengths.stride(0), plan.workers, plan.rows.heads),

@@ -25,10 +25,10 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-from pd_kernels.vllm import latent, plugin
-from pd_kernels.vllm.latent import LatentBuilder
-from pd_kernels.vllm.latent_cpu import CpuMlaImpl
-from pd_kernels.vllm.latent_cuda import LatentImplCuda
+from pd_kernels.vllm import mla_backend, plugin
+from pd_kernels.vllm.mla_backend import MlaBuilder
+from pd_kernels.vllm.mla_cpu import CpuMlaImpl
+from pd_kernels.vllm.mla_cuda import MlaImplCuda
 
 HEADS, LATENT, ROPE, NOPE = 4, 512, 64, 32
 PAGE, PAGES = 16, 40
@@ -132,7 +132,7 @@ def test_decodes_are_those_of_the_stock_backend(
     ours = made(model)
     assert type(ours[0].impl) is CpuMlaImpl
     wanted = decoded(*theirs, common(), 7)
-    with mock.patch.object(latent, "mla_decode", wraps=latent.mla_decode) as decode:
+    with mock.patch.object(mla_backend, "mla_decode", wraps=mla_backend.mla_decode) as decode:
         found = decoded(*ours, common(), 7)
     assert decode.call_count == 1
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
@@ -172,7 +172,7 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
     backend = AttentionBackendEnum[member].get_class()
     assert backend.get_name() == member
     assert ".".join(backend.full_cls_name()) == AttentionBackendEnum[member].get_path()
-    assert backend.get_impl_cls() is LatentImplCuda
+    assert backend.get_impl_cls() is MlaImplCuda
     good = {
         "head_size": 576,
         "dtype": torch.bfloat16,
@@ -200,7 +200,7 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
 
 
 def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:
-    assert LatentBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert MlaBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
 
 
 def test_a_backend_that_ours_cannot_stand_in_for_is_refused(
@@ -213,7 +213,7 @@ def test_a_backend_that_ours_cannot_stand_in_for_is_refused(
 
 def test_more_tokens_than_the_kernel_takes_are_refused(model: Path) -> None:
     with (
-        mock.patch.object(LatentBuilder, "reorder_batch_threshold", 5),
+        mock.patch.object(MlaBuilder, "reorder_batch_threshold", 5),
         mock.patch.dict(os.environ, {plugin.MLA_VARIABLE: "CPU_MLA"}),
     ):
         plugin.register()

@@ -3,10 +3,10 @@
 """How the pieces of a split row become one result, within the launch that makes them.
 
 Each piece's worker publishes its partial result and **arrives**. When a worker has finished its whole
-stretch, it looks whether all pieces of its split rows have arrived; if so, it takes **parts** of the
+stretch, it polls whether all pieces of its split rows have arrived; if so, it takes **parts** of the
 merge (some lines of the result each) until none is left, and **departs**. The last arriver always
 finds all pieces there, so that every part is taken, whoever else may be running: waiting for others
-(`patience` looks) only spreads the merge over more programs. The last to depart makes the counters
+(`max_polls` polls) only spreads the merge over more programs. The last to depart makes the counters
 zero for the next launch, which is all that CUDA graphs need.
 
 A partial is a result, normalised, and the base-2 logarithm of its sum: -inf if nothing was visible.
@@ -15,10 +15,10 @@ A partial is a result, normalised, and the base-2 logarithm of its sum: -inf if 
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.plan import COUNTERS
-from pd_kernels.attention.softmax import LOG2E, weigh
+from pd_kernels.attention.online_softmax import LOG2E, weigh
+from pd_kernels.attention.plan_kernel import COUNTERS
 
-PATIENCE = 64
+MAX_POLLS = 64
 """Looks at a counter, each a round trip to the L2."""
 
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -126,7 +126,7 @@ def merge_split_rows(
     lse,
     record,
     worker,
-    patience,
+    max_polls,
     HEADS: tl.constexpr,
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -147,7 +147,7 @@ def merge_split_rows(
         first = tl.where(number == 0, tl.load(record + 4), worker)
         last = tl.where(number == 0, tl.load(record + 5), tl.load(record + 6))
         merge_row(
-            *(partials, weights, counters, out, lse, row, first, last, patience),
+            *(partials, weights, counters, out, lse, row, first, last, max_polls),
             *(HEADS, LINES, HEIGHT, GROUP, DIM, BLOCK, DEPTH, PART, WITH_LSE),
         )
 
@@ -162,7 +162,7 @@ def merge_row(
     row,
     first,
     last,
-    patience,
+    max_polls,
     HEADS: tl.constexpr,
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -178,10 +178,10 @@ def merge_row(
     pieces = last - first + 1
     counter = counters + first * _COUNTERS
     arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    looks = 0
-    while (arrived < pieces) & (looks < patience):
+    polls = 0
+    while (arrived < pieces) & (polls < max_polls):
         arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-        looks += 1
+        polls += 1
     if arrived == pieces:
         part = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
         while part * PART < FILLED:

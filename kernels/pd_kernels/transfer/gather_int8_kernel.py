@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that gathers as `int8`: K with a scale per channel of 128 tokens, V with one per token.
+"""The kernel that gathers as `int8`: K with one scale per channel and 128 tokens, V with one per token.
 
-A program has some channels of a super-page of K, or some whole tokens of V: all that a scale needs,
-in registers. Codes of a group whose scale is NaN, because an element is not finite, say nothing.
+A program holds some channels of a super-page of K, or some whole tokens of V, in registers: everything that a
+scale depends on. If an element of a group is not finite, its scale is NaN and its codes are arbitrary.
 """
 
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copying import UNSPECIALISED
+from pd_connector.kv.payload import SUPER_PAGE
 from pd_kernels.transfer.numerics import (
     byte_words,
     int8_codes,
@@ -17,25 +17,33 @@ from pd_kernels.transfer.numerics import (
     magnitude_bits,
     near_quotient,
 )
-from pd_kernels.transfer.paging import block_row, token_offsets
-from pd_kernels.transfer.payload import SUPER_PAGE
+from pd_kernels.transfer.prologue import (
+    UNSPECIALISED,
+    cache_block,
+    payload_block,
+    token_offsets,
+)
 from pd_kernels.transfer.sums import add_pieces, add_words
 
-ELEMENTS = 8_192  # of a program, where dims are enough
+ELEMENTS = 8_192
+"""Elements of a program, if the dims allow it."""
 WARPS = 4
-REGISTERS = 112  # of a thread, so that four programs fit on a multiprocessor
+REGISTERS = 112
+"""Registers of a thread: four programs fit on a multiprocessor."""
 
 _SUPER_PAGE = tl.constexpr(SUPER_PAGE)
 
 
 def key_channels(dim: int) -> int:
-    """Channels of a program: the power of two that divides `dim`, 128 at most."""
+    """Channels of K of a program: the largest power of two that divides `dim`, at most 64."""
     return min(dim & -dim, ELEMENTS // SUPER_PAGE)
 
 
 def value_tokens(padded_dim: int) -> int:
-    """Tokens of a program; `padded_dim` is the power of two from dim up."""
-    return max(1, ELEMENTS // 2 // padded_dim)  # half a tile: it needs more registers
+    """Tokens of V of a program; `padded_dim` is dim, rounded up to a power of two."""
+    return max(
+        1, ELEMENTS // 2 // padded_dim
+    )  # half as many elements as of K: V needs more registers
 
 
 @triton.jit
@@ -43,7 +51,7 @@ def _tile(
     cached, pages, token, index, inside, first, page_stride, token_stride, dim_stride,
     VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[token, index]`, zero where not `inside`, which has that shape."""
+    """Load float32 `[token, index]`; zero where `inside`, which broadcasts to that shape, is false."""
     there = token_offsets(pages, first + token, token >= 0, page_stride, token_stride, VIEW, PAGES)
     if not WIDE:
         index = index * dim_stride
@@ -56,9 +64,11 @@ def _write_codes(
     slot, sums, codes, begin, inside, copy,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Store `[ROWS, WIDTH * 8]` codes from word `begin` of the payload on, rows PITCH words apart.
+    """Store codes, `[ROWS, WIDTH * 8]`, and add them to the sums.
 
-    `inside` broadcasts to `[ROWS, WIDTH]` and says which words there are.
+    Args:
+        begin: 8-byte word of the payload at which the first row begins; rows are PITCH words apart.
+        inside: which words exist; broadcasts to `[ROWS, WIDTH]`.
     """
     eights = tl.reshape(codes.to(tl.uint8, bitcast=True), (ROWS * WIDTH, 8))
     words = tl.reshape(byte_words(eights, ROWS * WIDTH), (ROWS, WIDTH))
@@ -79,7 +89,7 @@ def _gather_key(
     VIEW: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
     WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a super-page of a head of K."""
+    """Code some channels of one super-page of a head of K."""
     SLICES: tl.constexpr = DIM // CHANNELS
     super_page, piece = tile // SLICES, tile % SLICES
     channel = piece * CHANNELS + tl.arange(0, CHANNELS)
@@ -111,7 +121,7 @@ def _gather_value(
     HEADS: tl.constexpr, VIEW: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr,
     TOKENS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a head of V; with the last ones, the zeros behind the scales."""
+    """Code some tokens of a head of V. The last program also stores the zeros behind the scales."""
     channel = tl.arange(0, PADDED)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     there = token < tokens
@@ -163,20 +173,18 @@ def gather_int8(
     VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PADDED: tl.constexpr,  # VALUE_DIM or the next power of two
+    PADDED: tl.constexpr,  # VALUE_DIM, rounded up to a power of two
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
     CHECK: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head = column % PARTS, column // PARTS
-    section = layer.to(tl.int64) * layer_sections + part * key_sections
-    address, page_stride, head_stride, token_stride, dim_stride = block_row(
-        table, layer * PARTS + part, WIDE, SOURCE.primitive_bitwidth // 8
+    part, head, section, _ = payload_block(
+        column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
     )
-    cached = address.to(tl.pointer_type(SOURCE))
-    if WIDE:
-        cached = tl.multiple_of(cached, 16)
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
+        table, layer * PARTS + part, SOURCE, WIDE
+    )
     cached += head * head_stride
     copy = tile + column
     if part == 0:

@@ -8,7 +8,7 @@ does what (Stream-K; FlashMLA's metadata kernel and ThunderMLA's scheduler pursu
 a cut falls within a row, that row is **split**: its pieces belong to consecutive workers, and only the
 first and the last row of a stretch can be split, which bounds all scratch by the number of workers.
 
-Costs are whole numbers, in sixteenths of a tile's time. This module is the definition, in torch,
+TileCosts are whole numbers, in sixteenths of a tile's time. This module is the definition, in torch,
 without a wait for the device; `plan.py` has the kernel that computes the same in one launch.
 """
 
@@ -23,10 +23,10 @@ TILES = 1 << 24
 """More than a row has tiles: `row * TILES + tile` orders cuts."""
 
 FIELDS = 8
-"""Of a worker's record: see `Record`."""
+"""Of a worker's record: see `WorkerRange`."""
 
 
-class Costs(NamedTuple):
+class TileCosts(NamedTuple):
     """What else takes time, in sixteenths of a tile.
 
     Attributes:
@@ -38,7 +38,7 @@ class Costs(NamedTuple):
     partial: int
 
 
-class Record(NamedTuple):
+class WorkerRange(NamedTuple):
     """A worker's stretch: from one place to another, and how far its split rows reach.
 
     Attributes:
@@ -57,7 +57,7 @@ class Record(NamedTuple):
     end_last: int
 
 
-class Rows(NamedTuple):
+class RowShape(NamedTuple):
     """What the rows of a batch have in common.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
     window: int
 
 
-def tile_counts(lengths: torch.Tensor, rows: Rows) -> torch.Tensor:
+def tile_counts(lengths: torch.Tensor, rows: RowShape) -> torch.Tensor:
     """Tiles of each sequence that some query sees, int64: those before its window are left out."""
     length = lengths.long().clamp(min=0)
     tiles = (length + rows.tile - 1) // rows.tile
@@ -82,7 +82,7 @@ def tile_counts(lengths: torch.Tensor, rows: Rows) -> torch.Tensor:
     return tiles
 
 
-def schedule(lengths: torch.Tensor, rows: Rows, workers: int, costs: Costs) -> torch.Tensor:
+def schedule(lengths: torch.Tensor, rows: RowShape, workers: int, costs: TileCosts) -> torch.Tensor:
     """A record for each worker, int32 `[workers, 8]` on the device of `lengths`.
 
     Not all workers get work: more pieces than `sqrt(tiles of the longest row / cost of a partial)`

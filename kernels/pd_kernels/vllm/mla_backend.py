@@ -17,15 +17,15 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from pd_kernels.attention import Plan
+from pd_kernels.attention import DecodePlan
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
-from pd_kernels.attention.mla_batch import MAX_QUERIES
+from pd_kernels.attention.mla_call import MAX_QUERIES
 
 logger = init_logger("vllm.pd_kernels")
 
 
 @dataclass
-class LatentDecodes(MLACommonDecodeMetadata):
+class MlaDecodes(MLACommonDecodeMetadata):
     """The decodes of a batch.
 
     Attributes:
@@ -34,10 +34,10 @@ class LatentDecodes(MLACommonDecodeMetadata):
     """
 
     queries: int
-    plan: Plan | None
+    plan: DecodePlan | None
 
 
-class LatentBuilder(MLACommonMetadataBuilder):
+class MlaBuilder(MLACommonMetadataBuilder):
     """Plans the decodes, once a step."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -56,7 +56,7 @@ class LatentBuilder(MLACommonMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        self._rooms: dict[int, Plan] = {}  # by the number of queries
+        self._rooms: dict[int, DecodePlan] = {}  # by the number of queries
         logger.info_once("Decoding with pd_kernels.mla_decode.")
 
     def _build_decode(
@@ -69,12 +69,12 @@ class LatentBuilder(MLACommonMetadataBuilder):
         num_decode_tokens: int,
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
-    ) -> LatentDecodes:
+    ) -> MlaDecodes:
         queries = int(query_start_loc_cpu[1] - query_start_loc_cpu[0])
         # Requests that pad a batch for a CUDA graph may have no tokens.
         requests = num_decode_tokens // queries
         lengths = seq_lens_device[:requests]
-        return LatentDecodes(
+        return MlaDecodes(
             block_table=block_table_tensor[:requests],
             seq_lens=lengths,
             dcp_tot_seq_lens=None,
@@ -82,7 +82,7 @@ class LatentBuilder(MLACommonMetadataBuilder):
             plan=self._plan(queries).fill(lengths) if self.device.type != "cpu" else None,
         )
 
-    def _plan(self, queries: int) -> Plan:
+    def _plan(self, queries: int) -> DecodePlan:
         """Of the size that CUDA graphs may need, at one address for good."""
         if queries not in self._rooms:
             one = torch.empty((), dtype=self.model_config.dtype, device=self.device)
@@ -95,7 +95,7 @@ class LatentBuilder(MLACommonMetadataBuilder):
         return self._rooms[queries]
 
 
-class LatentImpl(MLACommonImpl):
+class MlaImpl(MLACommonImpl):
     """A layer."""
 
     can_return_lse_for_decode = False

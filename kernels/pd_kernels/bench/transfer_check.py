@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import torch
 
-from pd_kernels.bench.caches import ORDERS, POOLS, Cache, Model, make_cache
-from pd_kernels.bench.cases import problems
+from pd_kernels.bench.caches import ORDERS, POOLS, CacheViews, Model, make_cache
+from pd_kernels.bench.random_cases import problems
 from pd_kernels.transfer import (
     Blocks,
-    Payload,
+    PayloadShape,
     Resharding,
     Stored,
     finish,
     new_sums,
 )
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.reshard import launch_reshard, reference_reshard
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
@@ -25,7 +25,7 @@ from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = "cuda"
-PATIENCES = (64, 64, 64, 0)  # a race may show in one of several
+MAX_POLLS_TRIED = (64, 64, 64, 0)  # a race may show in one of several
 TOKENS = (1, 17, 128, 511, 1_000, 9_000)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -46,12 +46,12 @@ def _verbatim(chance: random.Random) -> str:
     nbytes = blocks.nbytes(14)
     slots = [torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     sums = [new_sums(nbytes, slots[0].device) for _ in range(3)]
-    reference_gather(Chunk(blocks, pages, slots[0], 0, 14, sums[0]))
-    launch_gather(Chunk(blocks, pages, slots[1], 0, 14, sums[1]))
+    reference_gather(ChunkLaunch(blocks, pages, slots[0], 0, 14, sums[0]))
+    launch_gather(ChunkLaunch(blocks, pages, slots[1], 0, 14, sums[1]))
     found = torch.zeros_like(rows[0])
     into = Blocks.of_rows([found[:, 2:5]], 2)
     half = slots[0][: into.nbytes(14)]
-    launch_scatter(Chunk(into, pages, half, 0, 14, None))
+    launch_scatter(ChunkLaunch(into, pages, half, 0, 14, None))
     places = [int(page) * 2 + part for page in pages for part in range(2)]
     wanted = torch.zeros_like(found)
     wanted[places, 2:5] = rows[0][places, 2:5]
@@ -81,25 +81,25 @@ def _paged(chance: random.Random) -> str:
     coded = Blocks.of(ours.keys, ours.values, pages[1], codec, ours_stored, their_stored)
     nbytes = coded.nbytes(tokens)
 
-    def gathered(launch: Callable[[Chunk], None]) -> tuple[torch.Tensor, bytes]:
+    def gathered(launch: Callable[[ChunkLaunch], None]) -> tuple[torch.Tensor, bytes]:
         slot = torch.full((nbytes + 64,), 0xA5, dtype=torch.uint8, device=DEVICE)
         sums = new_sums(nbytes, slot.device)
-        launch(Chunk(coded, pages[0], slot, first, tokens, sums))
+        launch(ChunkLaunch(coded, pages[0], slot, first, tokens, sums))
         return slot, finish(sums, nbytes)
 
     wanted, digest = gathered(reference_gather)
-    for patience in PATIENCES:
-        slot, found = gathered(functools.partial(launch_gather, patience=patience))
+    for max_polls in MAX_POLLS_TRIED:
+        slot, found = gathered(functools.partial(launch_gather, max_polls=max_polls))
         if not torch.equal(slot, wanted):
             return f"{told}: {int((slot != wanted).sum())} bytes of the payload differ"
         if found != digest:
             return f"{told}: sums of the gather differ"
 
-    def scattered(launch: Callable[[Chunk], None]) -> tuple[Cache, bytes]:
+    def scattered(launch: Callable[[ChunkLaunch], None]) -> tuple[CacheViews, bytes]:
         cache = theirs.clone()
         into = Blocks.of(cache.keys, cache.values, their_pages[1], codec, ours_stored, their_stored)
         sums = new_sums(nbytes, wanted.device)
-        launch(Chunk(into, their_pages[0], wanted, first, tokens, sums))
+        launch(ChunkLaunch(into, their_pages[0], wanted, first, tokens, sums))
         return cache, finish(sums, nbytes)
 
     by_torch, digest_of_torch = scattered(reference_scatter)
@@ -114,7 +114,7 @@ def _paged(chance: random.Random) -> str:
 
 def _side(
     chance: random.Random, model: Model, dtype: torch.dtype, tokens: int
-) -> tuple[Cache, tuple[torch.Tensor, int]]:
+) -> tuple[CacheViews, tuple[torch.Tensor, int]]:
     """A cache, and the pages of one prompt with their size."""
     page_size = chance.choice([16, 32, 64, 128])
     pages = -(-tokens // page_size)
@@ -124,7 +124,7 @@ def _side(
 
 
 def _resharded(chance: random.Random) -> str:
-    payload = Payload(
+    payload = PayloadShape(
         chance.choice(["raw", "fp8_e4m3", "int8"]),
         chance.choice([4, 8]),
         chance.choice([1, 3]),

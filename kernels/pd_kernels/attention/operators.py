@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from pd_kernels.attention.batch import DecodeBatch
-from pd_kernels.attention.plan import Plan
-from pd_kernels.attention.schedule import Rows
+from pd_kernels.attention.decode_call import DecodeCall
+from pd_kernels.attention.plan_kernel import DecodePlan
+from pd_kernels.attention.work_partition import RowShape
 
-B = TypeVar("B", bound=DecodeBatch)
+B = TypeVar("B", bound=DecodeCall)
 
 
 def with_queries(q: torch.Tensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ def with_queries(q: torch.Tensor) -> torch.Tensor:
     return q.unsqueeze(1) if q.dim() == 3 else q
 
 
-class Results(NamedTuple):
+class DecodeOutputs(NamedTuple):
     """Where a call writes, shaped as its q is.
 
     Attributes:
@@ -37,7 +37,7 @@ class Results(NamedTuple):
         out: torch.Tensor | None,
         return_lse: bool,
         return_partials: bool,
-    ) -> "Results":
+    ) -> "DecodeOutputs":
         """Room for results of `dim` elements, in `out` if it is given; ValueError if it does not fit."""
         shape = (*q.shape[:-1], dim)
         if out is None:
@@ -61,7 +61,7 @@ class Results(NamedTuple):
         return (self.out, self.lse) if self.lse.dim() > 1 else self.out
 
 
-def planned(plan: Plan | None) -> tuple[list[torch.Tensor], list[int]]:
+def planned(plan: DecodePlan | None) -> tuple[list[torch.Tensor], list[int]]:
     """A plan as operators take it; two empty lists for none."""
     return (plan.tensors, list(plan.rows)) if plan else ([], [])
 
@@ -78,15 +78,15 @@ def attend(
     """Check a call and carry it out: by the reference on a CPU, on a GPU by the kernel.
 
     Args:
-        out, lse: `Results.by_query`.
+        out, lse: `DecodeOutputs.by_query`.
         scratch, rows: `planned`.
 
     Raises:
         ValueError: the batch is not supported, or the plan is for another one.
     """
     batch.check()
-    if rows and Rows(*rows) != batch.rows:
-        raise ValueError(f"plan for {Rows(*rows)}: must be for {batch.rows}")
+    if rows and RowShape(*rows) != batch.rows:
+        raise ValueError(f"plan for {RowShape(*rows)}: must be for {batch.rows}")
     wanted = lse if lse.numel() else None
     if not batch.query.is_cuda:
         reference(batch, out, wanted)

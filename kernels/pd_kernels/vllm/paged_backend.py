@@ -12,10 +12,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
 
-from pd_kernels.attention import Mod, Plan, alibi, paged_decode, plan_paged_decode, soft_cap
-from pd_kernels.attention.paged_batch import MAX_QUERIES
-from pd_kernels.vllm.limits import Layer, refusals, refuse
-from pd_kernels.vllm.split import Decodes, decodes_of, rest_of
+from pd_kernels.attention import DecodePlan, Mod, alibi, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention.paged_call import MAX_QUERIES
+from pd_kernels.vllm.batch_split import Decodes, decodes_of, rest_of
+from pd_kernels.vllm.refusals import LayerOptions, refusals, refuse
 
 logger = init_logger("vllm.pd_kernels")
 
@@ -44,7 +44,7 @@ class PagedMetadata:
     slot_mapping: torch.Tensor
     decodes: Decodes | None
     rest: Any
-    plans: dict[PlanKey, Plan] = field(default_factory=dict)
+    plans: dict[PlanKey, DecodePlan] = field(default_factory=dict)
 
 
 class PagedBuilder(AttentionMetadataBuilder):
@@ -74,7 +74,7 @@ class PagedBuilder(AttentionMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        self._rooms: dict[int, dict[PlanKey, Plan]] = {}  # by the number of queries
+        self._rooms: dict[int, dict[PlanKey, DecodePlan]] = {}  # by the number of queries
         logger.info_once("Decoding with pd_kernels.paged_decode.")
 
     def build(
@@ -98,7 +98,7 @@ class PagedBuilder(AttentionMetadataBuilder):
             self._plans(decodes) if decodes else {},
         )
 
-    def _plans(self, decodes: Decodes) -> dict[PlanKey, Plan]:
+    def _plans(self, decodes: Decodes) -> dict[PlanKey, DecodePlan]:
         """Plans of the group's layers for these decodes."""
         if self.device.type == "cpu":  # the reference in torch has no use for them
             return {}
@@ -109,7 +109,7 @@ class PagedBuilder(AttentionMetadataBuilder):
             self._rooms[decodes.queries] = rooms
         return {key: room.fill(decodes.lengths) for key, room in rooms.items()}
 
-    def _room(self, impl: Any, queries: int) -> Plan:
+    def _room(self, impl: Any, queries: int) -> DecodePlan:
         """Of the size that CUDA graphs may need, at one address for good."""
         one = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
         q = one.expand(1, queries, impl.num_heads, impl.head_size)
@@ -156,7 +156,7 @@ class PagedImpl(AttentionImpl):
         sinks: torch.Tensor | None = None,
     ) -> None:
         """As vLLM's. Raises NotImplementedError for what the kernels do not have."""
-        layer = Layer(
+        layer = LayerOptions(
             head_size,
             self.model_dtype(),
             kv_cache_dtype,

@@ -6,29 +6,29 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from pd_kernels.attention.batch import Config, DecodeBatch
+from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.mods import Mod
-from pd_kernels.attention.schedule import Costs, Rows
+from pd_kernels.attention.work_partition import RowShape, TileCosts
 
 FP8 = torch.float8_e4m3fn
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_QUERIES = 8
-COSTS = Costs(row=16, partial=1)
+COSTS = TileCosts(row=16, partial=1)
 """Not yet fitted on a GPU."""
 
 
-def config_of(dim: int, element_bytes: int, height: int) -> Config:
+def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
     """For rows of so many lines. Checked ahead of time, not yet tuned on a GPU."""
     block = triton.next_power_of_2(dim)
     tile, part = max(32, min(128, 8_192 // block)), max(1, 512 // block)
     if height > 32:  # large enough for asynchronous products, which want a buffer more
-        return Config(tile, 4, 4, 2, 16, part)
+        return KernelConfig(tile, 4, 4, 2, 16, part)
     programs = 3 if block <= 128 and height == 16 else 2
-    return Config(tile, 4, 5 if element_bytes > 1 else 7, programs, 16, part)
+    return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, 16, part)
 
 
 @dataclass(frozen=True, eq=False)
-class Batch(DecodeBatch):
+class PagedCall(DecodeCall):
     """One call.
 
     Attributes:
@@ -62,11 +62,11 @@ class Batch(DecodeBatch):
         return int(self.query.shape[3])
 
     @property
-    def config(self) -> Config:
+    def config(self) -> KernelConfig:
         return config_of(self.width, self.keys.element_size(), self.height)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowShape:
         return super().rows._replace(window=self.window)
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from pd_kernels.vllm.latent import LatentBuilder, LatentImpl
+from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 
 
 class CpuMla(CPUMLABackend):
@@ -14,9 +14,9 @@ class CpuMla(CPUMLABackend):
         return CpuMlaImpl
 
     @staticmethod
-    def get_builder_cls() -> type[LatentBuilder]:
-        return LatentBuilder
+    def get_builder_cls() -> type[MlaBuilder]:
+        return MlaBuilder
 
 
-class CpuMlaImpl(LatentImpl, CPUMLAImpl):
+class CpuMlaImpl(MlaImpl, CPUMLAImpl):
     """A layer whose cache and prefills are CPU_MLA's."""
