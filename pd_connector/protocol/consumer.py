@@ -22,13 +22,12 @@ from pd_connector.protocol.incoming import (
     Held,
     IncomingTransfer,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
     streams,
 )
+from pd_connector.protocol.peers import Peer, Source
 
 
 class Consumer:

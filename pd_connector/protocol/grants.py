@@ -4,7 +4,8 @@
 from pd_connector.config import Config
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Action, IncomingStream, Source, Tell
+from pd_connector.protocol.incoming import Action, IncomingStream, Tell
+from pd_connector.protocol.peers import Source
 
 _PATIENT_SLOTS = 2
 """Slots of a stream whose prefill is still under way; it would only sit on more."""

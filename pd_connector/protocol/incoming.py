@@ -7,25 +7,11 @@ from typing import NamedTuple
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
-from pd_connector.memory.pieces import LOOPS, Pieces
+from pd_connector.memory.pieces import Pieces
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import Route, meet
 from pd_connector.protocol import messages
-
-
-class Source(NamedTuple):
-    """Where a producer is reached. The engine id, if known, must be the one found there."""
-
-    host: str
-    port: int
-    engine_id: str
-
-
-class Peer(NamedTuple):
-    """One rank of a producer, and what it is said to hold."""
-
-    source: Source
-    shard: Shard
+from pd_connector.protocol.peers import Peer, Source
 
 
 class Load(NamedTuple):
@@ -140,7 +126,6 @@ class ProducerSession:
             readers=stream.readers,
             bytes_per_s=int(self.bytes_per_s or 0),
             direct=self.direct,
-            lanes=LOOPS.loops is not None,
         )
 
     def measured(self, nbytes: int, seconds: float) -> None:

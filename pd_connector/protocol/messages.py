@@ -105,8 +105,7 @@ class Open(Message, frozen=True):
     the prefill may not have started yet. `slots` are granted at once; a chunk has
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 where it was not. With `direct` the consumer can read the producer's pages, and with `lanes`
-    form their checksum of lanes' sums.
+    move, 0 where it was not. With `direct` the consumer can read the producer's pages.
     """
 
     transfer: Name
@@ -119,7 +118,6 @@ class Open(Message, frozen=True):
     readers: Readers = 1
     bytes_per_s: Count = 0
     direct: bool = False
-    lanes: bool = False
 
 
 class Accept(Message, frozen=True):
@@ -165,8 +163,7 @@ class OfferedPages(Message, frozen=True):
     there, on account of the landing slot that was granted.
 
     `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
-    little-endian words of 64 bits. With `lanes` their checksum is formed of lanes' sums, which the
-    consumer has said it can.
+    little-endian words of 64 bits. Their checksum is XXH3.
     """
 
     transfer: Name
@@ -175,7 +172,6 @@ class OfferedPages(Message, frozen=True):
     piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     addresses: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PIECES)]
     header: Header
-    lanes: bool = False
 
 
 class Taken(Message, frozen=True):

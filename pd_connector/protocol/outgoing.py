@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.plan.chunks import MIN_CHUNK_BYTES, Chunk, bytes_per_token, plan
+from pd_connector.plan.chunks import Chunk, plan
+from pd_connector.plan.cuts import MIN_CHUNK_BYTES
 from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import bytes_per_token
 from pd_connector.protocol import messages
 
 SessionId = bytes
@@ -73,7 +75,6 @@ class Send(NamedTuple):
     identity: bytes
     slot: int
     direct: bool  # it may be read where it lies: by this consumer, and the pages are leased
-    lanes: bool  # this consumer can sum it in lanes
     early: bool  # some of what this consumer asked for is still to be computed
 
     @property
@@ -232,7 +233,6 @@ class OutgoingTransfer:
             self.offer.identity,
             stream.credits.popleft(),
             direct=stream.message.direct and self.final and chunk.verbatim,
-            lanes=stream.message.lanes,
             early=self.offer.tokens < stream.message.stop_token,
         )
 

@@ -40,7 +40,7 @@ def dots_mended() -> Iterator[None]:
 
 
 def _import() -> None:
-    module = sys.modules.get("pd_kernels.attention.plan")
+    module = sys.modules.get("pd_kernels.attention.plan_kernel")
     if module is not None:
         if isinstance(module.plan_rows, InterpretedFunction):
             return

@@ -24,8 +24,9 @@ from pd_connector.errors import Cause
 from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.plan.chunks import Chunk, page_part_bytes, plan
+from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.sizes import page_part_bytes
 
 pytest.importorskip("triton")
 __all__ = ["ranks"]

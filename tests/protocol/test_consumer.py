@@ -31,12 +31,11 @@ from pd_connector.protocol.incoming import (
     Finished,
     Held,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
+from pd_connector.protocol.peers import Peer, Source
 
 SOURCE = Source("127.0.0.1", 1, "engine")
 SECOND = Source("127.0.0.1", 2, "engine")

@@ -14,9 +14,9 @@ from pd_connector.agent.agent import Agent, Outcome
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.protocol.incoming import Finished, Held, Load, Peer, Source
+from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.outgoing import Free, Offer
-from support.memory import alone_in_memory
+from pd_connector.protocol.peers import Peer, Source
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
 
@@ -107,12 +107,9 @@ class Rank:
         engine_id: str = "engine",
         produces: bool = True,
         consumes: bool = True,
-        alone: bool = False,
         **options: Any,
     ) -> None:
         self.layers = make_layers(geometry, pages, seed)
-        if alone:
-            self.layers = {n: alone_in_memory(layer) for n, layer in self.layers.items()}
         self.geometry = geometry
         self.engine_id = engine_id
         self.ended: dict[str, Outcome] = {}

@@ -26,14 +26,13 @@ from pd_connector.protocol.incoming import (
     Finished,
     Held,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
 from pd_connector.protocol.outgoing import Action as ProducerAction
 from pd_connector.protocol.outgoing import Free, Offer, Send
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.protocol.producer import Producer
 
 LAYERS, HEADS, PAGE_TOKENS, TOKEN_BYTES = 2, 2, 2, 4

@@ -18,7 +18,7 @@ from pd_kernels.attention.merge import Partials, merge_partials
 from pd_kernels.attention.paged import paged_decode
 
 
-class Shard(NamedTuple):
+class KvShard(NamedTuple):
     """The KV that a rank holds, a row for each sequence of `Placement.held(rank)`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Shard(NamedTuple):
     block_table: torch.Tensor
     lengths: torch.Tensor
 
-    def rows(self, rows: Sequence[int]) -> "Shard":
+    def rows(self, rows: Sequence[int]) -> "KvShard":
         """Only those rows."""
         index = torch.tensor(rows, device=self.lengths.device)
         return self._replace(block_table=self.block_table[index], lengths=self.lengths[index])
@@ -46,13 +46,13 @@ class Attended(NamedTuple):
     sent_bytes: int  # of queries and partials, to other ranks
 
 
-Attend = Callable[[torch.Tensor, Shard, bool], Partials]
+Attend = Callable[[torch.Tensor, KvShard, bool], Partials]
 """Of queries `[rows, queries, heads, dim]`, a shard, and whether it ends with the queries' own tokens."""
 
 
 def paged_partials(
     q: torch.Tensor,
-    shard: Shard,
+    shard: KvShard,
     causal: bool,
     *,
     scale: float | None = None,
@@ -74,7 +74,7 @@ def paged_partials(
 
 def dist_attention(
     q: torch.Tensor,
-    shard: Shard,
+    shard: KvShard,
     placement: Placement,
     *,
     group: dist.ProcessGroup | None = None,
@@ -123,7 +123,9 @@ def dist_attention(
     return Attended(merged.out.view(q.shape), lse, mail.sent_bytes)
 
 
-def _attend(asked: torch.Tensor, shard: Shard, newest: Sequence[bool], attend: Attend) -> Partials:
+def _attend(
+    asked: torch.Tensor, shard: KvShard, newest: Sequence[bool], attend: Attend
+) -> Partials:
     """Partials of all rows: one call, or two if several queries make a difference between rows."""
     if not newest:
         return Partials(asked.float(), asked.new_empty(asked.shape[:-1], dtype=torch.float32))

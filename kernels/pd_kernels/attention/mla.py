@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention.call import Results, attend, operator, planned, with_queries
-from pd_kernels.attention.mla_batch import LATENT, MlaBatch
+from pd_kernels.attention.mla_call import LATENT, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
-from pd_kernels.attention.plan import Plan
+from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
+from pd_kernels.attention.plan_kernel import DecodePlan
 from pd_kernels.attention.reference import reference_mla_decode
 
 
@@ -23,7 +23,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
-    plan: Plan | None = None,
+    plan: DecodePlan | None = None,
 ) -> Any:
     """Attend with the last tokens of each sequence to its latents, after weight absorption.
 
@@ -49,7 +49,7 @@ def mla_decode(
     Raises:
         ValueError: shapes, dtypes or strides that do not belong together or are not supported.
     """
-    results = Results.of(q, LATENT, out, return_lse, return_partials)
+    results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
     run(
         *(with_queries(q), cache, block_table, lengths),
@@ -59,11 +59,13 @@ def mla_decode(
     return results.returned
 
 
-def plan_mla_decode(q: torch.Tensor, cache: torch.Tensor, *, max_batch: int | None = None) -> Plan:
+def plan_mla_decode(
+    q: torch.Tensor, cache: torch.Tensor, *, max_batch: int | None = None
+) -> DecodePlan:
     """Room for the plan of calls with such a `q` and `cache`, to be filled once a step, for all layers
     and for batches up to `max_batch` (by default that of `q`)."""
     query = with_queries(q)
-    return MlaBatch(query, cache, query, query, 1.0, True).plan(max_batch)
+    return MlaCall(query, cache, query, query, 1.0, True).plan(max_batch)
 
 
 def _run(
@@ -78,7 +80,7 @@ def _run(
     scale: float,
     causal: bool,
 ) -> None:
-    batch = MlaBatch(query, cache, table, lengths, scale, causal)
+    batch = MlaCall(query, cache, table, lengths, scale, causal)
     attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
 
 

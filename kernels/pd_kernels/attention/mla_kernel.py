@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
-from pd_kernels.attention.mla_batch import CODED_BYTES, LATENT, ROPE, MlaBatch
-from pd_kernels.attention.plan import current_piece, touched_rows
-from pd_kernels.attention.schedule import FIELDS
-from pd_kernels.attention.softmax import LOG2E, weigh
+from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
+from pd_kernels.attention.online_softmax import LOG2E, weigh
+from pd_kernels.attention.plan_kernel import current_piece, touched_rows
+from pd_kernels.attention.split_merge import MAX_POLLS, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
 _LATENT = tl.constexpr(LATENT)
@@ -23,7 +23,7 @@ _CHUNK = tl.constexpr(LATENT // 4)
 _CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and scales
 
 
-@triton.jit(do_not_specialize=["table_stride", "scale", "patience"])
+@triton.jit(do_not_specialize=["table_stride", "scale", "max_polls"])
 def latent_attention(
     query,
     cache,
@@ -37,7 +37,7 @@ def latent_attention(
     weights,
     table_stride,
     scale,
-    patience,
+    max_polls,
     HEADS: tl.constexpr,  # rows of a sequence
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -96,7 +96,7 @@ def latent_attention(
             )
     if MERGE:
         merge_split_rows(
-            *(partials, weights, counters, out, lse, record, worker, patience),
+            *(partials, weights, counters, out, lse, record, worker, max_polls),
             *(HEADS, LINES, HEIGHT, GROUP, _LATENT, _LATENT, DEPTH, PART, WITH_LSE),
         )
 
@@ -182,7 +182,7 @@ def _latents(tokens, mask, chunk: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.c
 
 
 def launch_mla(
-    batch: MlaBatch,
+    batch: MlaCall,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
@@ -194,7 +194,7 @@ def launch_mla(
         latent_attention[(records.shape[0],)](
             *(batch.query, batch.cache, batch.table, batch.lengths),
             *(out, out if lse is None else lse, records, counters, partials, weights),
-            *(batch.table.stride(0), batch.scale * LOG2E, PATIENCE),
+            *(batch.table.stride(0), batch.scale * LOG2E, MAX_POLLS),
             **batch.constants(lse is not None),
             PAGE=batch.cache.shape[1],
             CACHE=batch.cache.stride()[:2],

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.softmax import LOG2E
+from pd_kernels.attention.online_softmax import LOG2E
 
 _numbers = itertools.count()
 REGISTRY: dict[int, "Mod"] = {}

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention.call import Results, attend, operator, planned, with_queries
 from pd_kernels.attention.mods import REGISTRY, Mod
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
+from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.attention.plan import Plan
+from pd_kernels.attention.plan_kernel import DecodePlan
 from pd_kernels.attention.reference import reference_paged_decode
 
 
@@ -30,7 +30,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
-    plan: Plan | None = None,
+    plan: DecodePlan | None = None,
 ) -> Any:
     """Attend with the last tokens of each sequence to its KV.
 
@@ -65,7 +65,7 @@ def paged_decode(
     Raises:
         ValueError: shapes, dtypes or strides that do not belong together or are not supported.
     """
-    results = Results.of(q, q.shape[-1], out, return_lse, return_partials)
+    results = DecodeOutputs.of(q, q.shape[-1], out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
     run(
         *(with_queries(q), k_cache, v_cache, block_table, lengths),
@@ -83,14 +83,16 @@ def plan_paged_decode(
     *,
     window: int = 0,
     max_batch: int | None = None,
-) -> Plan:
+) -> DecodePlan:
     """Room for the plan of calls with such a `q` and `k_cache`, to be filled once a step.
 
     Layers share it if they have the same heads, dims, cache dtype and window; batches up to
     `max_batch` (by default that of `q`) do, too.
     """
     query = with_queries(q)
-    batch = Batch(query, k_cache, k_cache, query, query, 1.0, 1.0, 1.0, True, window, None, None)
+    batch = PagedCall(
+        query, k_cache, k_cache, query, query, 1.0, 1.0, 1.0, True, window, None, None
+    )
     return batch.plan(max_batch)
 
 
@@ -114,7 +116,7 @@ def _run(
 ) -> None:
     mods = (REGISTRY.get(number) for number in (score_mod, mask_mod))
     scales = scale, key_scale, value_scale
-    batch = Batch(query, keys, values, table, lengths, *scales, causal, window, *mods)
+    batch = PagedCall(query, keys, values, table, lengths, *scales, causal, window, *mods)
     attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
 
 

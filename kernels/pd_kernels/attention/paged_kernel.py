@@ -10,17 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
-from pd_kernels.attention.paged_batch import Batch
-from pd_kernels.attention.plan import current_piece, first_tile, touched_rows
-from pd_kernels.attention.schedule import FIELDS
-from pd_kernels.attention.softmax import LOG2E, weigh
+from pd_kernels.attention.online_softmax import LOG2E, weigh
+from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.plan_kernel import current_piece, first_tile, touched_rows
+from pd_kernels.attention.split_merge import MAX_POLLS, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
 _LOG2E = tl.constexpr(LOG2E)
 
 
-@triton.jit(do_not_specialize=["table_stride", "scale", "value_scale", "patience"])
+@triton.jit(do_not_specialize=["table_stride", "scale", "value_scale", "max_polls"])
 def paged_attention(
     query,
     keys,
@@ -38,7 +38,7 @@ def paged_attention(
     table_stride,
     scale,  # of scores, K's included
     value_scale,
-    patience,
+    max_polls,
     HEADS: tl.constexpr,  # rows of a sequence
     LINES: tl.constexpr,  # of a KV head
     HEIGHT: tl.constexpr,  # lines of a row, padded
@@ -105,7 +105,7 @@ def paged_attention(
             )
     if MERGE:
         merge_split_rows(
-            *(partials, weights, counters, out, lse, record, worker, patience),
+            *(partials, weights, counters, out, lse, record, worker, max_polls),
             *(HEADS, LINES, HEIGHT, GROUP, DIM, BLOCK, DEPTH, PART, WITH_LSE),
         )
 
@@ -183,7 +183,7 @@ def _attend(
 
 
 def launch_paged(
-    batch: Batch,
+    batch: PagedCall,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
@@ -202,7 +202,7 @@ def launch_paged(
             *(batch.query, batch.keys, batch.values, batch.table, batch.lengths),
             *(out, out if lse is None else lse, records, counters, partials, weights),
             *(score.args if score else (), mask.args if mask else ()),
-            *(batch.table.stride(0), scale, batch.value_scale, PATIENCE),
+            *(batch.table.stride(0), scale, batch.value_scale, MAX_POLLS),
             **batch.constants(lse is not None),
             DIM=batch.width,
             BLOCK=triton.next_power_of_2(batch.width),

@@ -3,9 +3,9 @@
 
 import torch
 
-from pd_kernels.attention.mla_batch import GROUPS, LATENT, MlaBatch
+from pd_kernels.attention.mla_call import GROUPS, LATENT, MlaCall
 from pd_kernels.attention.mods import Mod
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_call import PagedCall
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def attend(
     return torch.einsum("qkgt,tkd->qkgd", share, values).flatten(1, 2), lse
 
 
-def reference_paged_decode(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """What `paged_decode` does, sequence by sequence, in float32."""
     for number, length in enumerate(batch.lengths.tolist()):
         pages = batch.table[number]
@@ -97,7 +97,7 @@ def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
     )
 
 
-def reference_mla_decode(batch: MlaBatch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """What `mla_decode` does, sequence by sequence, in float32."""
     for number, length in enumerate(batch.lengths.tolist()):
         tokens = read_pages(batch.cache, batch.table[number], length)

@@ -16,14 +16,13 @@ from pd_connector.protocol.incoming import Action as ConsumerAction
 from pd_connector.protocol.incoming import (
     Finished,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
 from pd_connector.protocol.outgoing import Action as ProducerAction
 from pd_connector.protocol.outgoing import Offer, Reply, Send
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.protocol.producer import Producer
 
 _LAYERS = 32
