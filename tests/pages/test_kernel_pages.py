@@ -42,7 +42,7 @@ LAYERS: tuple[Model, ...] = (
 
 def by_kernels(cache: PagedCache) -> PagedCache:
     """The same memory, moved by the operators."""
-    return PagedCache(cache._layers, cache.geometry, by_kernels=True)
+    return PagedCache(cache._layers.by_number, cache.geometry, by_kernels=True)
 
 
 def rank_of(model: Model, setup: Setup, tokens: int, seed: int, device: str = "cpu") -> CacheRank:
@@ -248,7 +248,7 @@ def test_a_table_of_blocks_is_made_once_for_all_chunks_of_the_same_layers() -> N
 def test_without_triton_a_cache_moves_its_pages_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pd_connector.pages.device", None)
+    monkeypatch.setitem(__import__("sys").modules, "pd_connector.pages.kernel_pages", None)
     rank, cache, route, chunk = one_chunk()
     assert "not by kernels" in caplog.text
     slots = [memoryview(bytearray(chunk.nbytes(route))) for _ in range(2)]
