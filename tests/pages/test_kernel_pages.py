@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, geometry_of, ranks
-from support.caches import LATENT, LAYOUTS, Layer, Model, Setup
+from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
+from support.setups import LATENT, Layer, Model, Setup
 
 from pd_connector.agent import inbox, outbox
 from pd_connector.codec import DTYPES

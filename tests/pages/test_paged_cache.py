@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.caches import LATENT, LAYOUTS, ON_THE_HOST, Layer, Model, Rank, Setup, everything
+from support.caches import LAYOUTS, ON_THE_HOST, Rank, everything
+from support.setups import LATENT, Layer, Model, Setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_connector.codec import DTYPES

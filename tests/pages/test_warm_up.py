@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
-from support.caches import Layer, Setup
+from support.setups import Layer, Setup
 
 from pd_connector import compiler as compiler_module
 from pd_connector.agent.commands import Drop, Hold
