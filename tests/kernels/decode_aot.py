@@ -26,12 +26,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.attention.plan_kernel import DecodePlan, launch_plan
 from pd_kernels.attention.work_partition import RowShape
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
