@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pd_connector.tools.bench.gpu_cache import GpuCache
-from pd_connector.tools.bench.wire_movers import MoveError
+from pd_connector.tools.bench.gpu.cache import GpuCache
+from pd_connector.tools.bench.wire.movers import MoveError
 
 _BACKEND = "UCX"
 

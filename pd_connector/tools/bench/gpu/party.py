@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of either process of `bench handoff --gpu`: `python -m pd_connector.tools.bench.gpu_party SOCKET ROLE DEVICE`."""
+"""The program of either process of `bench handoff --gpu`: `python -m pd_connector.tools.bench.gpu.party SOCKET ROLE DEVICE`."""
 
 import sys
 from typing import Any
 
 import torch
 
-from pd_connector.tools.bench.gpu_cache import GpuCache
-from pd_connector.tools.bench.gpu_movers import Collated, PerPage
+from pd_connector.tools.bench.gpu.cache import GpuCache
+from pd_connector.tools.bench.gpu.movers import Collated, PerPage
 from pd_connector.tools.bench.party import Party, obey
 from pd_kernels.bench.caches import Model
 
@@ -24,14 +24,19 @@ class GpuParty(Party):
             self._device = torch.device("cuda", self._device.index or 0)
             torch.cuda.set_device(self._device)
 
-    def open(self, way: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """The way is `pages` or `collated`; the settings name model and prompt, too."""
+    def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """The kind is `pages` or `collated`; the settings also name model and prompt."""
         cache = self._filled(Model(**settings["model"]), settings["tokens"])
-        if way == "pages":
+        if kind == "pages":
             self.mover = PerPage(self._role, cache)
         else:
-            slots = settings["slots"], settings["slot_bytes"]
-            self.mover = Collated(self._role, cache, settings["codec"], *slots)
+            self.mover = Collated(
+                self._role,
+                cache,
+                settings["codec"],
+                slots=settings["slots"],
+                slot_bytes=settings["slot_bytes"],
+            )
         return self.mover.address()
 
     def _filled(self, model: Model, tokens: int) -> GpuCache:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from pd_connector.tools.bench.contender import Contender
 from pd_connector.tools.bench.flow import BenchError, Run
+from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.launch import Client, Samples, VllmEngine
 from pd_connector.tools.launch.engine import Role
@@ -26,7 +26,7 @@ _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were co
 
 
 @dataclass(frozen=True)
-class Stage:
+class PairSetup:
     """What all pairs of one comparison have in common.
 
     Args:
@@ -65,7 +65,7 @@ class Pair:
         self._prompt_tokens = 0
 
     @classmethod
-    def of(cls, contender: Contender, stage: Stage) -> Self:
+    def of(cls, contender: Contender, stage: PairSetup) -> Self:
         """Engines with this connector, not started."""
 
         def engine(side: str, role: Role, namespace: Namespace | None) -> VllmEngine:
@@ -114,7 +114,7 @@ class Pair:
             engine.resume()
 
     def run(self, prompt: Sequence[int], salt: str) -> Run:
-        """Send one request through both engines, in the contender's way.
+        """Send one request through both engines, in the order that the contender asks for.
 
         Args:
             prompt: token ids.

@@ -82,10 +82,10 @@ class WirePair:
     def pids(self) -> list[int]:
         return [self._producer.pid, self._consumer.pid]
 
-    def open(self, way: str, settings: Mapping[str, Any]) -> None:
-        """Make both sides ready to move KV this way."""
+    def open(self, kind: str, settings: Mapping[str, Any]) -> None:
+        """Make both sides ready to move KV by a mover of this kind."""
         parties = self._producer, self._consumer
-        addresses = [party.call("open", way=way, settings=dict(settings)) for party in parties]
+        addresses = [party.call("open", kind=kind, settings=dict(settings)) for party in parties]
         for party, peer in zip(parties, reversed(addresses), strict=True):
             party.call("meet", peer=peer)
 
@@ -111,19 +111,19 @@ class WirePair:
         for party in (self._consumer, self._producer):
             party.call("close")
 
-    def _party(self, folder: Path, role: str, index: int) -> "_Party":
+    def _party(self, folder: Path, role: str, index: int) -> "PartyProcess":
         namespace = self._namespaces[index] if self._namespaces else None
         prefix = namespace.prefix if namespace else []
         host = namespace.address if namespace else "127.0.0.1"
         env = {**self._env, **(LINK_ONLY if namespace else {})}
         path, log = folder / role, folder / f"{role}.log"
-        program = [sys.executable, "-m", "pd_connector.tools.bench.wire_party"]
+        program = [sys.executable, "-m", "pd_connector.tools.bench.wire.party"]
         arguments = [str(path), role, str(self._tokens), host]
         family = Family([*prefix, *program, *arguments], env=env, log=log)
-        return _Party(family, self._context, path, log)
+        return PartyProcess(family, self._context, path, log)
 
 
-class _Party:
+class PartyProcess:
     """One process, as its launcher sees it."""
 
     def __init__(

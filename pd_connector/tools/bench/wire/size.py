@@ -6,6 +6,6 @@ KV_HEADS = 8
 HEAD_DIM = 128
 PAGE_TOKENS = 16
 PAGE_BYTES = 2 * KV_HEADS * PAGE_TOKENS * HEAD_DIM * 2
-"""Of one page of one layer, K and V: 64 KiB."""
+"""One page of one layer, K and V: 64 KiB."""
 TOKEN_BYTES = LAYERS * PAGE_BYTES // PAGE_TOKENS
-"""Of one token in all layers: 128 KiB."""
+"""One token in all layers: 128 KiB."""

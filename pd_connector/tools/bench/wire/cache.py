@@ -9,7 +9,7 @@ import torch
 
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.tools.bench.wire_size import (
+from pd_connector.tools.bench.wire.size import (
     HEAD_DIM,
     KV_HEADS,
     LAYERS,

@@ -2,7 +2,7 @@
 """`bench handoff --gpu`: KV moved between two processes on a GPU over NIXL, collated by the transfer
 kernels, beside one descriptor per page.
 
-Everything runs in the same two processes, one way after the other, the baseline first and last.
+Everything runs in the same two processes, one contender after the other, the baseline first and last.
 What has arrived is verified after each run, outside the time.
 """
 
@@ -17,8 +17,8 @@ from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.report import Comparison, Param
 from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.bench.wire import Say, WireFindings
-from pd_connector.tools.bench.wire_pair import WirePair, WireRun, _Party
+from pd_connector.tools.bench.wire.measure import Say, WireFindings
+from pd_connector.tools.bench.wire.pair import PartyProcess, WirePair, WireRun
 from pd_connector.tools.launch import Family
 from pd_kernels.bench.caches import MODELS, Model
 
@@ -33,7 +33,7 @@ _BASELINE = "NIXL pages"
 
 
 @dataclass(frozen=True)
-class GpuPlan:
+class GpuBench:
     """What is measured.
 
     Args:
@@ -41,7 +41,7 @@ class GpuPlan:
             everything out in host memory, where figures mean nothing and have no bar.
         codecs: of ours.
         prompt_tokens: prompt lengths.
-        runs: measured runs of each way.
+        runs: measured runs of each contender.
         warm_ups: runs before them, not counted.
         models: what one rank holds.
         slots: of either side's slab.
@@ -61,7 +61,7 @@ class GpuPlan:
     def on_gpu(self) -> bool:
         return all(device.startswith("cuda") for device in self.devices)
 
-    def carry_out(self, say: Say) -> WireFindings:
+    def measure(self, say: Say) -> WireFindings:
         """Measure everything.
 
         Raises:
@@ -109,17 +109,20 @@ class GpuPlan:
 
     def _measure(self, pair: WirePair, model: Model, tokens: int, say: Say) -> list[Comparison]:
         found: dict[str, list[WireRun]] = {}
-        for way in (_BASELINE, *self.codecs, _BASELINE):
+        for contender in (_BASELINE, *self.codecs, _BASELINE):
             pair.open(
-                "pages" if way == _BASELINE else "collated", self._settings(model, tokens, way)
+                "pages" if contender == _BASELINE else "collated",
+                self._settings(model, tokens, contender),
             )
             for number in range(self.warm_ups + self.runs):
-                run = pair.run(lossy=way in ("fp8_e4m3", "int8"))
+                run = pair.run(lossy=contender in ("fp8_e4m3", "int8"))
                 warming = number < self.warm_ups
                 label = "warm-up" if warming else f"run {number - self.warm_ups + 1}/{self.runs}"
-                say(f"{model.name}, {tokens:,} tokens, {way}, {label}: {run.seconds * 1e3:.2f} ms")
+                say(
+                    f"{model.name}, {tokens:,} tokens, {contender}, {label}: {run.seconds * 1e3:.2f} ms"
+                )
                 if not warming:
-                    found.setdefault(way, []).append(run)
+                    found.setdefault(contender, []).append(run)
             pair.close()
         return [
             comparison
@@ -127,9 +130,9 @@ class GpuPlan:
             for comparison in self._compare(model, tokens, codec, found)
         ]
 
-    def _settings(self, model: Model, tokens: int, way: str) -> dict[str, Any]:
+    def _settings(self, model: Model, tokens: int, contender: str) -> dict[str, Any]:
         slab = {"slots": self.slots, "slot_bytes": self.slot_bytes}
-        return {"model": model._asdict(), "tokens": tokens, "codec": way, **slab}
+        return {"model": model._asdict(), "tokens": tokens, "codec": contender, **slab}
 
     def _compare(
         self, model: Model, tokens: int, codec: str, found: Mapping[str, Sequence[WireRun]]
@@ -137,7 +140,9 @@ class GpuPlan:
         params: dict[str, Param] = {"model": model.name, "tokens": tokens, "codec": codec}
 
         def samples(figure: Callable[[WireRun], float]) -> tuple[Sample, Sample]:
-            ours, baseline = (Sample(tuple(map(figure, found[way]))) for way in (codec, _BASELINE))
+            ours, baseline = (
+                Sample(tuple(map(figure, found[contender]))) for contender in (codec, _BASELINE)
+            )
             return ours, baseline
 
         bar = _BARS.get((model.name, tokens, codec)) if self.on_gpu else None
@@ -159,8 +164,8 @@ class GpuPair(WirePair):
         super().__init__(tokens=0)
         self._devices = devices
 
-    def _party(self, folder: Path, role: str, index: int) -> _Party:
+    def _party(self, folder: Path, role: str, index: int) -> PartyProcess:
         path, log = folder / role, folder / f"{role}.log"
-        program = [sys.executable, "-m", "pd_connector.tools.bench.gpu_party"]
+        program = [sys.executable, "-m", "pd_connector.tools.bench.gpu.party"]
         family = Family([*program, str(path), role, self._devices[index]], env=self._env, log=log)
-        return _Party(family, self._context, path, log)
+        return PartyProcess(family, self._context, path, log)

@@ -14,11 +14,16 @@ from rich.console import Console
 
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.bench.contender import BASELINE, Contender
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.handoff import Findings, Measured, Measurement, findings
+from pd_connector.tools.bench.handoff.contender import BASELINE, Contender
+from pd_connector.tools.bench.handoff.measure import (
+    HandoffFindings,
+    MeasuredPairs,
+    TurnMeasurement,
+    findings,
+)
+from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
 from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
-from pd_connector.tools.bench.pair import Pair, Stage
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.netns import Bed
@@ -26,7 +31,7 @@ from pd_connector.tools.launch.service import log_folder
 
 
 @dataclass(frozen=True)
-class Plan:
+class HandoffBench:
     """One comparison of ours with the baseline.
 
     Args:
@@ -57,7 +62,7 @@ class Plan:
             return [[BASELINE, *self.ours]]
         return [[BASELINE], *([contender] for contender in self.ours), [BASELINE]]
 
-    def carry_out(self, console: Console) -> Findings:
+    def measure(self, console: Console) -> HandoffFindings:
         """Measure everything; no engine and no namespace is left, whatever happens.
 
         Raises:
@@ -69,7 +74,7 @@ class Plan:
             stack.enter_context(terminate_as_interrupt())
             stage = self._stage(stack, logs)
             groups = self.groups
-            measured: list[Measured] = []
+            measured: list[MeasuredPairs] = []
             failures: dict[str, str] = {}
             for number, group in enumerate(groups, 1):
                 names = ", ".join(contender.name for contender in group)
@@ -85,21 +90,23 @@ class Plan:
             raise BenchError("; ".join(f"{name}: {reason}" for name, reason in failures.items()))
         return findings(measured, failures)
 
-    def _stage(self, stack: contextlib.ExitStack, logs: Path) -> Stage:
+    def _stage(self, stack: contextlib.ExitStack, logs: Path) -> PairSetup:
         # A page more than the longest request, for the tokens that are decoded.
         max_model_len = max(4096, max(self.prompt_tokens) + 64)
         if self.link_mbit is None:
-            return Stage(self.model or str(MODEL_DIR), max_model_len, logs)
+            return PairSetup(self.model or str(MODEL_DIR), max_model_len, logs)
         bed = stack.enter_context(Bed(self.link_mbit))
         # As a variable: arguments can be read by everybody on the machine.
         env = {KEY_VARIABLE: secrets.token_hex(32)}
         if self.model is not None:
-            return Stage(self.model, max_model_len, logs, (), env, bed.namespaces)
+            return PairSetup(self.model, max_model_len, logs, (), env, bed.namespaces)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
         model = str(write_model(Path(folder)))
-        return Stage(model, max_model_len, logs, MADE_UP_WEIGHTS, env, bed.namespaces)
+        return PairSetup(model, max_model_len, logs, MADE_UP_WEIGHTS, env, bed.namespaces)
 
-    def _measure(self, group: Sequence[Contender], stage: Stage, console: Console) -> Measured:
+    def _measure(
+        self, group: Sequence[Contender], stage: PairSetup, console: Console
+    ) -> MeasuredPairs:
         pairs = [Pair.of(contender, stage) for contender in group]
         engines = [engine for pair in pairs for engine in pair.engines]
         try:
@@ -108,7 +115,7 @@ class Plan:
             wait_all(engines, console=console)
             with console.status("warming up") as status:
                 say = status.update if console.is_terminal else console.print
-                measurement = Measurement(pairs, self.runs, self.warm_ups, say)
+                measurement = TurnMeasurement(pairs, self.runs, self.warm_ups, say)
                 return measurement.measure(self.prompt_tokens)
         finally:
             stop_services(engines)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench handoff`: the time from a finished prefill to the first decoded token, beside a baseline.
 
-A `Measurement` is of pairs of engines that run at once. They are measured in turn, A B A B, so that
+A `TurnMeasurement` is of pairs of engines that run at once. They are measured in turn, A B A B, so that
 all see the same noise. A pair that keeps cores busy while it has nothing to do (NIXL's progress
 threads poll) would slow the others: it is frozen while they are measured, and spins as it likes
 while it is measured itself. Where a machine holds one pair only, there is a measurement for each,
@@ -16,10 +16,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pd_connector.tools.bench.contender import BASELINE, Contender
 from pd_connector.tools.bench.flow import Run
+from pd_connector.tools.bench.handoff.contender import BASELINE, Contender
+from pd_connector.tools.bench.handoff.pair import Pair, Prompts
 from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.pair import Pair, Prompts
 from pd_connector.tools.bench.report import Comparison, Param
 from pd_connector.tools.bench.sample import Sample
 
@@ -48,7 +48,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPairs:
     """What was measured of pairs that ran at once."""
 
     series: Sequence[Series]
@@ -57,7 +57,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Findings:
+class HandoffFindings:
     """Everything the measurements tell together."""
 
     comparisons: list[Comparison]
@@ -69,7 +69,7 @@ class Findings:
     failures: Mapping[str, str]  # contenders that were not measured to the end, and why
 
 
-class Measurement:
+class TurnMeasurement:
     """Pairs of engines that run already.
 
     Args:
@@ -88,7 +88,7 @@ class Measurement:
         self._restless = 0
         self._rest_cores = self._look()
 
-    def measure(self, prompt_tokens: Sequence[int]) -> Measured:
+    def measure(self, prompt_tokens: Sequence[int]) -> MeasuredPairs:
         """Measure all prompt lengths.
 
         Raises:
@@ -111,7 +111,7 @@ class Measurement:
             )
             for index, pair in enumerate(self._pairs)
         ]
-        return Measured(series, self._restless, noise.cores())
+        return MeasuredPairs(series, self._restless, noise.cores())
 
     def _rounds(self, tokens: int) -> list[list[Run]]:
         """Measured rounds, each with a run of every pair."""
@@ -170,7 +170,9 @@ class Measurement:
                 return
 
 
-def findings(measured: Sequence[Measured], failures: Mapping[str, str] | None = None) -> Findings:
+def findings(
+    measured: Sequence[MeasuredPairs], failures: Mapping[str, str] | None = None
+) -> HandoffFindings:
     """Compare ours with the baseline, over all measurements of the same prompt lengths.
 
     Args:
@@ -189,7 +191,7 @@ def findings(measured: Sequence[Measured], failures: Mapping[str, str] | None = 
         for tokens in baselines[0]
         for what, one in itertools.product(("handoff", "prefill"), ours)
     ]
-    return Findings(
+    return HandoffFindings(
         comparisons,
         series,
         sum(one.restless for one in measured),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three ways to bring a prompt's KV from one process to another: ours, page by page, and plain TCP."""
+"""What brings a prompt's KV from one process to another: our agent, NIXL page by page, or plain TCP."""
 
 import abc
 import os
@@ -14,7 +14,7 @@ from pd_connector.errors import PDConnectorError
 from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.tools.bench.wire_cache import WireCache
+from pd_connector.tools.bench.wire.cache import WireCache
 
 POLL_S = 0.0005
 TIMEOUT_S = 120.0
@@ -45,8 +45,15 @@ class Mover(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, number: int) -> int:
-        """As the consumer: fetch it, and wait until it is there; returns how many descriptors
-        (for plain TCP and for ours: messages, or, where it reads pages, pieces) that took. Raises MoveError."""
+        """As the consumer: fetch transfer `number`, and wait until it is there.
+
+        Returns:
+            How many descriptors that took. For ours these are chunks, or the pieces that it read where it
+            reads pages; for plain TCP there is one.
+
+        Raises:
+            MoveError: it did not come.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -166,7 +173,7 @@ class PagePerDescriptor(Mover):
 
 
 class PlainTcp(Mover):
-    """As many bytes over one TCP connection, from and into one buffer: what a link can carry."""
+    """The same number of bytes over one TCP connection, from and into one buffer: what a link can carry."""
 
     def __init__(self, role: str, cache: WireCache, host: str) -> None:
         self._nbytes = cache.nbytes
@@ -217,9 +224,9 @@ class PlainTcp(Mover):
 
 
 def make_mover(
-    way: str, role: str, cache: WireCache, host: str, settings: Mapping[str, Any]
+    kind: str, role: str, cache: WireCache, host: str, settings: Mapping[str, Any]
 ) -> Mover:
-    """The side `role` of a way: `ours`, `pages` or `plain`."""
-    if way == "ours":
+    """The side `role` of a mover of this kind: `ours`, `pages` or `plain`."""
+    if kind == "ours":
         return Ours(role, cache, {"host": host, **settings})
-    return PagePerDescriptor(role, cache) if way == "pages" else PlainTcp(role, cache, host)
+    return PagePerDescriptor(role, cache) if kind == "pages" else PlainTcp(role, cache, host)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ways to bring a prompt's KV from one GPU process to another over NIXL: page by page, and
-collated into slabs by the transfer kernels."""
+"""What brings a prompt's KV from one GPU process to another over NIXL: a descriptor per page, or slabs
+that the transfer kernels collate."""
 
 import contextlib
 import struct
@@ -15,9 +15,9 @@ import torch
 from pd_connector.pages.kernel_pages import KernelPages
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import routes
-from pd_connector.tools.bench.gpu_cache import GpuCache
-from pd_connector.tools.bench.gpu_nixl import Endpoint
-from pd_connector.tools.bench.wire_movers import TIMEOUT_S, MoveError, Mover
+from pd_connector.tools.bench.gpu.cache import GpuCache
+from pd_connector.tools.bench.gpu.endpoint import Endpoint
+from pd_connector.tools.bench.wire.movers import TIMEOUT_S, MoveError, Mover
 from pd_kernels.transfer import finish
 
 _GO = b"go"
@@ -211,7 +211,7 @@ class Collated(Mover):
         return finish(queued.sums, self._chunks[queued.number].nbytes(self._route))
 
     def _place(self, number: int) -> int:
-        """Of the chunk's slot, on both sides."""
+        """Offset of a chunk's slot in the slab, the same on both sides."""
         return number % self._count * self._slot_bytes
 
     def _streamed(self) -> contextlib.AbstractContextManager[object]:

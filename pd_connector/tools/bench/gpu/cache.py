@@ -9,7 +9,7 @@ import torch
 
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.pages.layer import LayerPages
-from pd_connector.tools.bench.wire_cache import LOSSY_ERROR
+from pd_connector.tools.bench.wire.cache import LOSSY_ERROR
 from pd_kernels.bench.caches import Model
 
 PAGE_TOKENS = 16
@@ -53,7 +53,7 @@ class GpuCache:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page of one layer."""
+        """Size of one page of one layer."""
         return int(self.layers[0][0].nbytes)
 
     @property

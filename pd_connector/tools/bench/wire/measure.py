@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench wire`: KV moved between two processes without engines, beside one descriptor per page.
 
-Everything runs in the same two processes, one way after the other: the baselines first and last,
+Everything runs in the same two processes, one contender after the other: the baselines first and last,
 so that all see the same noise. What has arrived is verified after each run, outside the time.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.report import Comparison, Param
 from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.bench.wire_pair import WirePair, WireRun
-from pd_connector.tools.bench.wire_size import TOKEN_BYTES
+from pd_connector.tools.bench.wire.pair import WirePair, WireRun
+from pd_connector.tools.bench.wire.size import TOKEN_BYTES
 
 MAX_DESCRIPTORS = 1 / 50
 """Ours may need at most this share of the descriptors of the baseline, where it collates: pages that
@@ -27,8 +27,8 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to move KV.
+class WireContender:
+    """One way to move KV, and what is asked of it.
 
     Args:
         name: what a person calls it.
@@ -46,7 +46,7 @@ class Way:
 
     @property
     def lossy(self) -> bool | None:
-        """As `WirePair.run` wants to know it."""
+        """Whether pages need only be nearly right; None for bytes that go nowhere."""
         return None if self.kind == "plain" else self.settings.get("codec", "raw") != "raw"
 
     @property
@@ -54,20 +54,20 @@ class Way:
         return {"transport": self.settings["transports"][0], "codec": self.settings["codec"]}
 
 
-PAGES = Way("NIXL pages", "pages")
-LINE = Way("plain TCP", "plain")
+PAGES = WireContender("NIXL pages", "pages")
+LINE = WireContender("plain TCP", "plain")
 
 _CODEC_BARS = {"raw": 0.97, "fp8_e4m3": 1.9, "int8": 1.9}
 CODECS = tuple(_CODEC_BARS)
 
 
-def local_way(transport: str, codec: str) -> Way:
+def local_contender(transport: str, codec: str) -> WireContender:
     """Ours on one machine."""
     direct = (transport, codec) == ("shm", "raw")
     return _ours(transport, codec, LOCAL_BAR if direct else None, collates=not direct)
 
 
-def link_way(transport: str, codec: str) -> Way:
+def link_contender(transport: str, codec: str) -> WireContender:
     """Ours over a link."""
     return _ours(transport, codec, _CODEC_BARS[codec] if transport == "tcp" else None)
 
@@ -80,9 +80,15 @@ class WireFindings(NamedTuple):
 
 
 def measure(
-    pair: WirePair, place: str, ours: Sequence[Way], tokens: int, runs: int, warm_ups: int, say: Say
+    pair: WirePair,
+    place: str,
+    ours: Sequence[WireContender],
+    tokens: int,
+    runs: int,
+    warm_ups: int,
+    say: Say,
 ) -> WireFindings:
-    """Measure all ways in turn.
+    """Measure all contenders in turn.
 
     Args:
         place: `local` or `link`; over a link the line rate is a baseline, too.
@@ -93,25 +99,32 @@ def measure(
     baselines = [PAGES, LINE] if place == "link" else [PAGES]
     found: dict[str, list[WireRun]] = {}
     noise = Noise(pair.pids)
-    for way in (*baselines, *ours, *baselines):
-        pair.open(way.kind, way.settings)
+    for contender in (*baselines, *ours, *baselines):
+        pair.open(contender.kind, contender.settings)
         for number in range(warm_ups + runs):
-            run = pair.run(way.lossy)
+            run = pair.run(contender.lossy)
             gb_per_s = tokens * TOKEN_BYTES / run.seconds / _GB
             label = "warm-up" if number < warm_ups else f"run {number - warm_ups + 1}/{runs}"
-            say(f"{place}, {way.name}, {label}: {gb_per_s:.2f} GB/s")
+            say(f"{place}, {contender.name}, {label}: {gb_per_s:.2f} GB/s")
             if number >= warm_ups:
-                found.setdefault(way.name, []).append(run)
+                found.setdefault(contender.name, []).append(run)
         pair.close()
     tables = [
-        (base.name, [one for way in ours for one in _compare(way, base, place, found, tokens)])
+        (
+            base.name,
+            [one for contender in ours for one in _compare(contender, base, place, found, tokens)],
+        )
         for base in baselines
     ]
     return WireFindings(tables, noise.cores())
 
 
 def _compare(
-    way: Way, base: Way, place: str, found: Mapping[str, list[WireRun]], tokens: int
+    contender: WireContender,
+    base: WireContender,
+    place: str,
+    found: Mapping[str, list[WireRun]],
+    tokens: int,
 ) -> list[Comparison]:
     gb = tokens * TOKEN_BYTES / _GB
     at_home = place == "local"
@@ -119,16 +132,16 @@ def _compare(
     def compare(
         what: str, unit: str, figure: Callable[[WireRun], float], bar: float | None, more: bool
     ) -> Comparison:
-        ours, baseline = (Sample(tuple(map(figure, found[one.name]))) for one in (way, base))
+        ours, baseline = (Sample(tuple(map(figure, found[one.name]))) for one in (contender, base))
         return Comparison(
-            f"{place} {what}", way.params, ours, baseline, unit, bar, more_is_better=more
+            f"{place} {what}", contender.params, ours, baseline, unit, bar, more_is_better=more
         )
 
-    bar = way.bar if at_home or base is LINE else None
+    bar = contender.bar if at_home or base is LINE else None
     rate = compare("rate", "GB/s", lambda run: gb / run.seconds, bar, True)
     if base is LINE:
         return [replace(rate, name=f"{place} capacity")]
-    most = MAX_DESCRIPTORS if at_home and way.collates else None
+    most = MAX_DESCRIPTORS if at_home and contender.collates else None
     return [
         rate,
         compare("descriptors", "/GB", lambda run: run.descriptors / gb, most, False),
@@ -136,6 +149,6 @@ def _compare(
     ]
 
 
-def _ours(transport: str, codec: str, bar: float | None, *, collates: bool = True) -> Way:
+def _ours(transport: str, codec: str, bar: float | None, *, collates: bool = True) -> WireContender:
     settings = {"transports": [transport], "codec": codec}
-    return Way(f"{transport} {codec}", "ours", settings, bar, collates)
+    return WireContender(f"{transport} {codec}", "ours", settings, bar, collates)
