@@ -1,38 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every codec does with one block."""
 
-import enum
 from typing import Protocol
 
 import torch
 
-from pd_connector.codec.elements import Elements
+from pd_connector.codec.elements import torch_dtype
+from pd_connector.kv.coding import Coding, Elements, Part, Shape
 from pd_connector.kv.payload import padded
-
-Shape = tuple[int, int, int]  # heads, tokens, dims
-
-
-class Part(enum.StrEnum):
-    """Which half of a layer's cache a block is from. An MLA latent counts as KEY."""
-
-    KEY = "key"
-    VALUE = "value"
 
 
 class Codec(Protocol):
-    """One way to code a block of elements as bytes.
+    """One way to code a block of elements as bytes; `coding` has its name, sizes and error bound."""
 
-    Attributes:
-        name: what the two sides call it.
-        error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
-    """
-
-    name: str
-    error_bound: float
-
-    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        """Bytes on the wire of a block `[head, token, dim]`, scales and padding included."""
-        ...
+    coding: Coding
 
     def encode(
         self,
@@ -84,10 +65,10 @@ class Codec(Protocol):
 
 def check_block(x: torch.Tensor, source: Elements) -> None:
     """Raise ValueError unless `x` is a block of `source`'s dtype."""
-    if x.dim() != 3 or x.dtype != source.torch_dtype:
+    if x.dim() != 3 or x.dtype != torch_dtype(source):
         raise ValueError(
             f"block of shape {tuple(x.shape)} and {x.dtype}: must be [head, token, dim] of "
-            f"{source.torch_dtype}, as the cache of {source.dtype} that it comes from"
+            f"{torch_dtype(source)}, as the cache of {source.dtype} that it comes from"
         )
 
 
