@@ -39,10 +39,9 @@ COLOURS = {  # fill, edge
 
 
 RULES = (
-    "A room imports only from rooms below it in its package; rooms side by side do not import each other. "
-    + "scheduler_plugins also uses pd_connector, never the reverse.",
-    "pd_connector.pages launches pd_kernels.transfer, which takes the payload's format from pd_connector.kv. "
-    + "Doors do not know each other.",
+    "A room imports only from rooms below it in its package; rooms side by side do not import each other.",
+    "scheduler_plugins also uses pd_connector, never the reverse. Doors do not know each other.",
+    "pd_connector.pages launches pd_kernels.transfer, which takes the payload's format from pd_connector.kv.",
 )
 
 
@@ -212,7 +211,7 @@ def picture() -> str:
         bottom = max(bottom, draw_house(drawing, package, house, x, MARGIN))
         x += PANEL_WIDTHS[package] + PANEL_GAP
     legend(drawing, bottom + 22)
-    height = bottom + 74
+    height = bottom + 88
     background = Drawing()
     background.rect(0, 0, width, height, "#ffffff", "#ffffff")  # legible on a dark page, too
     drawing.parts = background.parts + drawing.parts
@@ -242,10 +241,10 @@ def table() -> str:
     for package, folder in FOLDERS.items():
         house = floors(package)
         for number, floor in zip(range(len(house), 0, -1), house, strict=True):
-            for room in floor:
-                lines.append(
-                    f"| `{folder}/{room.label}` | {number} | {room.noun} | {kinds[room.kind]} |"
-                )
+            lines += [
+                f"| `{folder}/{room.label}` | {number} | {room.noun} | {kinds[room.kind]} |"
+                for room in floor
+            ]
     return "\n".join([*lines, ""])
 
 

@@ -18,6 +18,7 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import decode_header
 from pd_connector.protocol.incoming import (
     Action,
     Dial,
@@ -123,7 +124,7 @@ class ConsumerSide:
         self, data: bytes, slot: int, payload: memoryview | Pieces, problem: str, now: float
     ) -> None:
         try:
-            header = messages.decode_chunk_header(data)
+            header = decode_header(data)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))

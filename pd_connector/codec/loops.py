@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs' inner loops for bfloat16 on a CPU: one pass over a block, which numba makes vector code of.
+"""The codecs' inner loops for bfloat16 on a CPU. Each makes one pass over a block; numba compiles them to
+vector code.
 
-Importing this compiles them, which takes seconds where numba has not kept them from before; see `compiled`.
-Elements are bfloat16's bits. Results are those of the codecs' torch operations, bit by bit, but for
-the payload of a NaN that is decoded.
+Importing this module compiles them. That takes seconds, unless numba has kept them from an earlier
+process; see `compiled`. Elements are given as bfloat16's bits. Results are those of the codecs' torch
+operations, bit by bit, except for the payload of a NaN that is decoded.
 """
 
 from typing import Any

@@ -11,16 +11,17 @@ COLUMNS = 256
 ROW_BYTES = 8 * COLUMNS
 
 _BLOCK_ROWS = 256
-"""Rows summed at a time, both ways: 512 KiB, which the second pass finds in the core's cache."""
+"""Rows that are summed at a time, 512 KiB. Their row sums are formed first, then their column sums,
+which find the rows in the core's cache."""
 
 
 def checksum(data: memoryview) -> bytes:
-    """Checksum of a contiguous buffer: 8 bytes, for accidents and not against forgery.
+    """Checksum of a contiguous buffer: 8 bytes. It finds accidents; it does not stop forgery.
 
-    The buffer, zero-padded, is a matrix of 64-bit little-endian words in rows of 256. All row
-    sums and all column sums (modulo 2^64) and the length are hashed. Sums wrap and commute, so
-    that a GPU can form them in any order in the pass that gathers; one changed word always
-    changes a row sum, and words that change places change a row or a column sum.
+    The buffer is padded with zeros and read as a matrix of 64-bit little-endian words, 256 to a
+    row. The row sums, the column sums (modulo 2^64) and the length are hashed. Sums can be formed
+    in any order, so a GPU forms them in the pass that gathers. One changed word changes its row
+    sum; words that change places change a row sum or a column sum.
 
     Args:
         data: contiguous bytes, any length.

@@ -25,13 +25,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from pd_kernels.attention import paged_call as paged_call_module
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.attention.plan_kernel import DecodePlan, launch_plan
 from pd_kernels.attention.work_partition import RowShape
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -39,9 +40,12 @@ DEVICE = torch.device("cpu")
 INSTRUCTIONS = {
     "wgmma": r"\b[HQ]GMMA",
     "mma": r"\bHMMA",
-    "asynchronous": r"\bLDGSTS\.E[\w.]*128",
     "spills": r"\b(?:LDL|STL)\b",
 }
+ASYNCHRONOUS = r"\bLDGSTS\.E(?:\.\w+)*?(?:\.(64|128))?(?= )"
+"""A load from global to shared memory that nobody waits for, and its width in bits; 32 if it says none."""
+WAIT = r"(?<!WARPGROUP\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)"
+"""Waits until at most so many groups of asynchronous loads are under way."""
 
 
 class Launched(NamedTuple):
@@ -76,7 +80,8 @@ def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
 
 
 def counts(kernel: Any) -> dict[str, int]:
-    """How many there are of instructions that matter."""
+    """How many instructions of each kind the kernel has; and, of its loop over tiles, the bytes that a thread loads
+    asynchronously in one turn and how many groups of loads are under way when it waits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(kernel.asm["cubin"])
@@ -84,9 +89,32 @@ def counts(kernel: Any) -> dict[str, int]:
             [knobs.nvidia.cuobjdump.path, "-sass", path], capture_output=True, text=True, check=True
         ).stdout
     found = {name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()}
-    # From the loop's first product to its last load of a tile.
-    loop = sass[sass.find("GMMA") : sass.rfind("LDGSTS")] if "GMMA" in sass else sass
-    return found | {"spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop))}
+    loop = loop_over_tiles(sass)
+    widths = [int(bits or 32) // 8 for bits in re.findall(ASYNCHRONOUS, loop)]
+    return found | {
+        "spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop)),
+        "loop loads": sum(widths),
+        "wide loop loads": sum(width for width in widths if width == 16),
+        "groups under way": min((int(most, 16) for most in re.findall(WAIT, loop)), default=0),
+    }
+
+
+def loop_over_tiles(sass: str) -> str:
+    """The instructions of the loop over tiles: the smallest loop with asynchronous loads and products; "" if
+    there is none. A loop is everything from the target of a backward branch to the branch."""
+    code = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
+    ]
+    found = ""
+    for end, text in code:
+        target = re.search(r"\bBRA(?:\.\w+)* (?:\w+, )?0x([0-9a-f]+)", text)
+        if target is None or int(target[1], 16) >= end:
+            continue
+        body = "\n".join(line for at, line in code if int(target[1], 16) <= at <= end)
+        if "LDGSTS" in body and re.search("MMA", body) and (not found or len(body) < len(found)):
+            found = body
+    return found
 
 
 def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
@@ -139,6 +167,13 @@ def starved_call() -> Launched:
         return paged_call()
 
 
+def unpipelined_call() -> Launched:
+    """With a loop that loads a tile and waits for it."""
+    two = paged_call_module.config_of(128, 2, 16)._replace(stages=2)
+    with mock.patch.object(paged_call_module, "config_of", return_value=two):
+        return paged_call()
+
+
 def plan_call() -> Launched:
     lengths = torch.ones(256, dtype=torch.int32)
     plan = DecodePlan.of(RowShape(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
@@ -159,6 +194,7 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mla, 16 heads": functools.partial(mla_call, 16),
     "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
     "paged, few registers": starved_call,
+    "paged, two stages": unpipelined_call,
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
     "paged, dim 80": functools.partial(paged_call, dim=80),

@@ -173,7 +173,7 @@ def test_splits_change_nothing_but_rounding() -> None:
     batch = paged_batch([2_000], kv_heads=1, dtype=torch.float16)
     whole, _ = by_kernel(batch, 1, torch.float32)
     split, _ = by_kernel(batch, 12, torch.float32)
-    assert (plan_of(batch, 12).records[:, 5] > 0).any(), "it is split"
+    assert (plan_of(batch, 12).ranges[:, 5] > 0).any(), "it is split"
     assert 0 < error(split, whole) < 5e-4
 
 
@@ -190,16 +190,16 @@ def test_a_piece_that_is_missing_is_never_merged_around() -> None:
     """A row of which one piece has not arrived is not written, and its counters say so."""
     batch = paged_batch([900], kv_heads=1)
     plan = plan_of(batch, 4)
-    records = plan.records.clone()
-    plan.records[2, 2:4] = plan.records[2, 0:2]  # the third worker does nothing
-    plan.records[2, 1] = 0
+    ranges = plan.ranges.clone()
+    plan.ranges[2, 2:4] = plan.ranges[2, 0:2]  # the third worker does nothing
+    plan.ranges[2, 1] = 0
     out = torch.full(batch.query.shape, 7.0)
     launch_paged(batch, out, None, plan.tensors, ((True, False), (False, True)))
     assert (out == 7.0).all()
     assert plan.counters.any()
 
     plan.counters.zero_()
-    plan.records.copy_(records)
+    plan.ranges.copy_(ranges)
     launch_paged(batch, out, None, plan.tensors, ((True, False), (False, True)))
     assert error(out, by_reference(batch)[0]) <= BOUND
 

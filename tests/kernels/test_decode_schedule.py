@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_kernels.attention.plan_kernel import DecodePlan, launch_plan
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.work_partition import (
     FIELDS,
     UNIT,
     RowShape,
     TileCosts,
-    WorkerRange,
-    schedule,
+    WorkRange,
+    partition,
     tile_counts,
 )
 
@@ -30,11 +30,11 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces(records: torch.Tensor, tiles: list[int], heads: int) -> list[Piece]:
-    """What each worker does, as the kernels read its record."""
+def pieces(ranges: torch.Tensor, tiles: list[int], heads: int) -> list[Piece]:
+    """What each worker does, as the kernels read its own_range."""
     found = []
-    for worker, fields in enumerate(records[:, :7].tolist()):
-        own = WorkerRange(*fields)
+    for worker, fields in enumerate(ranges[:, :7].tolist()):
+        own = WorkRange(*fields)
         for row in range(own.row, own.end_row + (own.end_tile > 0)):
             begin = own.tile if row == own.row else 0
             end = own.end_tile if row == own.end_row else tiles[row // heads]
@@ -76,9 +76,9 @@ def test_every_tile_is_done_once_and_the_work_is_balanced(
 ) -> None:
     number = torch.tensor(lengths)
     tiles = tile_counts(number, rows).tolist()
-    records = schedule(number, rows, workers, costs)
-    assert records.shape == (workers, FIELDS)
-    found = pieces(records, tiles, rows.heads)
+    ranges = partition(number, rows, workers, costs)
+    assert ranges.shape == (workers, FIELDS)
+    found = pieces(ranges, tiles, rows.heads)
     assert not misplaced(found, tiles, rows.heads)
 
     shares: dict[int, int] = {}
@@ -100,8 +100,8 @@ def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
     two slots, and its counters, are enough."""
     number = torch.tensor(lengths)
     tiles = tile_counts(number, rows).tolist()
-    records = schedule(number, rows, workers, COSTS)
-    found = pieces(records, tiles, rows.heads)
+    ranges = partition(number, rows, workers, COSTS)
+    found = pieces(ranges, tiles, rows.heads)
     owners: dict[int, list[int]] = {}
     for piece in found:
         owners.setdefault(piece.row, []).append(piece.worker)
@@ -111,11 +111,15 @@ def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
         if len(own) == 1:
             assert (piece.begin, piece.end) == (0, tiles[piece.row // rows.heads])
             continue
-        record = WorkerRange(*records[piece.worker, :7].tolist())
+        own_range = WorkRange(*ranges[piece.worker, :7].tolist())
         if piece.begin > 0:
-            assert (record.row, record.first, record.last) == (piece.row, own[0], own[-1])
+            assert (own_range.row, own_range.first_worker, own_range.last_worker) == (
+                piece.row,
+                own[0],
+                own[-1],
+            )
         else:
-            assert (record.end_row, record.end_last) == (piece.row, own[-1])
+            assert (own_range.end_row, own_range.end_last_worker) == (piece.row, own[-1])
             assert piece.worker == own[0]
         assert own == list(range(own[0], own[-1] + 1))
         slot = (piece.worker, piece.begin == 0)
@@ -126,7 +130,7 @@ def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
 def test_one_long_sequence_among_short_ones_is_spread_over_most_workers() -> None:
     lengths = torch.tensor([131_072] + [1_024] * 63)
     rows = RowShape(heads=8, tile=64, queries=1, window=0)
-    found = pieces(schedule(lengths, rows, 396, COSTS), tile_counts(lengths, rows).tolist(), 8)
+    found = pieces(partition(lengths, rows, 396, COSTS), tile_counts(lengths, rows).tolist(), 8)
     assert len({piece.worker for piece in found if piece.row < 8}) > 250
     assert len({piece.worker for piece in found}) == 396
 
@@ -136,8 +140,8 @@ def test_a_merge_that_costs_more_than_it_saves_is_not_begun() -> None:
     rows = RowShape(heads=1, tile=64, queries=1, window=0)
 
     def used(partial: int) -> int:
-        records = schedule(lengths, rows, 400, TileCosts(16, partial))
-        return len({piece.worker for piece in pieces(records, [400], 1)})
+        ranges = partition(lengths, rows, 400, TileCosts(16, partial))
+        return len({piece.worker for piece in pieces(ranges, [400], 1)})
 
     assert used(0) >= 399  # the first cut may fall within the row's start-up
     assert used(16) <= 21  # 400 / sqrt(400), and the row's own cost
@@ -153,10 +157,10 @@ def test_what_lies_before_the_window_is_nobodys() -> None:
 def test_a_moved_cut_is_noticed() -> None:
     """So that the tests above would see it."""
     lengths, rows = torch.tensor([640, 640]), RowShape(1, 64, 1, 0)
-    records = schedule(lengths, rows, 4, COSTS)
-    assert not misplaced(pieces(records, [10, 10], 1), [10, 10], 1)
-    records[1, 1] += 1
-    assert misplaced(pieces(records, [10, 10], 1), [10, 10], 1) == [0]
+    ranges = partition(lengths, rows, 4, COSTS)
+    assert not misplaced(pieces(ranges, [10, 10], 1), [10, 10], 1)
+    ranges[1, 1] += 1
+    assert misplaced(pieces(ranges, [10, 10], 1), [10, 10], 1) == [0]
 
 
 @given(BATCHES, ROWS, st.integers(1, 300), st.sampled_from([torch.int32, torch.int64]))
@@ -167,7 +171,7 @@ def test_the_kernel_plans_as_the_definition_does(
     number = torch.tensor(lengths, dtype=dtype)
     plan = DecodePlan.of(rows, COSTS, 12, workers, 16, 8, number.device)
     launch_plan(plan, number)
-    assert torch.equal(plan.records, schedule(number, rows, workers, COSTS))
+    assert torch.equal(plan.ranges, partition(number, rows, workers, COSTS))
 
 
 def test_a_plan_is_filled_again_in_place() -> None:
@@ -176,7 +180,7 @@ def test_a_plan_is_filled_again_in_place() -> None:
     for lengths in ([100, 5_000], [3, 0, 900, 77]):
         number = torch.tensor(lengths)
         assert plan.fill(number) is plan
-        assert torch.equal(plan.records, schedule(number, rows, 6, COSTS))
+        assert torch.equal(plan.ranges, partition(number, rows, 6, COSTS))
 
 
 @pytest.mark.parametrize("count", [0, 5])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
-from support.caches import Layer, Setup
+from support.setups import Layer, Setup
 
 from pd_connector import compiler as compiler_module
 from pd_connector.agent.commands import Drop, Hold
@@ -146,7 +146,7 @@ def kernels_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """In place of that of every cache."""
     slow = Compiler()
-    name = "pd_connector.pages.device.DevicePages._compile_for"
+    name = "pd_connector.pages.kernel_pages.KernelPages._compile_for"
     monkeypatch.setattr(name, lambda pages, route, gathers: slow(route, gathers))
     yield slow
     slow.may_end.set()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.caches import LATENT, Layer, Model, Setup, pairs
+from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.kv.geometry import Geometry, Group, pages_for
 from pd_connector.plan.chunks import Chunk, blocks, chunk_limit, plan

@@ -24,7 +24,8 @@ from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.sizes import page_part_bytes
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
-from support.caches import Layer, Model, Rank, Setup
+from support.caches import Rank
+from support.setups import Layer, Model, Setup
 
 TOKENS = 150
 SPANS = ((0, 150), (3, 150), (16, 17))
@@ -108,7 +109,7 @@ def counted(
     paths = routes(source, destination, (codec, "raw"), (codec, "raw"))
     unlike = routes(source, destination, (other, "raw"), (other, "raw"))
     for rank, gathers in zip(ranks, (True, False), strict=True):
-        layers = dict(rank.cache._layers)
+        layers = dict(rank.cache._layers.by_number)
         if misplaces:
             assert layers[1].value is not None
             moved = misplaced(layers[1].key), misplaced(layers[1].value)

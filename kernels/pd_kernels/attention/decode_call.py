@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of `paged_decode` and one of `mla_decode` have in common, and how a kernel is launched."""
+"""What calls of `paged_decode` and `mla_decode` have in common: checks, the shape of rows, launch options."""
 
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 
-from pd_kernels.attention.plan_kernel import DecodePlan, multiprocessors
+from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.work_partition import RowShape, TileCosts
 
 MAX_HEIGHT = 64
-"""Lines of a row at most: more are given to several rows."""
+"""The most lines of a row. If a KV head has more, they become several rows."""
 
 
 class KernelConfig(NamedTuple):
-    """How a kernel is launched.
+    """How an attention kernel is launched.
 
     Attributes:
-        tile: tokens.
-        stages: of the loop over tiles. Page ids and tiles take two each but the last, so that 5 have
-            one tile under way while another is worked on.
-        programs: that fit on a multiprocessor.
-        depth, part: pieces and lines that are merged at a time.
+        tile: tokens of a tile.
+        warps: warps of a program.
+        stages: pipeline stages of the loop over tiles. Page ids and tiles are loaded in stages of their own: with 5,
+            one tile is being loaded while another one is computed.
+        programs: programs that fit on a multiprocessor.
+        depth: pieces of a split row that are merged at a time.
+        part: lines of a merge part.
     """
 
     tile: int
@@ -33,19 +35,19 @@ class KernelConfig(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """That a thread may have, so that as many programs fit."""
+        """Registers that a thread may have, so that `programs` programs fit on a multiprocessor."""
         return min(255, 65_536 // (32 * self.warps * self.programs) // 8 * 8)
 
 
 class DecodeCall:
-    """One call; a kernel's own is a frozen dataclass with the rest of its arguments.
+    """The arguments of one call. A kernel's subclass is a frozen dataclass with the rest of them.
 
     Attributes:
         query: `[batch, queries, query heads, dim]`.
         table: int32 `[batch, pages of a sequence]`.
-        lengths: `[batch]`, tokens of KV.
-        scale: of scores.
-        causal: queries see no later tokens.
+        lengths: tokens of KV of each sequence, `[batch]`.
+        scale: factor of the scores.
+        causal: whether queries see no later tokens.
     """
 
     query: torch.Tensor
@@ -57,7 +59,7 @@ class DecodeCall:
     costs: ClassVar[TileCosts]
     max_queries: ClassVar[int]
     caches: ClassVar[tuple[str, ...]]
-    """Names of the attributes that are caches, `[page, token, ...]`."""
+    """Names of the attributes that are caches."""
 
     @property
     def kv_heads(self) -> int:
@@ -65,7 +67,7 @@ class DecodeCall:
 
     @property
     def width(self) -> int:
-        """Of a result: elements of a line."""
+        """Elements of a line of the result."""
         raise NotImplementedError
 
     @property
@@ -74,35 +76,41 @@ class DecodeCall:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return int(self.query.shape[2]) // self.kv_heads
 
     @property
     def lines(self) -> int:
-        """Of a KV head."""
+        """Lines (query x query head) of a sequence and KV head."""
         return int(self.query.shape[1]) * self.group
 
     @property
     def height(self) -> int:
-        """Of a row: lines, padded."""
+        """Lines of a row, padded to what a matrix product takes."""
         return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
 
     @property
     def rows(self) -> RowShape:
-        """What a plan for it must be made for."""
+        """The shape of the rows, for which the plan must be made."""
         heads = self.kv_heads * -(-self.lines // self.height)
-        return RowShape(heads, self.config.tile, self.query.shape[1], 0)
+        return RowShape(heads, self.config.tile, queries=self.query.shape[1], window=0)
 
     def plan(self, max_batch: int | None = None) -> DecodePlan:
-        """Room for a plan, of this batch or of such ones of up to `max_batch` sequences; not filled."""
+        """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by default, as many)."""
         workers = self.config.programs * multiprocessors(self.query.device)
         batch = len(self.query) if max_batch is None else max_batch
         return DecodePlan.of(
-            *(self.rows, self.costs, batch, workers, self.height, self.width, self.query.device)
+            rows=self.rows,
+            costs=self.costs,
+            batch=batch,
+            workers=workers,
+            height=self.height,
+            dim=self.width,
+            device=self.query.device,
         )
 
     def constants(self, with_lse: bool) -> dict[str, Any]:
-        """What both kernels are compiled for, by the names of their parameters."""
+        """Compile-time arguments and launch options of both kernels, by the names of their parameters."""
         config = self.config
         return {
             "HEADS": self.rows.heads,
@@ -121,7 +129,7 @@ class DecodeCall:
         }
 
     def check(self) -> None:
-        """Raise ValueError where arguments cannot belong together, or are not supported."""
+        """Raise ValueError if the arguments do not fit each other, or are not supported."""
         batch, queries = self.query.shape[:2]
         if not 1 <= queries <= self.max_queries:
             raise ValueError(f"{queries} queries: must be 1 to {self.max_queries}")
@@ -132,7 +140,7 @@ class DecodeCall:
             )
 
     def check_kernel(self) -> None:
-        """Raise ValueError for what only the reference can do."""
+        """Raise ValueError if only the reference, and not the kernel, supports the arguments."""
         if self.query.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"q of {self.query.dtype}: must be bfloat16 or float16")
         for name in ("query", *self.caches):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of `mla_decode`: its arguments, whether they fit, and how the kernel is launched for them."""
+"""The arguments of one call of `mla_decode`: checks, and how the kernel is launched for them."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,26 @@ from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfi
 from pd_kernels.attention.work_partition import TileCosts
 
 LATENT = 512
+"""Elements of a token's latent."""
+
 ROPE = 64
+"""Elements of a token's part with RoPE."""
+
 GROUPS = 4
-"""Of a token's latent in FP8: each of 128 has a scale."""
+"""Groups of 128 elements of a latent in FP8; each has a scale."""
 
 CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
-"""Of a token in FlashMLA's FP8 layout: codes, float32 scales, bfloat16 RoPE part."""
+"""Bytes of a token in FlashMLA's FP8 layout: codes, float32 scales, bfloat16 part with RoPE."""
 
 MAX_QUERIES = 4
 COSTS = TileCosts(row=48, partial=1)
-"""A piece's result is as large as some tiles (ThunderMLA's cost model: 7.5 us beside 1.5 us for 32
-tokens), but many programs share its merge. Not yet fitted on a GPU."""
+"""To begin a row costs three tiles: its result alone is as large as several (ThunderMLA's cost model: 7.5 us, and
+1.5 us for 32 tokens). A partial costs little, because many programs share the merge. Not yet measured on a GPU."""
 
 
 def config_of(lines: int, coded: bool) -> KernelConfig:
-    """For sequences of so many lines. Checked ahead of time, not yet tuned on a GPU."""
-    if coded or lines > MAX_HEIGHT:  # products or decoding, not memory, take the time: large tiles
+    """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet tuned on a GPU."""
+    if coded or lines > MAX_HEIGHT:  # bound by products or decoding, not by memory: large tiles
         return KernelConfig(64, 8, 3, 1, 32, 1)
     if lines > MAX_HEIGHT // 2:
         return KernelConfig(32, 8, 5, 1, 32, 1)
@@ -33,7 +37,7 @@ def config_of(lines: int, coded: bool) -> KernelConfig:
 
 @dataclass(frozen=True, eq=False)
 class MlaCall(DecodeCall):
-    """One call.
+    """The arguments of one call; see `mla_decode`.
 
     Attributes:
         query: `[batch, queries, heads, 576]`.
@@ -59,8 +63,8 @@ class MlaCall(DecodeCall):
 
     @property
     def height(self) -> int:
-        """Of codes in full: only for asynchronous products does the compiler load them asynchronously,
-        too."""
+        """Lines of a row, padded. Always 64 for an FP8 cache: only with wgmma does the compiler load its codes
+        asynchronously."""
         return MAX_HEIGHT if self.coded else super().height
 
     @property

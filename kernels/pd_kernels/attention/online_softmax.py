@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""A softmax over scores that come a few at a time, in powers of 2, which is what processors have."""
+"""Online softmax (Milakov and Gimelshein 2018): over scores that come a few at a time, in powers of 2, which GPUs
+compute natively."""
 
 import math
 
@@ -8,15 +9,22 @@ import triton
 import triton.language as tl
 
 LOG2E = math.log2(math.e)
-"""Scores are multiplied by it; sums' logarithms are natural again when divided by it."""
+"""Scores are multiplied by it. A base-2 log-sum-exp divided by it is a natural one."""
 
 
 @triton.jit
-def weigh(score, top, total, AXIS: tl.constexpr):
-    """Of scores along AXIS, float32: their weights, and how much those of earlier scores are now worth;
-    then the largest score and the sum of weights so far, which were `top` and `total`.
+def softmax_step(score, top, total, AXIS: tl.constexpr):
+    """Add scores to a running softmax along AXIS. Scores of -inf weigh nothing, even before any other.
 
-    Scores of -inf weigh nothing, even if there has been no other.
+    Args:
+        score: base-2 scores, float32.
+        top: the largest score so far; -inf before the first.
+        total: the sum of weights so far, relative to `top`.
+
+    Returns:
+        share: the weights of `score`, relative to the new `top`.
+        before: the factor by which earlier results must be multiplied.
+        top, total: with `score` included.
     """
     above = tl.maximum(top, tl.max(score, AXIS))
     safe = tl.where(above == float("-inf"), 0.0, above)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `paged_decode` and `mla_decode` do alike around their kernels: results, plans, the operator."""
+"""What `paged_decode` and `mla_decode` do alike around their kernels: outputs, plans, registration with torch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -7,23 +7,23 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from pd_kernels.attention.decode_call import DecodeCall
-from pd_kernels.attention.plan_kernel import DecodePlan
+from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.work_partition import RowShape
 
 B = TypeVar("B", bound=DecodeCall)
 
 
 def with_queries(q: torch.Tensor) -> torch.Tensor:
-    """`[batch, queries, heads, dim]` of a q that may have no axis of queries."""
+    """`q` as `[batch, queries, heads, dim]`, if it is `[batch, heads, dim]`."""
     return q.unsqueeze(1) if q.dim() == 3 else q
 
 
 class DecodeOutputs(NamedTuple):
-    """Where a call writes, shaped as its q is.
+    """The tensors that a call writes, shaped like its q.
 
     Attributes:
         out: dense `[batch, (queries,) heads, dim]`.
-        lse: float32 `[batch, (queries,) heads]`, or `[0]` if nobody wants it.
+        lse: float32 `[batch, (queries,) heads]`, or `[0]` if the caller did not ask for it.
     """
 
     out: torch.Tensor
@@ -38,7 +38,11 @@ class DecodeOutputs(NamedTuple):
         return_lse: bool,
         return_partials: bool,
     ) -> "DecodeOutputs":
-        """Room for results of `dim` elements, in `out` if it is given; ValueError if it does not fit."""
+        """Allocate outputs of `dim` elements a line, or take `out`.
+
+        Raises:
+            ValueError: `out` has another shape, or is not dense.
+        """
         shape = (*q.shape[:-1], dim)
         if out is None:
             dtype = torch.float32 if return_partials else q.dtype
@@ -50,19 +54,19 @@ class DecodeOutputs(NamedTuple):
 
     @property
     def by_query(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views for the operator: `out` and `lse` with an axis of queries."""
+        """Views of `out` and `lse` that have an axis of queries, for the operator."""
         single = self.out.dim() == 3
         out = self.out.unsqueeze(1) if single else self.out
         return out, self.lse.unsqueeze(1) if single else self.lse
 
     @property
     def returned(self) -> Any:
-        """What the caller gets: `out`, or both."""
+        """What the public function returns: `out`, or `(out, lse)`."""
         return (self.out, self.lse) if self.lse.dim() > 1 else self.out
 
 
 def planned(plan: DecodePlan | None) -> tuple[list[torch.Tensor], list[int]]:
-    """A plan as operators take it; two empty lists for none."""
+    """A plan as operators take it, its tensors and the shape of its rows; two empty lists without a plan."""
     return (plan.tensors, list(plan.rows)) if plan else ([], [])
 
 
@@ -75,14 +79,16 @@ def attend(
     reference: Callable[[B, torch.Tensor, torch.Tensor | None], None],
     launch: Callable[[B, torch.Tensor, torch.Tensor | None, list[torch.Tensor]], None],
 ) -> None:
-    """Check a call and carry it out: by the reference on a CPU, on a GPU by the kernel.
+    """Check a call and run it: by the reference on a CPU, by the kernel on a GPU.
 
     Args:
-        out, lse: `DecodeOutputs.by_query`.
-        scratch, rows: `planned`.
+        batch: the arguments of the call.
+        out, lse: from `DecodeOutputs.by_query`; written.
+        scratch, rows: from `planned`. Without a plan, one is made.
+        reference, launch: how the two run it.
 
     Raises:
-        ValueError: the batch is not supported, or the plan is for another one.
+        ValueError: the arguments are not supported, or the plan was made for other rows.
     """
     batch.check()
     if rows and RowShape(*rows) != batch.rows:
@@ -97,7 +103,7 @@ def attend(
 
 
 def operator(name: str, run: Callable[..., None]) -> Any:
-    """`run` for `torch.compile`: it writes its `out`, `lse` and `scratch`, and returns nothing."""
+    """Register `run`, which writes its `out`, `lse` and `scratch` and returns nothing, for `torch.compile`."""
     made = torch.library.custom_op(
         f"pd_kernels::{name}", run, mutates_args=("out", "lse", "scratch")
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of `paged_decode`: its arguments, whether they fit, and how the kernel is launched for them."""
+"""The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,15 @@ FP8 = torch.float8_e4m3fn
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_QUERIES = 8
 COSTS = TileCosts(row=16, partial=1)
-"""Not yet fitted on a GPU."""
+"""Estimates, not yet measured on a GPU."""
 
 
 def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
-    """For rows of so many lines. Checked ahead of time, not yet tuned on a GPU."""
+    """Launch options for rows of `height` lines of `dim` elements. Their registers and shared memory are checked by
+    compiling ahead of time; they are not yet tuned on a GPU."""
     block = triton.next_power_of_2(dim)
     tile, part = max(32, min(128, 8_192 // block)), max(1, 512 // block)
-    if height > 32:  # large enough for asynchronous products, which want a buffer more
+    if height > 32:  # asynchronous products (wgmma), which need one buffer more
         return KernelConfig(tile, 4, 4, 2, 16, part)
     programs = 3 if block <= 128 and height == 16 else 2
     return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, 16, part)
@@ -29,11 +30,11 @@ def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
 
 @dataclass(frozen=True, eq=False)
 class PagedCall(DecodeCall):
-    """One call.
+    """The arguments of one call; see `paged_decode`.
 
     Attributes:
         query: `[batch, queries, query heads, dim]`.
-        keys, values: `[page, token, head, dim]`.
+        keys, values: `[page, token, KV head, dim]`.
     """
 
     costs = COSTS

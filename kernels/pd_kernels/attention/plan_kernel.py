@@ -1,126 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""A schedule on the device, with the scratch of the kernels that follow it.
+"""The kernel that partitions the work of a batch, and what attention kernels read of its result.
 
-Planning is one small kernel, queued like any other: it reads the lengths where they are, so that a
-CUDA graph that holds it plans anew at each replay, and nobody waits for a copy to the host. In the
-prologue of the attention kernel it would be done by every program of every layer.
+One program does it, once a step. Every program of every layer would repeat it in the prologue of an attention kernel.
 """
 
-import functools
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.work_partition import FIELDS, TILES, UNIT, RowShape, TileCosts, schedule
+from pd_kernels.attention.work_partition import FIELDS, TILES, UNIT, WorkRange
 
 COUNTERS = 4
-"""Of a worker, for the row whose first piece it has: arrived, parts taken, departed, unused."""
+"""Counters of a worker, see `DecodePlan.counters`."""
 
 _UNIT = tl.constexpr(UNIT)
 _TILES = tl.constexpr(TILES)
 _FIELDS = tl.constexpr(FIELDS)
 
-
-@dataclass(frozen=True, eq=False)
-class DecodePlan:
-    """Who does what in a batch, and scratch; made once, filled once a step, used by every layer.
-
-    Kernels that share a plan must be queued on one stream. Counters are zero whenever no kernel runs.
-
-    Attributes:
-        rows: what it is for.
-        costs: that its stretches are balanced by.
-        records: int32 `[workers, 8]`, see `schedule.WorkerRange`.
-        cuts: int64 `[batch + workers + 1]`, of the planning kernel.
-        counters: int32 `[workers, 4]`.
-        partials: float32 `[workers, 2, height, dim]`: results of a worker's two split rows at most.
-        weights: float32 `[workers, 2, height]`, base-2 logarithms of their sums.
-    """
-
-    rows: RowShape
-    costs: TileCosts
-    records: torch.Tensor
-    cuts: torch.Tensor
-    counters: torch.Tensor
-    partials: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        rows: RowShape,
-        costs: TileCosts,
-        batch: int,
-        workers: int,
-        height: int,
-        dim: int,
-        device: torch.device,
-    ) -> "DecodePlan":
-        """Room for a plan of at most `batch` sequences, not yet filled."""
-
-        def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            rows,
-            costs,
-            room(workers, FIELDS, dtype=torch.int32),
-            room(batch + workers + 1, dtype=torch.int64),
-            room(workers, COUNTERS, dtype=torch.int32),
-            torch.empty(workers, 2, height, dim, dtype=torch.float32, device=device),
-            torch.empty(workers, 2, height, dtype=torch.float32, device=device),
-        )
-
-    @property
-    def workers(self) -> int:
-        return int(self.records.shape[0])
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What kernels read and write of it."""
-        return [self.records, self.counters, self.partials, self.weights]
-
-    def fill(self, lengths: torch.Tensor) -> "DecodePlan":
-        """Plan for these lengths, int32 or int64 `[batch]`; returns itself.
-
-        Queues one kernel and returns (CPU: torch). In a CUDA graph it belongs before the first layer.
-
-        Raises:
-            ValueError: there are no sequences, or more than there is room for.
-        """
-        room = self.cuts.numel() - self.workers - 1
-        if not 0 < lengths.numel() <= room:
-            raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {room}")
-        if lengths.is_cuda:
-            with torch.cuda.device(lengths.device):
-                launch_plan(self, lengths)
-        else:
-            self.records.copy_(schedule(lengths, self.rows, self.workers, self.costs))
-        return self
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 for a CPU, where plans say only that there is one worker."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
-    """`DecodePlan.fill` by the kernel."""
-    plan_rows[(1,)](
-        *(lengths, plan.cuts, plan.records),
-        *(lengths.numel(), lengths.stride(0), plan.workers, plan.rows.heads),
-        *(plan.rows.queries, plan.rows.window, plan.costs.row, plan.costs.partial),
-        TILE=plan.rows.tile,
-        BATCH=triton.next_power_of_2(lengths.numel()),
-        WORKERS=triton.next_power_of_2(plan.workers + 1),
-        num_warps=8,
-    )
+# Places of the fields of a work range.
+ROW, FIRST_TILE, END_ROW, END_TILE, FIRST_WORKER, LAST_WORKER, END_LAST_WORKER = (
+    tl.constexpr(place) for place in range(len(WorkRange._fields))
+)
 
 
 @triton.jit(
@@ -128,10 +28,10 @@ def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
         *("batch", "stride", "workers", "heads", "queries", "window", "row_cost", "partial_cost")
     ]
 )
-def plan_rows(
+def partition_rows(
     lengths,
-    cuts,
-    records,
+    boundaries,
+    ranges,
     batch,
     stride,
     workers,
@@ -144,74 +44,79 @@ def plan_rows(
     BATCH: tl.constexpr,
     WORKERS: tl.constexpr,
 ):
+    """Write a `WorkRange` per worker, as `work_partition.partition` defines it.
+
+    Runs as one program. BATCH and WORKERS are `batch` and `workers + 1`, rounded up to powers of two.
+    """
     sequence = tl.arange(0, BATCH)
     length = tl.load(lengths + sequence * stride, mask=sequence < batch, other=0)
     tiles = visible_tiles(length.to(tl.int32), queries, window, TILE)
     cost = tl.where(sequence < batch, row_cost + tiles * _UNIT, 0).to(tl.int64)
     ends = tl.cumsum(cost * heads, 0)
-    tl.store(cuts + sequence, ends, mask=sequence < batch)
+    tl.store(boundaries + sequence, ends, mask=sequence < batch)
     total = tl.sum(cost * heads, 0)
     longest = tl.max(tiles, 0) * (_UNIT * partial_cost)
     least = tl.maximum(tl.sqrt_rn(longest.to(tl.float32)).to(tl.int64), _UNIT)
     used = tl.minimum(tl.maximum(total // least, 1), workers)
-    tl.debug_barrier()  # below, threads read what others have stored
+    tl.debug_barrier()  # threads read below what others have stored above
 
     worker = tl.arange(0, WORKERS)
     at = tl.minimum(worker * total // used, total)
-    place = _count(cuts, batch, at, BATCH)
+    place = _count(boundaries, batch, at, BATCH)
     there = tl.minimum(place, batch - 1)
     own_tiles = visible_tiles(tl.load(lengths + there * stride).to(tl.int32), queries, window, TILE)
     own = (row_cost + own_tiles * _UNIT).to(tl.int64)
-    into = at - (tl.load(cuts + there) - own * heads)
+    into = at - (tl.load(boundaries + there) - own * heads)
     head = into // own
     tile = tl.maximum(into - head * own - row_cost + _UNIT // 2, 0) // _UNIT
     over = (tile > 0) & (tile >= own_tiles)
     row = there * heads + head + over.to(tl.int64)
     key = row * _TILES + tl.where(over, 0, tile)
     key = tl.where(place == batch, (batch * heads).to(tl.int64) * _TILES, key)
-    keys = cuts + batch
+    keys = boundaries + batch
     tl.store(keys + worker, key, mask=worker <= workers)
     tl.debug_barrier()
 
     real = worker < workers
     end = tl.load(keys + worker + 1, mask=real, other=0)
     row, end_row = key // _TILES, end // _TILES
-    record = records + worker * _FIELDS
-    tl.store(record, row.to(tl.int32), mask=real)
-    tl.store(record + 1, (key % _TILES).to(tl.int32), mask=real)
-    tl.store(record + 2, end_row.to(tl.int32), mask=real)
-    tl.store(record + 3, (end % _TILES).to(tl.int32), mask=real)
+    own_range = ranges + worker * _FIELDS
+    tl.store(own_range + ROW, row.to(tl.int32), mask=real)
+    tl.store(own_range + FIRST_TILE, (key % _TILES).to(tl.int32), mask=real)
+    tl.store(own_range + END_ROW, end_row.to(tl.int32), mask=real)
+    tl.store(own_range + END_TILE, (end % _TILES).to(tl.int32), mask=real)
     first = _count(keys, workers + 1, row * _TILES, WORKERS) - 1
     last = _count(keys, workers + 1, (row + 1) * _TILES - 1, WORKERS) - 1
     end_last = _count(keys, workers + 1, (end_row + 1) * _TILES - 1, WORKERS) - 1
-    tl.store(record + 4, first, mask=real)
-    tl.store(record + 5, last, mask=real)
-    tl.store(record + 6, end_last, mask=real)
+    tl.store(own_range + FIRST_WORKER, first, mask=real)
+    tl.store(own_range + LAST_WORKER, last, mask=real)
+    tl.store(own_range + END_LAST_WORKER, end_last, mask=real)
 
 
 @triton.jit
 def visible_tiles(length, queries, window, TILE: tl.constexpr):
-    """As `schedule.tile_counts`, int32."""
+    """Tiles of a sequence that at least one query sees, int32. The same as `work_partition.tile_counts`."""
     length = tl.maximum(length, 0)
     return (length + TILE - 1) // TILE - first_tile(length, queries, window, TILE)
 
 
 @triton.jit
 def first_tile(length, queries, window, TILE: tl.constexpr):
-    """Of a sequence, that some query sees: int32. `window` 0 is for all tokens."""
+    """The first tile of a sequence that at least one query sees, int32. `window` 0 stands for all tokens."""
     unseen = tl.maximum(length - queries - window + 1, 0) // TILE
     return tl.where(window > 0, unseen, 0)
 
 
 @triton.jit
-def touched_rows(record):
-    """How many rows a worker has something of."""
-    return tl.load(record + 2) - tl.load(record) + (tl.load(record + 3) > 0).to(tl.int32)
+def rows_of(work_range):
+    """How many rows a worker has a piece of, or all of."""
+    whole = tl.load(work_range + END_ROW) - tl.load(work_range + ROW)
+    return whole + (tl.load(work_range + END_TILE) > 0).to(tl.int32)
 
 
 @triton.jit
 def current_piece(
-    record,
+    work_range,
     done,
     lengths,
     HEADS: tl.constexpr,
@@ -219,20 +124,26 @@ def current_piece(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of the row that a worker is at: its number, first tile and end of the worker's piece (counted from
-    the first visible tile), tokens and visible tiles of its sequence."""
-    begin, end = tl.load(record), tl.load(record + 2)
+    """What a worker does after it has finished `done` rows.
+
+    Returns:
+        row: number of the row.
+        start, stop: first tile and end of the worker's piece, counted from the row's first visible tile.
+        length: tokens of the sequence.
+        tiles: visible tiles of the row.
+    """
+    begin, end = tl.load(work_range + ROW), tl.load(work_range + END_ROW)
     row = begin + done
     length = tl.maximum(tl.load(lengths + row // HEADS), 0).to(tl.int32)
     tiles = visible_tiles(length, QUERIES, WINDOW, TILE)
-    start = tl.where(row == begin, tl.load(record + 1), 0)
-    stop = tl.where(row == end, tl.load(record + 3), tiles)
+    start = tl.where(row == begin, tl.load(work_range + FIRST_TILE), 0)
+    stop = tl.where(row == end, tl.load(work_range + END_TILE), tiles)
     return row, start, stop, length, tiles
 
 
 @triton.jit
 def _count(ordered, count, value, SIZE: tl.constexpr):
-    """How many of `count` ordered numbers are at most `value`, for each: SIZE bounds them."""
+    """For each `value`, how many of the `count` sorted numbers are at most as large; SIZE >= `count`."""
     found = tl.zeros_like(value).to(tl.int32)
     step = tl.full((), SIZE, tl.int32)
     while step > 0:

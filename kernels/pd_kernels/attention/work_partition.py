@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program attends to which KV: rows cut into pieces of equal cost.
+"""Which worker attends to which KV: the work of a batch, cut into ranges of equal cost.
 
-A **row** is what one softmax runs over: a sequence and a KV head (or a part of its query heads). Its
-KV is read in **tiles** of tokens. Laid end to end, all rows of a batch are one line; each **worker**
-(a program of the persistent launch) gets a stretch of it, so that lengths, not the batch, decide who
-does what (Stream-K; FlashMLA's metadata kernel and ThunderMLA's scheduler pursue the same end). Where
-a cut falls within a row, that row is **split**: its pieces belong to consecutive workers, and only the
-first and the last row of a stretch can be split, which bounds all scratch by the number of workers.
+Words of this package:
 
-TileCosts are whole numbers, in sixteenths of a tile's time. This module is the definition, in torch,
-without a wait for the device; `plan.py` has the kernel that computes the same in one launch.
+- **line**: one query of one query head.
+- **row**: what shares loads of KV: the lines of one sequence that attend to one KV head (at most 64; more become
+  several rows). Rows are numbered by sequence, then by KV head.
+- **tile**: some consecutive tokens of KV, which one step of the loop reads.
+- **worker**: a program of the persistent launch. There are as many as run at once on the GPU.
+- **work range**: what one worker does. All tiles of all rows, laid end to end, are one line; each worker gets an equal
+  stretch of it (Stream-K; FlashMLA's tile scheduler and ThunderMLA's scheduler do the same). So a batch of unequal
+  lengths keeps all workers busy.
+- **split row**: a row that a boundary between work ranges cuts (split-KV). Its pieces belong to consecutive workers, each
+  of which computes a **partial**. Only the first and the last row of a range can be split, so that a worker
+  needs room for two partials at most, whatever the batch.
+
+Costs are whole numbers, in sixteenths of a tile's time. `partition` defines the result, in torch, without waiting for
+the device. `plan_kernel.py` computes the same in one launch.
 """
 
 from typing import NamedTuple
@@ -20,17 +27,17 @@ UNIT = 16
 """Cost of a tile."""
 
 TILES = 1 << 24
-"""More than a row has tiles: `row * TILES + tile` orders cuts."""
+"""More tiles than a row can have. `row * TILES + tile` is a place on the line, as one number that sorts."""
 
 FIELDS = 8
-"""Of a worker's record: see `WorkerRange`."""
+"""Words of a work range in memory: the 7 fields of `WorkRange` and one unused."""
 
 
 class TileCosts(NamedTuple):
-    """What else takes time, in sixteenths of a tile.
+    """Work that is not tiles, in sixteenths of a tile's time.
 
     Attributes:
-        row: to begin a row or a piece of it: its query, the first loads, writing its result.
+        row: to begin a row or a piece of one: load its queries, fill the pipeline, write the result.
         partial: to merge one more piece of a row.
     """
 
@@ -38,32 +45,32 @@ class TileCosts(NamedTuple):
     partial: int
 
 
-class WorkerRange(NamedTuple):
-    """A worker's stretch: from one place to another, and how far its split rows reach.
+class WorkRange(NamedTuple):
+    """What one worker does: tiles from (row, tile) up to (end_row, end_tile), and who has the rest of its split rows.
 
     Attributes:
-        row, tile: where it begins; `tile` is counted from the row's first visible tile.
-        end_row, end_tile: where it ends: the next worker's beginning.
-        first, last: workers that have the first and the last piece of `row`.
-        end_last: worker that has the last piece of `end_row`; means nothing if `end_tile` is 0.
+        row, tile: where the range begins. `tile` counts from the row's first visible tile.
+        end_row, end_tile: where it ends, which is where the next worker's begins.
+        first_worker, last_worker: workers that have the first and the last piece of `row`.
+        end_last_worker: worker that has the last piece of `end_row`. Meaningless if `end_tile` is 0.
     """
 
     row: int
     tile: int
     end_row: int
     end_tile: int
-    first: int
-    last: int
-    end_last: int
+    first_worker: int
+    last_worker: int
+    end_last_worker: int
 
 
 class RowShape(NamedTuple):
-    """What the rows of a batch have in common.
+    """What all rows of a batch have in common.
 
     Attributes:
-        heads: rows of each sequence.
+        heads: rows per sequence: KV heads, times the rows that the lines of one KV head need.
         tile: tokens of a tile.
-        queries: of a sequence: the last tokens of its KV.
+        queries: queries per sequence; they are the last tokens of its KV.
         window: tokens that a query sees, itself included; 0 for all.
     """
 
@@ -74,7 +81,7 @@ class RowShape(NamedTuple):
 
 
 def tile_counts(lengths: torch.Tensor, rows: RowShape) -> torch.Tensor:
-    """Tiles of each sequence that some query sees, int64: those before its window are left out."""
+    """Tiles of each sequence that at least one query sees, int64 `[batch]`. Tiles before the window do not count."""
     length = lengths.long().clamp(min=0)
     tiles = (length + rows.tile - 1) // rows.tile
     if rows.window:
@@ -82,14 +89,33 @@ def tile_counts(lengths: torch.Tensor, rows: RowShape) -> torch.Tensor:
     return tiles
 
 
-def schedule(lengths: torch.Tensor, rows: RowShape, workers: int, costs: TileCosts) -> torch.Tensor:
-    """A record for each worker, int32 `[workers, 8]` on the device of `lengths`.
+def partition(
+    lengths: torch.Tensor, rows: RowShape, workers: int, costs: TileCosts
+) -> torch.Tensor:
+    """Cut the work of a batch into one range per worker.
 
-    Not all workers get work: more pieces than `sqrt(tiles of the longest row / cost of a partial)`
-    make that row's merge cost more than they save.
+    Not all workers need get work. To split the longest row of T tiles into n pieces saves time as T / n and costs
+    n * `costs.partial` for the merge; beyond n = sqrt(T / `costs.partial`) it costs more than it saves.
 
     Args:
-        lengths: tokens of KV of each sequence, any integers `[batch]`, batch > 0.
+        lengths: tokens of KV of each sequence, int32 or int64 `[batch]`, batch > 0.
+        rows: what the rows have in common.
+        workers: how many there are.
+        costs: of work that is not tiles.
+
+    Returns:
+        int32 `[workers, 8]` on the device of `lengths`: a `WorkRange` per worker.
+
+    Example:
+        Two sequences of 4 and 2 tiles, one KV head, three workers: the first sequence is split in two.
+
+        >>> rows = RowShape(heads=1, tile=64, queries=1, window=0)
+        >>> ranges = partition(torch.tensor([256, 128]), rows, workers=3, costs=TileCosts(row=0, partial=0))
+        >>> for each in ranges[:, :4].tolist():
+        ...     print("tiles from {0}.{1} to {2}.{3}".format(*each))
+        tiles from 0.0 to 0.2
+        tiles from 0.2 to 1.0
+        tiles from 1.0 to 2.0
     """
     tiles = tile_counts(lengths, rows)
     cost = costs.row + UNIT * tiles
@@ -113,16 +139,16 @@ def schedule(lengths: torch.Tensor, rows: RowShape, workers: int, costs: TileCos
 
     begin, end = key[:-1], key[1:]
     row, end_row = begin // TILES, end // TILES
-    records = torch.zeros(workers, FIELDS, dtype=torch.int32, device=lengths.device)
-    fields = (
-        row,
-        begin % TILES,
-        end_row,
-        end % TILES,
-        torch.searchsorted(key, row * TILES, right=True) - 1,
-        torch.searchsorted(key, (row + 1) * TILES) - 1,
-        torch.searchsorted(key, (end_row + 1) * TILES) - 1,
+    ranges = torch.zeros(workers, FIELDS, dtype=torch.int32, device=lengths.device)
+    fields = WorkRange(
+        row=row,
+        tile=begin % TILES,
+        end_row=end_row,
+        end_tile=end % TILES,
+        first_worker=torch.searchsorted(key, row * TILES, right=True) - 1,
+        last_worker=torch.searchsorted(key, (row + 1) * TILES) - 1,
+        end_last_worker=torch.searchsorted(key, (end_row + 1) * TILES) - 1,
     )
     for number, field in enumerate(fields):
-        records[:, number] = field
-    return records
+        ranges[:, number] = field
+    return ranges

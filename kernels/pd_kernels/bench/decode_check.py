@@ -22,7 +22,7 @@ from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
-from pd_kernels.attention.work_partition import schedule
+from pd_kernels.attention.work_partition import partition
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.bench.random_cases import problems
@@ -200,8 +200,8 @@ def _differs(
     wanted: tuple[torch.Tensor, torch.Tensor],
 ) -> str:
     plan, (out, lse), (result, sums) = kernel.plan, found, wanted
-    defined = schedule(kernel.lengths, plan.rows, plan.workers, plan.costs)
-    if not torch.equal(plan.records, defined):
+    defined = partition(kernel.lengths, plan.rows, plan.workers, plan.costs)
+    if not torch.equal(plan.ranges, defined):
         return "the plan differs from its definition"
     error = float((out.float() - result).norm() / result.norm().clamp_min(1e-30))
     if not error <= BOUND:

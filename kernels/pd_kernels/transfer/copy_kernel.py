@@ -24,6 +24,8 @@ from pd_kernels.transfer.sums import add_scales, add_words, launch_payload_sums
 VECTORS = 1024
 """Vectors of a program."""
 WARPS = 4
+NARROW_REGISTERS = 192
+"""Registers of a thread if each element needs its own address. Left to choose, ptxas takes fewer and spills."""
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -124,6 +126,7 @@ def launch_copy(chunk: ChunkLaunch, gather: bool) -> None:
         CHECK=fused,
         VECTORS=VECTORS,
         num_warps=WARPS,
+        maxnreg=None if blocks.wide else NARROW_REGISTERS,
     )
     if chunk.sums is not None and not fused and gather:
         launch_payload_sums(chunk.payload, chunk.sums)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pd_connector.pages.device import DevicePages
+from pd_connector.pages.kernel_pages import KernelPages
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import routes
 from pd_connector.tools.bench.gpu.cache import GpuCache
@@ -109,7 +109,7 @@ class Collated(Mover):
         (self._route,) = routes(geometry, geometry, (codec, "raw"), (codec, "raw"))
         most = chunk_limit((self._route,), cache.tokens, slot_bytes, None)
         self._chunks = plan((self._route,), 0, cache.tokens, most)
-        self._pages = DevicePages(cache.layer_pages(), cache.device)
+        self._pages = KernelPages(cache.layer_pages(), cache.device)
         self._slab = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=cache.device)
         on_gpu = cache.device.type == "cuda"
         self._stream = torch.cuda.Stream(cache.device) if on_gpu else None

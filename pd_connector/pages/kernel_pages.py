@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and scatter by the kernels of `pd_kernels`: one launch for all layers of a chunk, codec and
-checksum in the same pass.
+"""Gather and scatter by the kernels of `pd_kernels`: one launch moves all layers of a chunk, codes them and forms
+the checksum.
 
-Payloads, and their checksums, are those of the host's path byte by byte. On tensors in host memory
-the same operators run as plain torch, so that all of this but the device's own calls can be tried
-without a GPU. Importing this needs Triton.
+Payloads and checksums are byte by byte those of the path without kernels (`block_copies.py`). On tensors in host
+memory the same operators run as plain torch, so that all but the device's own calls can be tried without
+a GPU. Importing this needs Triton.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.kv.geometry import Group
-from pd_connector.pages.copies import as_tensor
+from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.tiles import tokens_of
 from pd_connector.pages.warm_up import WarmUp
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
     view_pages: int  # that are one page of the engine
 
 
-class DevicePages:
+class KernelPages:
     """Pages of one cache. Used by one thread, with the cache's own stream current.
 
     Args:
@@ -58,14 +58,14 @@ class DevicePages:
         self._warm_up = WarmUp(self._compile_for)
 
     def prepare(self, route: Route, *, gathers: bool) -> bool:
-        """Have the kernels compiled that gather, or scatter, chunks of this route. Returns whether they
-        are: until then a call for such a chunk waits for the compiler."""
+        """Begin to compile the kernels that gather, or scatter, chunks of this route. Returns whether that
+        has ended: until then a call for such a chunk waits for the compiler."""
         return self._warm_up.begin(route, gathers)
 
     def gather(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
     ) -> torch.Tensor | None:
-        """Queue a chunk's way out of its pages.
+        """Queue the kernel that copies a chunk out of its pages.
 
         Args:
             pages: ids of `chunk.pages(route.source.page_size)`.
@@ -85,8 +85,8 @@ class DevicePages:
     def scatter(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
     ) -> torch.Tensor | None:
-        """Queue a payload's way into its pages; see `gather`. `payload` is only read, `pages` are ids
-        of `chunk.pages(route.destination.page_size)`, and the sums are those of what was read."""
+        """Queue the kernel that copies a payload into its pages; see `gather`. `payload` is only read, `pages` are
+        ids of `chunk.pages(route.destination.page_size)`, and the sums are those of what was read."""
         launch = self._launch(route, chunk, pages, payload, gathers=False)
         return launch and _run(scatter_pages, launch)
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, geometry_of, ranks
-from support.caches import LATENT, LAYOUTS, Layer, Model, Setup
+from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
+from support.setups import LATENT, Layer, Model, Setup
 
 from pd_connector.agent import inbox, outbox
 from pd_connector.codec import DTYPES
@@ -42,7 +43,7 @@ LAYERS: tuple[Model, ...] = (
 
 def by_kernels(cache: PagedCache) -> PagedCache:
     """The same memory, moved by the operators."""
-    return PagedCache(cache._layers, cache.geometry, by_kernels=True)
+    return PagedCache(cache._layers.by_number, cache.geometry, by_kernels=True)
 
 
 def rank_of(model: Model, setup: Setup, tokens: int, seed: int, device: str = "cpu") -> CacheRank:
@@ -248,7 +249,7 @@ def test_a_table_of_blocks_is_made_once_for_all_chunks_of_the_same_layers() -> N
 def test_without_triton_a_cache_moves_its_pages_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pd_connector.pages.device", None)
+    monkeypatch.setitem(__import__("sys").modules, "pd_connector.pages.kernel_pages", None)
     rank, cache, route, chunk = one_chunk()
     assert "not by kernels" in caplog.text
     slots = [memoryview(bytearray(chunk.nbytes(route))) for _ in range(2)]

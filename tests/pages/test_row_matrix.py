@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.pages.copies import HostCopier, Where
-from pd_connector.pages.grid import Grid
+from pd_connector.pages.copiers import HostCopier
+from pd_connector.pages.row_matrix import RowMatrix
+from pd_connector.pages.spans import TokenSpan
 
 PAGES, HEADS, TOKENS = 6, 4, 8
 
@@ -49,14 +50,14 @@ def test_blocks_are_what_indexing_gives(
     heads = slice(cut[0], min(HEADS, cut[0] + cut[1]))
     view = whole[:, heads, :, dim * value : dim * (1 + value)]
     stop = min(first + count, first // TOKENS * TOKENS + PAGES * TOKENS)
-    where = Where(tuple(pages), first, stop, TOKENS, TOKENS)
+    where = TokenSpan(tuple(pages), first, stop, TOKENS, TOKENS)
     base = first // TOKENS * TOKENS
     tokens = [(pages[(t - base) // TOKENS], t % TOKENS) for t in range(first, stop)]
     wanted = torch.stack([view[page, :, token] for page, token in tokens], 1)
     memory = torch.empty(wanted.nbytes + 8, dtype=torch.uint8)
     places = memory[2 * (odd // 2) :][: wanted.nbytes].view(torch.int16)
     block = places.view(wanted.shape)
-    assert Grid.of(view) is not None
+    assert RowMatrix.of(view) is not None
     copier = HostCopier()
     copier.read(view, where, block)
     assert torch.equal(block, wanted)
@@ -75,8 +76,8 @@ def test_blocks_are_what_indexing_gives(
 def test_rows_that_are_no_places_of_a_grid_have_none() -> None:
     """K of 4 elements beside V of 5: rows of 8 bytes, 18 apart."""
     packed = torch.zeros(PAGES, HEADS, TOKENS, 9, dtype=torch.int16)
-    assert Grid.of(packed[..., :4]) is None
-    assert Grid.of(packed.transpose(2, 3)) is None, "a row lies scattered"
+    assert RowMatrix.of(packed[..., :4]) is None
+    assert RowMatrix.of(packed.transpose(2, 3)) is None, "a row lies scattered"
 
 
 @pytest.mark.parametrize("heads", [slice(0, 4), slice(1, 3), slice(2, 3), slice(0, 3)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache on the host as one matrix of rows, so that numpy moves any of them in one call.
+"""A cache on the host, seen as one matrix of rows: numpy moves any of them in one call.
 
 `np.take` copies row by row without a buffer between, whatever the rows' size: two to three times as
 fast as assignments page by page where pages are small, and faster where they are not.
@@ -13,26 +13,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_connector.pages.spans import Index
+
 Words = npt.NDArray[Any]
-Index = npt.NDArray[np.int64]
 
 _WORD = 8
 
 
-class Grid(NamedTuple):
-    """Memory of a cache in rows that lie side by side, some of which may be none of the view's.
+class RowMatrix(NamedTuple):
+    """The memory of a view in rows that lie side by side; some rows may not belong to the view.
 
     Attributes:
-        rows: `[rows, bytes]`, as words of 8 bytes where they allow that.
-        steps: rows from one element of each of the view's leading axes to the next.
+        rows: `[rows, bytes]`, or `[rows, words of 8 bytes]` where size and address allow that.
+        steps: rows from one element to the next, for each leading axis of the view.
     """
 
     rows: Words
     steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, view: torch.Tensor) -> Grid | None:
-        """The grid of a view `[..., row]`; None if its rows are no places of one.
+    def of(cls, view: torch.Tensor) -> RowMatrix | None:
+        """The matrix of a view `[..., row]`; None if its rows do not lie at whole rows of one.
 
         Args:
             view: on the host; at least two axes.
@@ -50,17 +51,17 @@ class Grid(NamedTuple):
         return cls(rows, tuple(step // row for step in steps))
 
     def take(self, index: Index, out: Words) -> None:
-        """Fill dense bytes with these rows. The index must be within the grid: it is not checked."""
+        """Fill dense bytes with these rows. The index is not checked: it must be within the matrix."""
         source, target = self._alike(len(index), out)
         np.take(source, index, axis=0, out=target, mode="clip")
 
     def put(self, index: Index, values: Words) -> None:
-        """Write dense bytes into these rows; an index of which none comes twice."""
+        """Write dense bytes into these rows; no row may be named twice."""
         target, found = self._alike(len(index), values)
         target[index] = found
 
     def _alike(self, count: int, dense: Words) -> tuple[Words, Words]:
-        """The grid's rows and `count` dense ones, in words that both allow. Views."""
+        """The matrix and `count` dense rows, as views in words that both allow."""
         rows, cells = self.rows, dense.reshape(-1).view(np.uint8).reshape(count, -1)
         if cells.ctypes.data % _WORD:
             return rows.view(np.uint8), cells
