@@ -69,7 +69,7 @@ def test_files_and_functions_that_a_document_names_are_there(doc: Path) -> None:
 
 def there(name: str) -> bool:
     """Whether the repository has it, if it is a path, or a path with the name of something in it."""
-    if not name.startswith(PLACES) or "*" in name or "{" in name:
+    if not name.startswith(PLACES) or any(mark in name for mark in "*{<"):
         return True
     path, _, inside = name.partition(":")
     file = ROOT / path
@@ -79,13 +79,16 @@ def there(name: str) -> bool:
 
 
 def defined(tree: ast.AST, prefix: str = "") -> set[str]:
-    """Functions, classes and methods: `Class.method`."""
+    """Functions, classes, methods (`Class.method`) and constants."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(prefix + node.name)
             if isinstance(node, ast.ClassDef):
                 found |= defined(node, f"{prefix}{node.name}.")
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                found.add(prefix + target.id)
     return found
 
 
