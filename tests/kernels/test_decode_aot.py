@@ -51,7 +51,7 @@ NARROW_VALUES = ("paged, fp8",)
 def report() -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
-    paths = [str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False

@@ -22,8 +22,9 @@ COMMAND = [sys.executable, "-m", "pd_kernels.bench", "transfer"]
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    kernels = str(Path(__file__).parents[2] / "kernels")
-    environment["PYTHONPATH"] = os.pathsep.join([kernels, environment.get("PYTHONPATH", "")])
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "kernels")]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
     return subprocess.run(
         [*COMMAND, *options], capture_output=True, text=True, env=environment, check=False
     )

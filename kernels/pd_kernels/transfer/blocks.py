@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from pd_connector.kv.payload import CODEC_NAMES, SECTION_BYTES, BlockBytes, block_bytes
+from pd_connector.kv.payload import CODEC_NAMES, BlockBytes, block_bytes
+from pd_kernels.transfer.view_table import all_wide, view_table
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 MAX_LAYERS = 65_535
 """CUDA's limit of the third extent of a launch."""
-
-_MAX_STRIDE_BYTES = 1 << 31
-"""Kernels hold the strides of page, token and dim in 32 bits."""
 
 
 class Stored(NamedTuple):
@@ -199,7 +197,7 @@ class Blocks:
         """
         return cls(
             views=tuple(views),
-            table=_table(views),
+            table=view_table(views),
             factors=factors,
             parts=parts,
             page_size=page_size,
@@ -207,7 +205,7 @@ class Blocks:
             source=source,
             destination=destination,
             step=step,
-            wide=_wide(views),
+            wide=all_wide(views),
         )
 
     def stand_in(self) -> "Blocks":
@@ -217,7 +215,7 @@ class Blocks:
         """
         views = [view.new_zeros((1, *view.shape[1:])) for view in self.views[: self.parts]]
         factors = self.factors[: self.parts]
-        return replace(self, views=tuple(views), table=_table(views), factors=factors)
+        return replace(self, views=tuple(views), table=view_table(views), factors=factors)
 
     @property
     def layers(self) -> int:
@@ -294,34 +292,3 @@ def _check(
         )
     if view.dtype not in dtypes:
         raise ValueError(f"view of {view.dtype}: must be as one side's cache stores it, {dtypes}")
-
-
-def _table(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    rows = [(view.data_ptr(), *_strides(view)) for view in views]
-    for view, (_, page, _, token, dim) in zip(views, rows, strict=True):
-        # Kernels multiply the index within a row by dim's stride in 32 bits.
-        farthest = max(page, token, dim * (view.shape[3] - 1))
-        if farthest >= _MAX_STRIDE_BYTES:
-            raise ValueError(
-                f"view {tuple(view.shape)}, strides of {page}, {token} and {dim} bytes of page, token "
-                "and dim: pages, tokens, and the elements of a token must be less than 2 GiB apart"
-            )
-    return torch.tensor(rows, dtype=torch.int64, device=views[0].device)
-
-
-def _strides(view: torch.Tensor) -> list[int]:
-    """Strides in bytes. 0 for an axis of length 1, whose stride in torch may be anything."""
-    size = view.element_size()
-    return [
-        stride * size if count > 1 else 0
-        for stride, count in zip(view.stride(), view.shape, strict=True)
-    ]
-
-
-def _wide(views: Sequence[torch.Tensor]) -> bool:
-    def whole(view: torch.Tensor) -> bool:
-        *steps, dim = _strides(view)
-        places = (view.data_ptr(), *steps)
-        return dim == view.element_size() and all(at % SECTION_BYTES == 0 for at in places)
-
-    return all(whole(view) for view in views)

@@ -152,6 +152,35 @@ def _poll(published, tiles, start):
     return missing, largest, distance
 
 
+@triton.jit
+def _largest_published(
+    published, cached, pages, tile, tiles, first, limit, width, page_stride, token_stride,
+    dim_stride, max_polls,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Poll until all tiles of a head have published, and return the largest word. After `max_polls` polls, compute
+    what is missing, and publish it for others."""
+    missing, largest, polls = tiles, 0, 0
+    while missing > 0:
+        # Each program and each poll begins at another tile, so that programs which give up waiting
+        # seldom read the same one.
+        start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
+        missing, largest, distance = _poll(published, tiles, start)
+        polls += 1
+        if (missing > 0) & (polls > max_polls):
+            other = (start + distance) % tiles
+            theirs = 0
+            for piece in range(other * _PIECES, (other + 1) * _PIECES):
+                unread = _read_vectors(
+                    cached, pages, piece, first, limit, width, page_stride, token_stride,
+                    dim_stride, VIEW, PAGES, WIDE, VECTORS // _PIECES,
+                )  # fmt: skip
+                bits = magnitude_bits(unread.to(tl.float32))
+                theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
+            tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
+    return largest
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def gather_fp8(
     table,
@@ -217,24 +246,10 @@ def gather_fp8(
         tl.atomic_xchg(published + tile, own + 1, sem="relaxed")
         if place < ahead:
             return
-        missing, largest, polls = tiles, 0, 0
-        while missing > 0:
-            # Each program and each poll begins at another tile, so that programs which give up waiting
-            # seldom read the same one.
-            start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
-            missing, largest, distance = _poll(published, tiles, start)
-            polls += 1
-            if (missing > 0) & (polls > max_polls):
-                other = (start + distance) % tiles
-                theirs = 0
-                for piece in range(other * _PIECES, (other + 1) * _PIECES):
-                    unread = _read_vectors(
-                        cached, pages, piece, first, limit, width, page_stride, token_stride,
-                        dim_stride, VIEW, PAGES, WIDE, VECTORS // _PIECES,
-                    )  # fmt: skip
-                    bits = magnitude_bits(unread.to(tl.float32))
-                    theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
-                tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
+        largest = _largest_published(
+            published, cached, pages, tile, tiles, first, limit, width, page_stride, token_stride,
+            dim_stride, max_polls, VIEW, PAGES, WIDE, VECTORS,
+        )  # fmt: skip
         power = power_scale(largest - 1)
         codes = (value.to(tl.float32) * power_of_two(-power)).to(tl.float8e4nv)
         _write_codes(
