@@ -65,7 +65,8 @@ def count() -> None:
 def problem(kernel: Callable[[], None] = count) -> str:
     """Why no kernel can be interpreted with the versions at hand; empty if they can.
 
-    Before Triton 3.9 the interpreter turns arrays of one element into integers, which numpy 2.5 refuses.
+    Before Triton 3.9 the interpreter turns arrays of one element into integers, which numpy 2.5
+    refuses.
     """
     try:
         kernel()

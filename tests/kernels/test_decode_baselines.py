@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode kernels are measured against is asked for the same, and does not lose by our fault."""
+"""What decode kernels are measured against is asked for the same, and does not lose by our
+fault."""
 
 import functools
 import sys

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples in docstrings run, on a CPU and without the interpreter, where the references compute."""
+"""The examples in docstrings run, on a CPU and without the interpreter, where the references
+compute."""
 
 import os
 import subprocess

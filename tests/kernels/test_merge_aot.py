@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler makes of the merge for sm_90a, without a GPU.
 
-`python test_merge_aot.py` compiles and prints: a program of its own, because kernels are interpreted
-in the process of the tests.
+`python test_merge_aot.py` compiles and prints: a program of its own, because kernels are
+interpreted in the process of the tests.
 """
 
 import json

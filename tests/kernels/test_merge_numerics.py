@@ -17,7 +17,8 @@ EMPTY = float("-inf")
 
 
 def attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Partials:
-    """Of `[heads, dim]` queries over `[token, heads, dim]`, in the inputs' dtype; 0 and -inf over none."""
+    """Of `[heads, dim]` queries over `[token, heads, dim]`, in the inputs' dtype; 0 and -inf over
+    none."""
     scores = torch.einsum("hd,thd->ht", q, key)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == EMPTY, 0.0).unsqueeze(-1)).exp()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of each kernel for sm_90a: registers, spills, and how wide memory is read.
+"""What the compiler makes of each kernel for sm_90a: registers, spills, and how wide memory is
+read.
 
-No GPU is needed. What is asserted here is what a kernel needs to run at the speed of the memory, not
-that it does.
+No GPU is needed. What is asserted here is what a kernel needs to run at the speed of the memory,
+not that it does.
 """
 
 import json
@@ -82,7 +83,8 @@ def kernels() -> dict[str, dict[str, Any]]:
 
 
 def wide(kernel: dict[str, Any], kind: str) -> int:
-    """Bytes that the program's threads together read or write 16 at a time, in the code as it lies."""
+    """Bytes that the program's threads together read or write 16 at a time, in the code as it
+    lies."""
     found = sum(n for name, n in kernel["accesses"].items() if name.startswith(kind + WIDE))
     return 16 * found * int(kernel["threads"])
 
@@ -132,7 +134,8 @@ def read_share(name: str) -> float:
 def test_enough_loads_are_under_way_to_keep_the_memory_busy(
     kernels: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Of all programs that fit on a multiprocessor, a third is waiting for what it codes or writes."""
+    """Of all programs that fit on a multiprocessor, a third is waiting for what it codes or
+    writes."""
     kernel = kernels[name]
     wanted = COPY_BYTES_PER_S * read_share(name) * LOAD_S / MULTIPROCESSORS
     assert programs(kernel) * TILE_BYTES[name] * 2 / 3 >= wanted

@@ -64,7 +64,8 @@ def test_rows_say_whether_a_bar_was_reached(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's parts on this machine: few tokens, interpreted kernels, times that say nothing."""
+    """The command's parts on this machine: few tokens, interpreted kernels, times that say
+    nothing."""
 
     def once(calls: Sequence[Callable[[], None]]) -> float:
         for call in calls:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every launch that a chunk may need is one that CUDA takes: 65,535 programs at most in the second and
-third extent."""
+"""Every launch that a chunk may need is one that CUDA takes: 65,535 programs at most in the second
+and third extent."""
 
 import pytest
 import torch

@@ -83,7 +83,8 @@ def scattered(rank: Rank, route: Route, planned: Chunk, payload: bytes, by_kerne
 def same_both_ways(
     source: Rank, theirs: Setup, model: Model, span: tuple[int, int], codec: str
 ) -> Route:
-    """Every chunk from `source` to one rank of `theirs`, by kernels, references and pd_connector."""
+    """Every chunk from `source` to one rank of `theirs`, by kernels, references and
+    pd_connector."""
     destinations = [rank_of(model, theirs, span[1], 7) for _ in range(3)]
     (route,) = routes(source.geometry, destinations[0].geometry, (codec, "raw"), (codec, "raw"))
     for planned in plan((route,), *span, 1 << 22):

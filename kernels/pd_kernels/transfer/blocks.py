@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers and heads of a cache move, and how they are coded: made once per cache, route and layers."""
+"""Which layers and heads of a cache move, and how they are coded: made once per cache, route and
+layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,23 +48,24 @@ class BlockSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks (K or V of one layer each) of one cache that pass along one route. Made by `Blocks.of`.
+    """The blocks (K or V of one layer each) of one cache that pass along one route. Made by
+    `Blocks.of`.
 
     Attributes:
-        views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with the heads
-            that move, any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The memory is the
-            engine's and is not copied.
-        table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token and dim
-            in bytes.
+        views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with
+            the heads that move, any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The
+            memory is the engine's and is not copied.
+        table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token
+            and dim in bytes.
         factors: float32 `[block]` on the device, see `step`.
         parts: blocks of a layer: 2, or 1 for latents and `verbatim`.
         page_size: tokens of a page of the engine. A page of `views` may be a part of it.
         codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
         source: dtype of the producer's cache.
         destination: dtype of the consumer's cache.
-        step: how a decoded value becomes what the destination stores. `times`: it is multiplied by the
-            block's factor (the source is FP8, and the two sides' scales differ). `over`: it is divided by
-            the factor (only the destination is FP8). `none`: it is stored as it is.
+        step: how a decoded value becomes what the destination stores. `times`: it is multiplied by
+            the block's factor (the source is FP8, and the two sides' scales differ). `over`: it is
+            divided by the factor (only the destination is FP8). `none`: it is stored as it is.
         wide: whether all addresses and strides allow 16-byte accesses.
     """
 
@@ -92,8 +94,9 @@ class Blocks:
         """Describe the blocks of some layers. Copies a small table to the device; touches no KV.
 
         Args:
-            keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides, all of one shape
-                and dtype. The dtype is that of `source` in the producer, of `destination` in the consumer.
+            keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides, all of
+                one shape and dtype. The dtype is that of `source` in the producer, of `destination`
+                in the consumer.
             values: V of each layer, shaped like K but for dim; empty for latents.
             page_size: tokens of a page of the engine, a multiple of the tokens of the views.
             codec: `raw`, `fp8_e4m3` or `int8`; both sides pass the same one.
@@ -102,8 +105,8 @@ class Blocks:
             heads: which heads of the views move; all by default.
 
         Raises:
-            ValueError: views that do not fit each other, elements of a page more than 2 GiB apart, or a
-                codec that cannot take `source`.
+            ValueError: views that do not fit each other, elements of a page more than 2 GiB apart,
+                or a codec that cannot take `source`.
 
         Example:
             Two layers of 3 KV heads; only heads 1 and 2 move.
@@ -148,8 +151,8 @@ class Blocks:
         """Describe whole pages of some layers, which pass as bytes (`verbatim`).
 
         Args:
-            rows: one per layer, uint8 `[page, head, bytes]` with the heads that move. head is 1 if the heads
-                of a page cannot be told apart.
+            rows: one per layer, uint8 `[page, head, bytes]` with the heads that move. head is 1 if
+                the heads of a page cannot be told apart.
             parts_per_page: pages of `rows` that are one page of the engine.
 
         Raises:
@@ -209,7 +212,8 @@ class Blocks:
         )
 
     def stand_in(self) -> "Blocks":
-        """Make blocks of one layer and one page of zeros, in memory of their own, that take the same kernels.
+        """Make blocks of one layer and one page of zeros, in memory of their own, that take the
+        same kernels.
 
         A chunk of one token of them compiles the kernels before real chunks come.
         """
@@ -231,7 +235,8 @@ class Blocks:
         return tuple(view.shape[3] for view in self.views[: self.parts])
 
     def sizes(self, tokens: int) -> BlockSizes:
-        """Sizes of a layer's blocks in a chunk of `tokens` tokens; for `verbatim`, of so many pages."""
+        """Sizes of a layer's blocks in a chunk of `tokens` tokens; for `verbatim`, of so many
+        pages."""
         return BlockSizes(
             tuple(
                 block_bytes(self.codec, part == 0, self.heads, tokens, dim, self.source.itemsize)
@@ -240,7 +245,8 @@ class Blocks:
         )
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the payload of a chunk of `tokens` tokens; for `verbatim`, of so many pages of `views`."""
+        """Bytes of the payload of a chunk of `tokens` tokens; for `verbatim`, of so many pages of
+        `views`."""
         return self.layers * self.sizes(tokens).total
 
     @property

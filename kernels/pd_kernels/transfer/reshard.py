@@ -2,8 +2,8 @@
 # mypy: allow-untyped-decorators
 """Reshard: payloads of one tensor-parallel size into payloads of another, in one launch.
 
-For payloads that lie in a store and meet consumers of another size. Codes and scales of a head are moved as they
-are, whatever the codec, so that nothing is lost.
+For payloads that lie in a store and meet consumers of another size. Codes and scales of a head are
+moved as they are, whatever the codec, so that nothing is lost.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ class PayloadShape(NamedTuple):
         return (self.key_dim, self.value_dim) if self.value_dim else (self.key_dim,)
 
     def held(self, ranks: int) -> int:
-        """KV heads on each of `ranks` ranks; with more ranks than heads, several ranks hold the same one.
+        """KV heads on each of `ranks` ranks; with more ranks than heads, several ranks hold the
+        same one.
 
         Raises:
             ValueError: neither number divides the other.
@@ -93,8 +94,8 @@ class Resharding:
         sources: the payload of each rank of the producer.
         destinations: memory for the payload of each rank of the consumer.
         payload: what all of them have in common.
-        table: int64 `[head of a destination, 6]` on the device: address of the source's payload, its heads,
-            and the head's place among them; then the same of the destination.
+        table: int64 `[head of a destination, 6]` on the device: address of the source's payload,
+            its heads, and the head's place among them; then the same of the destination.
     """
 
     sources: tuple[torch.Tensor, ...]
@@ -113,7 +114,8 @@ class Resharding:
 
         Args:
             sources: payload of each rank of the producer: uint8, dense, aligned to 16 bytes.
-            destinations: memory for the payload of each rank of the consumer, likewise; may be longer.
+            destinations: memory for the payload of each rank of the consumer, likewise; may be
+                longer.
             payload: what all of them have in common.
 
         Raises:
@@ -150,8 +152,8 @@ def _holder(payload: PayloadShape, ranks: int, head: int) -> tuple[int, int]:
 def reshard(resharding: Resharding) -> None:
     """Write the payloads of the destinations.
 
-    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and rows of codes that are
-    not multiples of 16 bytes, take plain torch. Nothing behind a payload is touched.
+    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and rows of
+    codes that are not multiples of 16 bytes, take plain torch. Nothing behind a payload is touched.
 
     Args:
         resharding: from `Resharding.of`.
@@ -204,8 +206,8 @@ def _operator(
     element_bytes: int,
 ) -> None:
     payload = PayloadShape(codec, heads, layers, tokens, key_dim, value_dim, element_bytes)
-    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so that it is made
-    # of what was passed.
+    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so that
+    # it is made of what was passed.
     _run(Resharding.of(sources, destinations, payload))
 
 

@@ -15,7 +15,8 @@ def view_table(views: Sequence[torch.Tensor]) -> torch.Tensor:
     """Addresses and strides for kernels: int64 `[view, 5]` on the views' device, strides in bytes.
 
     Raises:
-        ValueError: strides that kernels, which hold those of page, token and dim in 32 bits, cannot use.
+        ValueError: strides that kernels, which hold those of page, token and dim in 32 bits, cannot
+            use.
     """
     rows = [(view.data_ptr(), *_strides(view)) for view in views]
     for view, (_, page, _, token, dim) in zip(views, rows, strict=True):
@@ -39,7 +40,8 @@ def _strides(view: torch.Tensor) -> list[int]:
 
 
 def all_wide(views: Sequence[torch.Tensor]) -> bool:
-    """Whether rows of all views, `[page, head, token, dim]`, can be read and written 16 bytes at a time."""
+    """Whether rows of all views, `[page, head, token, dim]`, can be read and written 16 bytes at a
+    time."""
 
     def whole(view: torch.Tensor) -> bool:
         *steps, dim = _strides(view)
