@@ -51,7 +51,7 @@ WAIT = r"(?<!WARPGROUP\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)"
 
 
 class Launched(NamedTuple):
-    """Of a kernel: bytes of one tile, and programs on a multiprocessor."""
+    """What a launch was made for: bytes of one tile, and programs on a multiprocessor."""
 
     tile: int
     programs: int
@@ -166,13 +166,13 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
 
 
 def starved_call() -> Launched:
-    """With half the registers that it needs."""
+    """A kernel with half the registers that it needs."""
     with mock.patch.object(KernelConfig, "registers", 80):
         return paged_call()
 
 
 def unpipelined_call() -> Launched:
-    """With a loop that loads a tile and waits for it."""
+    """A kernel whose loop loads a tile and waits for it."""
     two = paged_call_module.config_of(128, 2, 16)._replace(stages=2)
     with mock.patch.object(paged_call_module, "config_of", return_value=two):
         return paged_call()

@@ -64,7 +64,7 @@ def chunk_of(
     gather: bool,
     sums: torch.Tensor | None = None,
 ) -> ChunkLaunch:
-    """As the kernels are called for it."""
+    """The arguments with which kernels are called for a planned chunk."""
     group = route.source if gather else route.destination
     table = torch.tensor(pages, dtype=torch.int32)
     if planned.verbatim:

@@ -53,7 +53,7 @@ def _plugin() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer."""
+    """The shape of a layer."""
 
     heads: int = 6
     kv_heads: int = 2

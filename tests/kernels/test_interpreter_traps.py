@@ -54,7 +54,7 @@ NUMBERS = torch.cat(
         ),
     ]
 ).repeat(2)[:4096]
-"""With codes that round up into the next power of two, ties, saturation and subnormal codes."""
+"""Numbers with codes that round up into the next power of two, ties, saturation and subnormal codes."""
 
 
 def as_fp8(numbers: torch.Tensor) -> torch.Tensor:

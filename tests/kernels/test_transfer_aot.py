@@ -59,7 +59,7 @@ TILE_BYTES = {
     "payload sums": 16_384,
 }
 
-# Whose rows in memory, or of a program, are too short for that.
+# Kernels whose rows, in memory or in a program, are too short for that.
 SLOWER = (
     "gather raw, odd rows",
     "gather int8, 80",
@@ -90,7 +90,7 @@ def wide(kernel: dict[str, Any], kind: str) -> int:
 
 
 def programs(kernel: dict[str, Any]) -> int:
-    """That fit on a multiprocessor by their registers, which are given out by eights."""
+    """Programs that fit on a multiprocessor by their registers, which are allocated by eights."""
     return REGISTERS // (-(-kernel["registers"] // 8) * 8 * kernel["threads"])
 
 
@@ -115,12 +115,12 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(
 
 
 def test_an_odd_row_is_read_in_small_pieces(kernels: dict[str, dict[str, Any]]) -> None:
-    """So that the test above would see it."""
+    """Negative control of the test above."""
     assert wide(kernels["gather raw, odd rows"], "LDG") == 0
 
 
 def read_share(name: str) -> float:
-    """Of the bytes that a kernel moves, how many it reads."""
+    """The part of the bytes that a kernel moves which it reads."""
     if name == "payload sums":
         return 1.0
     if "float32" in name:
@@ -134,8 +134,7 @@ def read_share(name: str) -> float:
 def test_enough_loads_are_under_way_to_keep_the_memory_busy(
     kernels: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Of all programs that fit on a multiprocessor, a third is waiting for what it codes or
-    writes."""
+    """A third of the programs on a multiprocessor is not loading, because it codes or writes."""
     kernel = kernels[name]
     wanted = COPY_BYTES_PER_S * read_share(name) * LOAD_S / MULTIPROCESSORS
     assert programs(kernel) * TILE_BYTES[name] * 2 / 3 >= wanted

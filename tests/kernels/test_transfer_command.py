@@ -144,7 +144,7 @@ def test_a_fused_codec_is_held_to_raw_and_raw_to_a_copy() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_row_comes_when_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what ends a run early leaves the rows before it; a case that fails ends no other."""
+    """A run that ends early keeps the rows before; a case that fails ends no other."""
     rows = transfer.measure_transfer((70,))
     first = next(rows)
     monkeypatch.setattr(transfer, "seconds", lambda _: 1 / 0)

@@ -51,7 +51,7 @@ def wanted_payload(rank: Rank, route: Route, planned: Chunk) -> bytes:
 
 
 def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes:
-    """By the kernels or their reference; the sums give pd_connector's checksum."""
+    """Gather with the kernels or their reference; the sums give pd_connector's checksum."""
     blocks, pages = side(rank, route, planned, gather=True)
     nbytes = planned.nbytes(route)
     slot = sloppy(1, nbytes + 32)
