@@ -215,7 +215,7 @@ def test_codes_at_ties_are_rounded_to_even() -> None:
     """Quotients that lie half way between two codes, which a product with a reciprocal misses."""
     model = (Layer(1, 128, 128),)
     source = rank_of(model, Setup(), 128, 1)
-    view = source.cache._layers[0].key
+    view = source.cache._layers.by_number[0].key
     halves = (torch.arange(view.numel()).view(view.shape) % 253 - 126) / 2
     view.copy_(halves * 1.5)
     view[:, :, :, ::2] = halves[:, :, :, ::2] * 3
