@@ -45,10 +45,12 @@ class WatchedMap(BlockHashToBlockMap):
         super().__init__()
         self.gained: list[BlockHashWithGroupId] = []
         self.lost = False
+        self.stored = 0  # keys that came, ever
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         if key not in self._cache:
             self.gained.append(key)
+            self.stored += 1
         super().insert(key, block)
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
@@ -60,6 +62,7 @@ class WatchedMap(BlockHashToBlockMap):
     def adopt(self, other: BlockHashToBlockMap) -> None:
         """Go on with what another map holds."""
         self._cache = other._cache
+        self.stored = getattr(other, "stored", 0)
         self.gained, self.lost = list(self._cache), True
 
     def __contains__(self, key: object) -> bool:
@@ -87,6 +90,11 @@ class CacheView:
 
     def __contains__(self, block: object) -> bool:
         return block + self._suffix in self._map  # type: ignore[operator]
+
+    @property
+    def stored_blocks(self) -> int:
+        """Blocks that were stored since the start: a clock that runs as fast as the cache fills."""
+        return self._map.stored
 
     def hashes(self, request: Request) -> Sequence[BlockHash]:
         """The hashes under which vLLM would look for the request's blocks; none if it would not."""

@@ -56,9 +56,13 @@ def is_loaded(request: Request) -> bool:
 
 
 def is_prefill_only(request: Request) -> bool:
-    """Whether this engine generates no second token from the request's KV."""
+    """Whether nobody goes on from the request's KV: one token is generated, and it is the last.
+
+    A prompt that is prefilled for another engine generates one token here as well, but the
+    conversation goes on: the next prompt begins with this one.
+    """
     params = request.kv_transfer_params
-    return request.max_tokens == 1 or bool(params and params.get("do_remote_decode"))
+    return request.max_tokens == 1 and not (params and params.get("do_remote_decode"))
 
 
 class OrderedRequests(RequestQueue):

@@ -160,9 +160,10 @@ class PrefixAwareScheduler(AsyncScheduler):
 
     def _free_blocks(self, request: Request) -> None:
         """The blocks of a request that has ended are freed: no connector holds them any more."""
-        if self._whole_cache and is_prefill_only(request):
+        if self._whole_cache:
             blocks = self._cache.blocks(request.request_id)
-            self._discard.ended(blocks, self._cache.stored(request))
+            hashes = self._cache.stored(request) if is_prefill_only(request) else ()
+            self._discard.ended(blocks, hashes)
         super()._free_blocks(request)
 
     def _tidy_up(self) -> None:
