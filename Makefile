@@ -20,6 +20,7 @@ lint: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 
 fast: setup
 	$(PYTEST) -m "not engine" --timeout=300 -n 2 $(COMPUTING)

@@ -9,11 +9,11 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.tiles import dims_of, is_tiled, tokens_of
-from pd_connector.plan.chunks import token_bytes
+from pd_connector.plan.sizes import token_bytes
 
 
 class LayerPages(NamedTuple):
-    """One layer's cache, seen as K and V. A page here may be a part of the engine's page.
+    """One layer's cache, seen as K and V. A page of these views may be a part of the engine's page.
 
     Attributes:
         key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,
