@@ -9,7 +9,7 @@ drops the last block of a hit for EAGLE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -46,6 +46,7 @@ class WatchedMap(BlockHashToBlockMap):
         self.gained: list[BlockHashWithGroupId] = []
         self.lost = False
         self.stored = 0  # keys that came, ever
+        self.on_evicted: Callable[[BlockHashWithGroupId, int], None] = _ignore
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         if key not in self._cache:
@@ -57,12 +58,12 @@ class WatchedMap(BlockHashToBlockMap):
         block = super().pop(key, block_id)
         if block is not None and key not in self._cache:
             self.lost = True
+            self.on_evicted(key, block_id)
         return block
 
     def adopt(self, other: BlockHashToBlockMap) -> None:
         """Go on with what another map holds."""
         self._cache = other._cache
-        self.stored = getattr(other, "stored", 0)
         self.gained, self.lost = list(self._cache), True
 
     def __contains__(self, key: object) -> bool:
@@ -95,6 +96,16 @@ class CacheView:
     def stored_blocks(self) -> int:
         """Blocks that were stored since the start: a clock that runs as fast as the cache fills."""
         return self._map.stored
+
+    def watch_evictions(self, on_evicted: Callable[[BlockHashWithGroupId, int], None]) -> None:
+        """Call `on_evicted` with the key and the number of each block that is no longer cached."""
+        self._map.on_evicted = on_evicted
+
+    def keys_from(self, request: Request, first: int) -> Iterator[BlockHashWithGroupId]:
+        """The keys under which vLLM stores the request's full blocks, from number `first` on."""
+        scale, suffix = self._scale, self._suffix
+        for n in range((first + 1) * scale - 1, len(request.block_hashes), scale):
+            yield request.block_hashes[n] + suffix
 
     def hashes(self, request: Request) -> Sequence[BlockHash]:
         """The hashes under which vLLM would look for the request's blocks; none if it would not."""
@@ -133,5 +144,10 @@ class CacheView:
     def _adopt(self) -> None:
         """Replace vLLM's map by ours. A reset of the cache makes a new one of vLLM's."""
         watched = WatchedMap()
+        watched.stored, watched.on_evicted = self._map.stored, self._map.on_evicted
         watched.adopt(self.pool.cached_block_hash_to_block)
         self._map = self.pool.cached_block_hash_to_block = watched
+
+
+def _ignore(key: BlockHashWithGroupId, block_id: int) -> None:
+    pass

@@ -6,17 +6,19 @@ another request found it in the cache, holds it, or waits and would find it. Whe
 has ended, its blocks after the last shared one are *spare*. They stay readable, and a spare block that a
 request finds is spare no more.
 
-Eviction is by time of last use, the oldest first, where a block that is not spare counts as used one
-cache later: as if as many blocks as the cache holds had been stored after its last use. So suffixes go
-before shared prefixes, and a shared prefix that nobody used for long goes before a suffix that is new.
-Without that bound, old prefixes would fill the cache for ever; with no bonus at all it would be LRU.
+Eviction is by time of last use, the oldest first, and a block that is not spare gets a *bonus*: it counts
+as used so much later. So suffixes go before shared prefixes, but a prefix that nobody used for long goes
+before a suffix that is new. At first the bonus is one cache (the time in which as many blocks are stored
+as the cache holds). Then it is learnt, as ARC learns the sizes of its two lists (Megiddo and Modha, FAST
+2003): each block that is missed although it was spare when it was evicted shortens the bonus, and each
+that was not spare lengthens it. With a bonus of 0 the order is vLLM's, LRU.
 
 It works for one KV cache group. Models with several evict as vLLM does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 _AHEAD = 4
 """Steps for which the order of eviction is made at once."""
+_MOST_BONUS = 2
+"""Longest bonus, in caches."""
+_GHOSTS = 2
+"""Divisor: for 1/2 as many evicted blocks as the cache holds it is remembered what they were."""
 
 
 class SuffixDiscard:
@@ -42,7 +48,10 @@ class SuffixDiscard:
         self._cache = cache
         self._pool = cache.pool
         self._wanted = wanted
-        self._bonus: int = cache.pool.num_gpu_blocks
+        self._blocks: int = cache.pool.num_gpu_blocks
+        self._bonus = self._blocks
+        self._evicted: dict[BlockHashWithGroupId, bool] = {}
+        """Whether blocks that were evicted lately were spare, the oldest first."""
         self._found: dict[int, BlockHashWithGroupId] = {}
         self._used: dict[int, int] = {}
         """When a request that held the block ended, by number of the block."""
@@ -52,8 +61,20 @@ class SuffixDiscard:
         """Spare blocks by number: what they hold, and since when; the oldest first."""
         self._ready = 0  # blocks at the front of the free queue that are in order, at least
 
-    def found(self, blocks: Sequence[KVCacheBlock], count: int) -> None:
-        """A request started, and the first `count` of its blocks, in prompt order, were cached."""
+    def found(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        count: int,
+        missing: Iterable[BlockHashWithGroupId] = (),
+    ) -> None:
+        """A request started.
+
+        Args:
+            blocks: what it holds, in the order of its prompt.
+            count: how many of these, from the first on, were cached.
+            missing: the keys of its full blocks after those.
+        """
+        self._learn(missing)
         count = min(count, len(blocks))
         last = blocks[count - 1] if count else None
         key = last.block_hash if last else None
@@ -64,6 +85,14 @@ class SuffixDiscard:
             if self._spare.pop(blocks[n].block_id, None) is None:
                 break
             self._ready -= 1
+
+    def evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        """A block is no longer cached."""
+        known = self._spare.get(block_id)
+        self._evicted.pop(key, None)
+        self._evicted[key] = known is not None and known[0] == key
+        if len(self._evicted) > self._blocks // _GHOSTS:
+            del self._evicted[next(iter(self._evicted))]
 
     def ended(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
         """A request has ended. vLLM frees its blocks now, or when a step under way has ended.
@@ -96,6 +125,15 @@ class SuffixDiscard:
                 queue.remove(block)
             queue.prepend_n(wanted)
         self._ready = count
+
+    def _learn(self, missing: Iterable[BlockHashWithGroupId]) -> None:
+        """Move the bonus by what this request would have found, had it not been evicted."""
+        for key in missing:
+            was_spare = self._evicted.pop(key, None)
+            if was_spare is None:
+                break
+            moved = self._bonus + (-1 if was_spare else 1)
+            self._bonus = max(0, min(_MOST_BONUS * self._blocks, moved))
 
     def _in_order(self) -> Iterator[KVCacheBlock]:
         """All free blocks in the order in which they should be evicted."""

@@ -91,6 +91,8 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._whole_cache = self._cache.enabled and one_group
         self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._page_size)
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
+        if self._whole_cache:
+            self._cache.watch_evictions(self._discard.evicted)
         self._gave_way_to = ""
         self._untidy = False
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
@@ -258,10 +260,10 @@ class PrefixAwareScheduler(AsyncScheduler):
         started += output.scheduled_cached_reqs.resumed_req_ids
         for request_id in started:
             request = self.requests[request_id]
-            found = request.num_computed_tokens - sizes[request_id]
-            if found > 0 and not is_loaded(request):
-                blocks = found // self._page_size
-                discard.found(self._cache.blocks(request_id), blocks)
+            if not is_loaded(request):
+                found = (request.num_computed_tokens - sizes[request_id]) // self._page_size
+                missing = self._cache.keys_from(request, found)
+                discard.found(self._cache.blocks(request_id), found, missing)
         if self.connector is None and not output.preempted_req_ids:
             discard.took(self._most_blocks(output.total_num_scheduled_tokens, len(sizes)))
         else:
