@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one typed config, read from `kv_connector_extra_config`."""
+"""The settings of one engine's connector, as its operator writes them.
+
+Every error names the config key, the value found, and what to do.
+"""
 
 import difflib
 import ipaddress
@@ -16,7 +19,7 @@ KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
 MIN_KEY_CHARACTERS = 16
 MAX_SLOTS = 4096
-"""As many as one message of the control channel can grant."""
+"""The most slots that one message of the control channel can grant."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 TRANSPORT_GROUP = "pd_connector.transports"
@@ -38,8 +41,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
     needs nothing installed, `nixl` and `ucx` need the extra of that name."""
     codec: Literal["auto", "raw", "fp8_e4m3", "int8"] = "raw"
-    """How KV is coded on the wire, where both sides permit it; `raw` is always permitted. `auto`
-    takes what needs the fewest bytes within `codec_max_error`."""
+    """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
+    takes the codec with the fewest bytes within `codec_max_error`."""
     codec_max_error: float = 0.02
     """For `codec: auto`: the largest relative error of the attention output."""
     overlap: Literal["auto", "off", "step", "layer"] = "auto"
@@ -48,20 +51,20 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     piecewise ones), `auto` within a step where it pays and no CUDA graph hides the layers."""
     direction: Literal["auto", "write", "read"] = "auto"
     """Whether a producer writes chunks into the consumer's slots, or the consumer reads them from
-    the producer's, where the transport can; the producer's setting counts. `auto` takes what is
+    the producer's, if the transport can. The producer's setting counts. `auto` takes what is
     faster on the transport."""
     defer_pages: bool = True
     """Whether a decode engine allocates pages for a prompt only when its KV begins to come."""
     on_failure: Literal["recompute", "fail"] = "recompute"
-    """What becomes of a request whose KV did not arrive: computed here, or failed."""
+    """What happens to a request whose KV did not arrive: it is computed here, or it fails."""
     slot_mib: int = 16
     """Size of one slot, in MiB: the largest chunk. Chunks are smaller on a slow link."""
     slots: int = 16
     """Landing slots of a consumer, and send slots of a producer."""
     lease_s: float = 30.0
-    """How long a producer keeps pages that no consumer speaks for, in seconds."""
+    """How long a producer keeps pages without a heartbeat of their consumer, in seconds."""
     heartbeat_s: float = 1.0
-    """How often a consumer speaks for what it wants, in seconds."""
+    """Time between two heartbeats of a consumer, in seconds. They extend leases."""
     session_timeout_s: float = 10.0
     """Silence after which a session counts as lost, in seconds."""
     connect_timeout_s: float = 5.0
@@ -75,7 +78,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def load(
         cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
     ) -> "Config":
-        """Read and check a config; variables fill in what `extra` leaves out.
+        """Read and check a config; environment variables fill in what `extra` leaves out.
 
         Raises:
             ConfigError: an unknown key, a wrong type, or values that cannot go together.
@@ -120,28 +123,37 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 "one), or set `insecure: true` if the network is trusted"
             )
         if not self.transports:
-            raise ConfigError('transports []: must name at least one, such as ["tcp"]')
+            raise ConfigError(
+                'transports []: must name at least one, such as ["tcp"] (config key transports)'
+            )
         for name in self.transports:
             if name not in TRANSPORTS and name not in load_entry_points(TRANSPORT_GROUP):
                 raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
         if len(set(self.transports)) < len(self.transports):
-            raise ConfigError(f"transports {list(self.transports)}: must name each one once")
+            raise ConfigError(
+                f"transports {list(self.transports)}: must name each one once "
+                "(config key transports)"
+            )
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: must be 1 or more")
+                raise self._wrong(name, "must be 1 or more")
         if not 0 <= self.codec_max_error < float("inf"):
-            raise ConfigError(f"codec_max_error {self.codec_max_error}: must be a number from 0 on")
+            raise self._wrong("codec_max_error", "must be a number from 0 on")
         if self.slots > MAX_SLOTS:
-            raise ConfigError(f"slots {self.slots}: must be {MAX_SLOTS} at most")
+            raise self._wrong("slots", f"must be {MAX_SLOTS} at most")
         for name in self.__struct_fields__:
             if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} {getattr(self, name)}: must be a number of seconds > 0")
+                raise self._wrong(name, "must be a number of seconds > 0")
         for name in ("session_timeout_s", "lease_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
-                raise ConfigError(
-                    f"{name} {getattr(self, name)}: must be at least twice heartbeat_s "
-                    f"({self.heartbeat_s}), or one late heartbeat ends a healthy session"
+                raise self._wrong(
+                    name,
+                    f"must be at least twice heartbeat_s ({self.heartbeat_s}), or one late "
+                    "heartbeat ends a healthy session",
                 )
+
+    def _wrong(self, name: str, wanted: str) -> ConfigError:
+        return ConfigError(f"{name} {getattr(self, name)}: {wanted} (config key {name})")
 
 
 def is_loopback(host: str) -> bool:
@@ -164,12 +176,12 @@ def _is_wildcard(host: str) -> bool:
 def _unknown_key(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-    return f"unknown config key {name!r} in kv_connector_extra_config: {hint}"
+    return f"unknown config key {name!r}: {hint}"
 
 
 def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
     path = reason.rpartition("at `$.")[2].rstrip("`") if "at `$." in reason else ""
     name = path.split("[")[0]
     wanted = reason.partition(" - at")[0]
-    found = f"{name} {values[name]!r}" if name in values else "kv_connector_extra_config"
+    found = f"{name} {values[name]!r}" if name in values else "config"
     return f"{found}: {wanted} (config key {name or '?'})"

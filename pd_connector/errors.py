@@ -9,7 +9,7 @@ class PDConnectorError(Exception):
 
 
 class ConfigError(PDConnectorError, ValueError):
-    """A config value cannot be used; the message names the key, the value and the mend."""
+    """A config value cannot be used; the message names the key, the value and what to do."""
 
 
 class UnsupportedGeometryError(PDConnectorError, ValueError):
@@ -21,7 +21,7 @@ class TransportError(PDConnectorError):
 
 
 class MalformedMessageError(PDConnectorError, ValueError):
-    """Bytes from a peer that are no message of the schema."""
+    """Bytes from a peer that are not a message of the schema."""
 
 
 class Cause(StrEnum):
@@ -32,11 +32,11 @@ class Cause(StrEnum):
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
     DUPLICATE = "duplicate"  # the transfer id is in use already
-    GEOMETRY = "geometry"  # there is no way from the one cache to the other
+    GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
     LEASE_EXPIRED = "lease_expired"  # nobody came for the pages in time
-    MALFORMED_MESSAGE = "malformed_message"  # bytes that are no message
+    MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
     MODEL = "model"  # the peer serves another model
     NO_TRANSPORT = "no_transport"  # the two sides share no transport
@@ -44,7 +44,6 @@ class Cause(StrEnum):
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
     ROLE = "role"  # the request asks for what this engine's kv_role does not do
     SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent
-    SHUTDOWN = "shutdown"  # this side is going down
     STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
     TOKENS = "tokens"  # the peer's pages belong to other tokens
     TRANSPORT = "transport"  # the transport reported a failed write

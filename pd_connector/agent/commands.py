@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine tells its agent: requests that come, go, and have KV to hand over."""
 
-from typing import NamedTuple
+import contextlib
+import os
+import queue
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Load, Peer
+from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer
 
 
 class Expect(NamedTuple):
@@ -39,8 +44,8 @@ class Withdraw(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A request that will load this transfer waits in this engine; with `watch`, until it is told
-    that there is KV to load."""
+    """A request that will load this transfer waits in this engine. With `watch`, its engine wants
+    to hear (`Held`) when there is KV to load."""
 
     request: str
     transfer: str
@@ -56,3 +61,31 @@ class Drop(NamedTuple):
 
 
 Command = Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop
+
+
+class CommandQueue:
+    """Commands on their way from the engine's thread to the agent's."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[tuple[Command, Any]] = queue.SimpleQueue()
+        self.wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Descriptor that turns readable when there is a command, or after `wake`."""
+
+    def put(self, command: Command, fence: Any) -> None:
+        """Add a command. `fence` orders the engine's device work before the command's copies."""
+        self._commands.put((command, fence))
+        self.wake()
+
+    def wake(self) -> None:
+        """Let whoever polls `wakes` look again."""
+        os.eventfd_write(self.wakes, 1)
+
+    def take(self) -> Iterator[tuple[Command, Any]]:
+        """Commands that wait, each with its fence, in the order in which they were put."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakes)
+        while not self._commands.empty():
+            yield self._commands.get()
+
+    def close(self) -> None:
+        os.close(self.wakes)

@@ -4,73 +4,66 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from pd_connector.agent.commands import Hold
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
-from pd_connector.agent.inbox import Inbox, ReceivePath
-from pd_connector.agent.station import Station
-from pd_connector.control.sockets import Connection
+from pd_connector.agent.inbox import Inbox
+from pd_connector.agent.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import decode_header
 from pd_connector.protocol.incoming import (
     Action,
     Dial,
     Finished,
     Held,
     Load,
-    Peer,
     PlaceChunk,
-    ProducerSession,
-    Source,
     Tell,
 )
+from pd_connector.protocol.peers import Source
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
 
-_TRANSFERS_PER_HEARTBEAT = 256
-
-
-@dataclass(slots=True)
-class _OpenSession:
-    connection: Connection
-    deadline: float  # for `Welcome`, then for any message
-    way: ReceivePath | None = None  # since `Welcome`
-    agreed: ProducerSession | None = None  # since then, until kernels are compiled for its routes
-
 
 class ConsumerSide:
-    """Used by the agent's thread only. `ended` is told the end of every load and watched hold.
+    """Used by the agent's thread only.
 
-    `shards` are those of all ranks of this engine.
+    Args:
+        shards: what the ranks of this engine hold, this one included.
+        report: told the end of every load and watched hold.
     """
 
     def __init__(
-        self, station: Station, shards: Sequence[Shard], ended: Callable[[Finished | Held], None]
+        self,
+        resources: RankResources,
+        shards: Sequence[Shard],
+        report: Callable[[Finished | Held], None],
     ) -> None:
-        config, cache = station.config, station.cache
+        config, cache = resources.config, resources.cache
         self._config = config
         self._cache = cache
-        self._telemetry = station.telemetry
-        self._ended = ended
+        self._telemetry = resources.telemetry
+        self._report = report
         self._pool = SlotPool(config.slots)
-        one_sided = any(transport.one_sided for transport in station.transports)
+        one_sided = any(transport.one_sided for transport in resources.transports)
         self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
-        self._dialler = Dialler(station)
-        self._inbox = Inbox(cache, station.telemetry)
-        self._sessions: dict[Source, _OpenSession] = {}
+        self._dialler = Dialler(resources)
+        self._sessions = OpenSessions(config, self._dialler)
+        self._inbox = Inbox(cache, resources.telemetry)
         self._next_heartbeat = 0.0
 
     @property
     def pollables(self) -> list[object]:
-        connections = [session.connection for session in self._sessions.values()]
-        return [socket for c in connections for socket in (c.socket, c.monitor)]
+        return self._sessions.pollables
 
     @property
     def busy(self) -> bool:
@@ -78,9 +71,13 @@ class ConsumerSide:
         return self._consumer.transfers > 0
 
     @property
-    def preparing(self) -> bool:
+    def compiling(self) -> bool:
         """Whether sessions wait for kernels to be compiled."""
-        return any(session.agreed for session in self._sessions.values())
+        return self._sessions.compiling
+
+    @property
+    def parts_with_integrity(self) -> list[object]:
+        return [self._pool, self._consumer]
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -89,14 +86,14 @@ class ConsumerSide:
             "producer_sessions": len(self._sessions),
         }
 
-    def hold(
-        self, request: str, transfer: str, peers: Sequence[Peer], watch: bool, now: float
-    ) -> None:
+    def hold(self, hold: Hold, now: float) -> None:
+        """A request waits for room or, if watched, for its KV to begin to come."""
+        request, transfer, peers, watch = hold
         self._act(self._consumer.hold(request, transfer, peers, watch, now), now)
 
     def load(self, load: Load, fence: Any, now: float) -> None:
-        """Fetch KV. `fence` orders what may still write its pages, for whoever had them before,
-        before a scatter."""
+        """Fetch KV. Its pages are filled after the work that `fence` stands for, which may still
+        write them for the request that had them before."""
         self._inbox.fence(load, fence)
         self._act(self._consumer.load(load, now), now)
 
@@ -105,9 +102,9 @@ class ConsumerSide:
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
-        for source, session in list(self._sessions.items()):
+        for source, session in self._sessions:
             for data in session.connection.receive():
-                if self._sessions.get(source) is not session:
+                if not self._sessions.holds(source, session):
                     break
                 try:
                     message = messages.decode_producer_message(data)
@@ -115,25 +112,24 @@ class ConsumerSide:
                     self._end(source, Cause.MALFORMED_MESSAGE, str(error), now)
                     break
                 self._dispatch(source, session, message, now)
-                if session.way is not None:  # until then only `Welcome` counts as an answer
-                    session.deadline = now + self._config.session_timeout_s
-            if self._sessions.get(source) is session and (lost := session.connection.lost()):
+                self._sessions.heard(session, now)
+            if self._sessions.holds(source, session) and (lost := session.connection.lost()):
                 self._end(source, *lost, now)
 
     def landed(self, landed: Landed, now: float) -> None:
-        """A chunk has landed; it is believed once it fits the plan and its checksum."""
+        """A chunk has landed; it counts once it fits the plan and its checksum is right."""
         self._arrived(landed.header, landed.slot, landed.payload, landed.problem, now)
 
     def _arrived(
         self, data: bytes, slot: int, payload: memoryview | Pieces, problem: str, now: float
     ) -> None:
         try:
-            header = messages.decode_chunk_header(data)
+            header = decode_header(data)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
             self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
-            self._taken(slot)
+            self._tell_taken(slot)
             return
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
@@ -141,31 +137,27 @@ class ConsumerSide:
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
-        self._taken(slot)
+        self._tell_taken(slot)
 
     def tick(self, now: float) -> None:
-        """Speak for what is wanted; end what has been silent."""
-        for source, session in list(self._sessions.items()):
+        """End what has been silent for too long; send heartbeats when they are due."""
+        for source, session in self._sessions:
             if session.deadline < now:
-                cause = Cause.UNREACHABLE if session.way is None else Cause.SESSION_LOST
-                self._end(source, cause, "the producer does not answer", now)
+                self._end(source, session.timeout_cause, "the producer does not answer", now)
             elif session.agreed is not None:
-                self._stand(source, session, now)
+                self._establish(source, session, now)
         self._act(self._consumer.tick(now), now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._config.heartbeat_s
-            for source, session in self._sessions.items():
-                if session.way is not None:
-                    for part in _parts(self._consumer.wanted(source)):
-                        session.connection.send(messages.encode(messages.Heartbeat(part)))
+            for source, session in self._sessions:
+                if session.path is not None:
+                    session.send_heartbeat(self._consumer.wanted(source))
 
     def close(self) -> None:
-        for session in self._sessions.values():
-            session.connection.close()
-        self._sessions.clear()
+        self._sessions.close()
 
     def _dispatch(
-        self, source: Source, session: _OpenSession, message: messages.ProducerMessage, now: float
+        self, source: Source, session: OpenSession, message: messages.ProducerMessage, now: float
     ) -> None:
         match message:
             case messages.Welcome():
@@ -187,18 +179,19 @@ class ConsumerSide:
                 pass
 
     def _welcome(
-        self, source: Source, session: _OpenSession, welcome: messages.Welcome, now: float
+        self, source: Source, session: OpenSession, welcome: messages.Welcome, now: float
     ) -> None:
-        if session.way is not None:
+        if session.path is not None:
             return self._end(source, Cause.MALFORMED_MESSAGE, "a second welcome", now)
         try:
-            session.way, session.agreed = self._dialler.welcomed(source, welcome)
+            session.path, session.agreed = self._dialler.welcomed(source, welcome)
         except RefusedError as refused:
             return self._end(source, refused.cause, str(refused), now)
-        return self._stand(source, session, now)
+        return self._establish(source, session, now)
 
-    def _stand(self, source: Source, session: _OpenSession, now: float) -> None:
-        """Ask for KV, if it can be scattered when it comes: until then heartbeats keep the session."""
+    def _establish(self, source: Source, session: OpenSession, now: float) -> None:
+        """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
+        session alive."""
         agreed = session.agreed
         if agreed is not None and self._cache.prepare(agreed.routes, gathers=False):
             session.agreed = None
@@ -207,53 +200,51 @@ class ConsumerSide:
     def _read(
         self,
         source: Source,
-        session: _OpenSession,
+        session: OpenSession,
         offered: messages.Offered | messages.OfferedPages,
         now: float,
     ) -> None:
-        """Fetch a chunk that the producer offers, into a slot that was granted for it, or, where
-        it lies in pages, straight into ours."""
+        """Fetch a chunk that the producer offers: from its send slot into the landing slot that
+        was granted for it, or from its pages straight into ours."""
         wanted = self._consumer.granted(source, offered.transfer, offered.slot)
-        if session.way is None or not wanted or self._inbox.reads(source, offered.slot):
-            session.connection.send(messages.encode(messages.Taken(offered.offer)))
+        if session.path is None or not wanted or self._inbox.reads(source, offered.slot):
+            session.send(messages.Taken(offered.offer))
             return
         try:
-            pieces = self._inbox.read(source, session.way, offered)
+            pieces = self._inbox.read(source, session.path, offered)
         except TransportError as error:
             self._end(source, Cause.TRANSPORT, str(error), now)
             return
         if pieces is not None:
             self._arrived(offered.header, offered.slot, pieces, "", now)
 
-    def _taken(self, slot: int) -> None:
+    def _tell_taken(self, slot: int) -> None:
         """Tell the producer that an offer has been read, if one went with this landing slot."""
         for source, taken in self._inbox.taken(slot):
-            self._sessions[source].connection.send(messages.encode(taken))
+            if session := self._sessions.get(source):
+                session.send(taken)
 
     def _dial(self, source: Source, now: float) -> None:
-        if source in self._sessions:
-            return
         try:
-            connection = self._dialler.dial(source)
+            self._sessions.dial(source, now)
         except RefusedError as refused:
             down = self._consumer.session_down(source, refused.cause, str(refused), now)
             self._act(down, now)
-            return
-        self._sessions[source] = _OpenSession(connection, now + self._config.connect_timeout_s)
 
     def _end(self, source: Source, cause: Cause, detail: str, now: float) -> None:
-        session = self._sessions[source]
+        session = self._sessions.get(source)
+        assert session is not None
         level = logging.WARNING if self._consumer.wanted(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
-        silenced = session.way is None or session.way.transport.silenced(session.way.expected)
-        if session.way is not None:
-            session.way.transport.dismiss(session.way.expected)
+        path = session.path
+        silenced = path is None or path.transport.silenced(path.expected)
+        if path is not None:
+            path.transport.dismiss(path.expected)
         self._inbox.lost(source)
         down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
         self._act(down, now)
-        del self._sessions[source]  # a last word may have been said
-        session.connection.close()
+        self._sessions.end(source)  # last, because a `Cancel` may have been sent just now
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         pending = deque(actions)
@@ -262,24 +253,25 @@ class ConsumerSide:
                 case Dial(source):
                     self._dial(source, now)
                 case Tell(source, message):
-                    if source in self._sessions:
-                        self._sessions[source].connection.send(messages.encode(message))
+                    if session := self._sessions.get(source):
+                        session.send(message)
                 case PlaceChunk() as place:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
                 case Held(request, cause, detail) as held:
                     if cause is not None:
                         self._telemetry.count("failed_transfers", cause=cause)
                         logger.warning("no KV for request %s (%s): %s", request, cause, detail)
-                    self._ended(held)
+                    self._report(held)
                 case Finished() as finished:
-                    self._report(finished)
+                    self._finished(finished)
 
     def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
-        way = self._sessions[place.source].way
-        assert way is not None  # it has been granted the slot
-        return self._inbox.place(place, way)
+        session = self._sessions.get(place.source)
+        assert session is not None
+        assert session.path is not None  # it has been granted the slot
+        return self._inbox.place(place, session.path)
 
-    def _report(self, finished: Finished) -> None:
+    def _finished(self, finished: Finished) -> None:
         if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)
@@ -293,13 +285,7 @@ class ConsumerSide:
                     finished.detail,
                 )
         self._inbox.forget(finished.request)
-        self._ended(finished)
-
-
-def _parts(transfers: list[str]) -> list[list[str]]:
-    """Cut what is wanted into heartbeats that stay below `messages.MAX_MESSAGE_BYTES`."""
-    size = _TRANSFERS_PER_HEARTBEAT
-    return [transfers[i : i + size] for i in range(0, max(1, len(transfers)), size)]
+        self._report(finished)
 
 
 def _cause(name: str) -> Cause:

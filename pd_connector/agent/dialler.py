@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a consumer opens a session with a producer: it connects and says `Hello`, and takes the
-`Welcome` or not."""
+"""How a consumer opens a session with a producer: it connects, says `Hello`, and checks the
+`Welcome`."""
 
 import logging
 
-from pd_connector.agent.handshake import RefusedError, hello, judge_welcome
+from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.inbox import ReceivePath
-from pd_connector.agent.station import Station
-from pd_connector.codec import permitted
+from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
+from pd_connector.kv.coding import permitted
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import ProducerSession, Source
+from pd_connector.protocol.incoming import ProducerSession
+from pd_connector.protocol.peers import Source
 
 logger = logging.getLogger("pd_connector.agent.dialler")
 
@@ -19,14 +20,14 @@ logger = logging.getLogger("pd_connector.agent.dialler")
 class Dialler:
     """Used by the agent's thread only."""
 
-    def __init__(self, station: Station) -> None:
-        config = station.config
-        self._context = station.context
+    def __init__(self, resources: RankResources) -> None:
+        config = resources.config
+        self._context = resources.context
         self._config = config
-        self._keys = station.keys
-        self._identity = station.identity
-        self._cache = station.cache
-        self._transports = {transport.name: transport for transport in station.transports}
+        self._keys = resources.keys
+        self._identity = resources.identity
+        self._cache = resources.cache
+        self._transports = {transport.name: transport for transport in resources.transports}
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:
@@ -53,24 +54,24 @@ class Dialler:
     def welcomed(
         self, source: Source, welcome: messages.Welcome
     ) -> tuple[ReceivePath, ProducerSession]:
-        """What was agreed on: how chunks come, and what is known of the producer.
+        """What was agreed on: how chunks come, and what is known about the producer.
 
         Raises RefusedError if the two ranks cannot work together.
         """
-        routes = judge_welcome(welcome, source.engine_id, self._cache.geometry, self._codecs)
+        routes = check_welcome(welcome, source.engine_id, self._cache.geometry, self._codecs)
         transport = self._transports.get(welcome.transport)
         if transport is None:
             detail = f"welcome to transport {welcome.transport!r}, which was not offered"
             raise RefusedError(Cause.MALFORMED_MESSAGE, detail)
         try:
-            way = ReceivePath(transport, transport.expect(welcome.transport_address))
+            path = ReceivePath(transport, transport.expect(welcome.transport_address))
         except TransportError as error:
             raise RefusedError(Cause.TRANSPORT, str(error)) from None
         direct = (
             welcome.read
             and welcome.direct
             and self._cache.on_host
-            and transport.direct(way.expected)
+            and transport.direct(path.expected)
         )
         logger.info(
             "session with %s:%d: transport %s, %s, codecs %s",
@@ -79,4 +80,6 @@ class Dialler:
             "read from pages" if direct else "read" if welcome.read else "written",
             ",".join(sorted({route.codec for route in routes})) or "none",
         )
-        return way, ProducerSession(welcome.epoch, welcome.slot_bytes, routes, welcome.read, direct)
+        return path, ProducerSession(
+            welcome.epoch, welcome.slot_bytes, routes, welcome.read, direct
+        )

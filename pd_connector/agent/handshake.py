@@ -15,11 +15,11 @@ from pd_connector.plan.route import Route, routes
 from pd_connector.protocol import messages
 from pd_connector.transport.base import Transport
 
-_MINE = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+_OUR_SCHEMAS = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
 
 
 class Identity(NamedTuple):
-    """Who a rank is, as its peers see it. `epoch` differs for every start."""
+    """Who a rank is, as its peers see it. Each start of an agent has another `epoch`."""
 
     engine_id: str
     epoch: int
@@ -55,10 +55,13 @@ def hello(
     )
 
 
-def judge_hello(
+def check_hello(
     message: messages.Hello, identity: Identity, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[int, tuple[Route, ...]]:
-    """On the producer: the schema to speak, and the routes to that consumer.
+    """On the producer, check a `Hello`.
+
+    Returns:
+        The schema to speak, and the routes to that consumer.
 
     Raises:
         RefusedError: they do not fit together.
@@ -67,7 +70,7 @@ def judge_hello(
     if schema is None:
         theirs = f"{message.oldest}-{message.newest}"
         raise RefusedError(
-            Cause.VERSION, f"wire schema: producer speaks {_MINE}, consumer {theirs}"
+            Cause.VERSION, f"wire schema: producer speaks {_OUR_SCHEMAS}, consumer {theirs}"
         )
     if message.expected_engine_id not in ("", identity.engine_id):
         raise RefusedError(
@@ -84,10 +87,11 @@ def judge_hello(
     return schema, _routes(geometry, message.geometry, codecs, message.codecs)
 
 
-def judge_welcome(
+def check_welcome(
     message: messages.Welcome, wanted: str, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[Route, ...]:
-    """On the consumer: the routes from that producer, which should be the engine `wanted`.
+    """On the consumer, check a `Welcome` of a producer that should be the engine `wanted` (any if
+    ""); returns the routes from it.
 
     Raises:
         RefusedError: they do not fit together.
@@ -95,7 +99,7 @@ def judge_welcome(
     if not messages.OLDEST_SCHEMA <= message.schema <= messages.SCHEMA:
         raise RefusedError(
             Cause.VERSION,
-            f"wire schema: producer chose {message.schema}, consumer speaks {_MINE}",
+            f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
         )
     if wanted not in ("", message.engine_id):
         raise RefusedError(
@@ -105,10 +109,13 @@ def judge_welcome(
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
-    """On the producer: the first of its transports that reaches the consumer, and the link.
+    """On the producer, connect by the first of its transports that reaches the consumer.
+
+    Returns:
+        That transport, and its link to the consumer.
 
     Raises:
-        RefusedError: none does.
+        RefusedError: no transport reaches it.
     """
     problems: list[str] = []
     for transport in transports:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks on their way in: which are being read, and how they come into pages and are verified."""
+"""Incoming chunks: which are being read, and how they get into pages and are verified."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -11,19 +11,20 @@ from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Load, PlaceChunk, Source
+from pd_connector.protocol.incoming import Load, PlaceChunk
+from pd_connector.protocol.peers import Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 
 Key = tuple[Source, int]
-"""Who offers a chunk, and the landing slot that goes with it."""
+"""Who offers a chunk, and the landing slot that was granted for it."""
 
 
 class ReceivePath(NamedTuple):
     """How chunks come from a producer."""
 
     transport: Transport
-    expected: Hashable  # of the transport
+    expected: Hashable  # the transport's handle of the producer
 
 
 class Inbox:
@@ -36,8 +37,8 @@ class Inbox:
         self._fences: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
     def fence(self, load: Load, fence: Any) -> None:
-        """What may still write the load's pages, for whoever had them before, is done when they
-        are filled."""
+        """The load's pages are filled after the work that `fence` stands for: it may still write
+        them for the request that had them before."""
         if fence is not None:
             self._fences[load.transfer] = load.request, fence
 
@@ -45,13 +46,13 @@ class Inbox:
         self._fences = {t: known for t, known in self._fences.items() if known[0] != request}
 
     def reads(self, source: Source, slot: int) -> bool:
-        """Whether a chunk that this producer offered is being read, with this slot."""
+        """Whether a chunk that this producer offered with this slot is being read."""
         return (source, slot) in self._reading
 
     def read(
-        self, source: Source, way: ReceivePath, offered: messages.Offered | messages.OfferedPages
+        self, source: Source, path: ReceivePath, offered: messages.Offered | messages.OfferedPages
     ) -> Pieces | None:
-        """Begin to read a chunk; returns where it lies, if it is in pages and needs no slot.
+        """Begin to read a chunk. Returns where it lies, if it is read from pages, at once.
 
         Raises TransportError if the read cannot start.
         """
@@ -59,31 +60,31 @@ class Inbox:
         if isinstance(offered, messages.OfferedPages):
             addresses = np.frombuffer(offered.addresses[: len(offered.addresses) // 8 * 8], "<u8")
             return Pieces(addresses, offered.piece_bytes)
-        way.transport.read(
-            way.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
+        path.transport.read(
+            path.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
         )
         return None
 
     def taken(self, slot: int) -> list[tuple[Source, messages.Taken]]:
-        """What was offered with this landing slot has been read, or is not wanted; returns who
-        must be told so."""
+        """The chunk that was offered with this landing slot has been read, or is not wanted.
+        Returns whom to tell, and what."""
         keys = [key for key in self._reading if key[1] == slot]
         return [(key[0], messages.Taken(self._reading.pop(key))) for key in keys]
 
     def lost(self, source: Source) -> None:
-        """The session has ended: nobody is there to be told."""
+        """The session has ended: forget what this producer offered."""
         self._reading = {key: offer for key, offer in self._reading.items() if key[0] != source}
 
-    def place(self, place: PlaceChunk, way: ReceivePath) -> tuple[Cause | None, str]:
+    def place(self, place: PlaceChunk, path: ReceivePath) -> tuple[Cause | None, str]:
         """Scatter and verify one chunk; returns what was wrong with it.
 
-        In this order: a peer that was given up may write into the slot at any moment, and what it
-        writes before or during the copy is seen in the checksum. Wrong bytes do no harm in the
-        load's own pages, for these count only when all of it was right.
+        The checksum is formed after the copy: a peer that was given up may still write into the
+        slot, and what it writes before or during the copy is seen in the checksum. Wrong bytes in
+        the load's own pages do no harm: the pages count only when every chunk was right.
         """
         if isinstance(place.payload, Pieces):
             try:
-                found = self._pull(place, place.payload, way)
+                found = self._pull(place, place.payload, path)
             except TransportError as error:
                 return Cause.TRANSPORT, str(error)
         else:
@@ -97,7 +98,7 @@ class Inbox:
         self._telemetry.count("received_bytes", place.header.nbytes)
         return None, ""
 
-    def _pull(self, place: PlaceChunk, theirs: Pieces, way: ReceivePath) -> bytes:
+    def _pull(self, place: PlaceChunk, theirs: Pieces, path: ReceivePath) -> bytes:
         """Copy a chunk from the producer's pages into ours; returns the checksum of ours.
 
         Raises TransportError if it cannot be copied.
@@ -111,4 +112,4 @@ class Inbox:
                 "pages were offered to be read, and those here are not in host memory"
             )
         self._telemetry.count("pulled_pieces", len(ours.addresses))
-        return way.transport.pull(way.expected, theirs, ours)
+        return path.transport.pull(path.expected, theirs, ours)

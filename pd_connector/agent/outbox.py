@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks on their way out: where each lies until it has arrived, and what it is announced with."""
+"""Outgoing chunks: where each one lies until it has arrived, and what the consumer is told of it."""
 
 import itertools
 from collections import deque
@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
-from pd_connector.errors import PDConnectorError, TransportError
+from pd_connector.errors import PDConnectorError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
+from pd_connector.protocol.header import encode_header, header_of
 from pd_connector.protocol.outgoing import Send
 from pd_connector.transport.base import Transport
 
 OFFERED = "offered"
-"""In place of a transport's name, for chunks that the consumer reads."""
-_READ_AHEAD = 4
-"""Chunks that are offered to a consumer at a time."""
+"""Stands for a transport's name in the keys of chunks that the consumer reads."""
+_MOST_OFFERS = 4
+"""Chunks that are offered to one consumer at a time. With few, what was gathered is still in the
+processors' cache when it is read."""
 
 Key = tuple[str, int]
 """A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
@@ -38,12 +40,12 @@ class SendPath(NamedTuple):
     read: bool  # chunks are offered to be read
 
 
-class Moving(NamedTuple):
+class InFlight(NamedTuple):
     """A chunk on its way."""
 
     session: bytes
     transfer: str
-    send_slot: int | None
+    send_slot: int | None  # None: it is sent or read from where its pages lie
     nbytes: int
     deadline: float
 
@@ -59,95 +61,121 @@ class Outbox:
         self._cache = cache
         self._sending = sending
         self._gate = gate
-        self._moving: dict[Key, Moving] = {}
+        self._in_flight: dict[Key, InFlight] = {}
         self._offers = itertools.count()
-        self._sated: set[bytes] = set()
-        self._send_slots = deque(range(sending.slots))
+        self._backpressured: set[bytes] = set()
+        self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
 
     @property
     def busy(self) -> bool:
         """Whether chunks are under way."""
-        return bool(self._moving)
+        return bool(self._in_flight)
 
     @property
     def held(self) -> int:
         """Send slots that are not free."""
-        return self._sending.slots - len(self._send_slots)
+        return self._sending.slots - len(self._free_slots)
 
     @property
     def full(self) -> bool:
-        return not self._send_slots
+        return not self._free_slots
 
     @property
-    def sated(self) -> Collection[bytes]:
-        """Sessions that have enough to read: what was gathered just before it is read is still in
-        the processors' cache."""
-        return self._sated
+    def backpressured(self) -> Collection[bytes]:
+        """Sessions that have as many offers as they may; they get no more until they have read."""
+        return self._backpressured
 
     def fence(self, request: str, fence: Any) -> None:
-        """What computed the request's pages so far is done when they are gathered."""
+        """The request's pages are gathered after the work that `fence` stands for, which computes
+        them."""
         if fence is not None:
             self._fences[request] = fence
 
     def forget(self, request: str) -> None:
         self._fences.pop(request, None)
 
-    def post(self, send: Send, way: SendPath, now: float) -> messages.Message | None:
+    def post(self, send: Send, path: SendPath, now: float) -> messages.Message | None:
         """Set a chunk on its way; returns what the consumer must be told, if it is to read it.
 
         Raises:
             RevokedError: the request's gate is shut.
-            TransportError: the write cannot start.
+            TransportError: the write cannot start. The chunk holds no send slot then.
         """
         with self._gate.passing(send.request) as passes:
             if not passes:
                 raise RevokedError(f"the pages of request {send.request} were taken back")
             if send.direct and (pieces := self._pieces(send)):
                 return self._offer_pages(send, pieces, now)
-            lies = None
-            if way.transport.copies and not way.read:
-                lies = self._cache.in_place(send.route, send.chunk, send.pages)
-            if lies is not None:
-                self._write(send, way, lies, checksum(lies), None, now)
+            in_place = None
+            if path.transport.copies and not path.read:
+                in_place = self._cache.in_place(send.route, send.chunk, send.pages)
+            if in_place is not None:
+                self._write(send, path, in_place, checksum(in_place), None, now)
                 return None
-            # Into memory of our own, never straight into the landing slot: a producer that was
-            # given up may still write there, and the checksum would certify its bytes.
-            send_slot = self._send_slots.pop()  # the one used last is warm in the cache
-            payload = self._gather(send, self._sending.slot(send_slot))
-        found = self._cache.checksum or checksum(payload)
-        if way.read:
-            return self._offer_slot(send, payload, found, send_slot, now)
-        self._write(send, way, payload, found, send_slot, now)
+            send_slot, payload = self._gather(send)
+        try:  # the pages are no longer read: the engine need not wait for the rest
+            found = self._cache.checksum or checksum(payload)
+            if path.read:
+                return self._offer_slot(send, payload, found, send_slot, now)
+            self._write(send, path, payload, found, send_slot, now)
+        except BaseException:
+            self._free_slots.append(send_slot)
+            raise
         return None
 
-    def ended(self, key: Key) -> Moving | None:
+    def ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
-        moving = self._moving.pop(key, None)
-        if moving is None:
+        chunk = self._in_flight.pop(key, None)
+        if chunk is None:
             return None
-        if moving.send_slot is not None:
-            self._send_slots.append(moving.send_slot)
-        if key[0] == OFFERED and len(self.offers_to(moving.session)) < _READ_AHEAD:
-            self._sated.discard(moving.session)
-        return moving
+        if chunk.send_slot is not None:
+            self._free_slots.append(chunk.send_slot)
+        if key[0] == OFFERED and len(self.offers_to(chunk.session)) < _MOST_OFFERS:
+            self._backpressured.discard(chunk.session)
+        return chunk
 
     def offered_to(self, session: bytes, offer: int) -> bool:
         """Whether the session has this offer."""
-        moving = self._moving.get((OFFERED, offer))
-        return moving is not None and moving.session == session
+        chunk = self._in_flight.get((OFFERED, offer))
+        return chunk is not None and chunk.session == session
 
     def offers_to(self, session: bytes) -> list[Key]:
         """Chunks that the session has been offered and not read."""
-        return [k for k, m in self._moving.items() if m.session == session and k[0] == OFFERED]
+        return [k for k, m in self._in_flight.items() if m.session == session and k[0] == OFFERED]
 
-    def stuck(self, now: float) -> set[bytes]:
-        """Sessions with a chunk that should have been moved by now."""
-        return {moving.session for moving in self._moving.values() if moving.deadline <= now}
+    def timed_out(self, now: float) -> set[bytes]:
+        """Sessions with a chunk that was not moved within `stall_timeout_s`."""
+        return {chunk.session for chunk in self._in_flight.values() if chunk.deadline <= now}
 
-    def _gather(self, send: Send, slot: memoryview) -> memoryview:
-        fence = self._fences.get(send.request)
-        return self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every send slot is free or under way exactly once, and the
+        backpressured sessions are those with as many offers as they may have."""
+        in_flight = [c.send_slot for c in self._in_flight.values() if c.send_slot is not None]
+        if sorted([*self._free_slots, *in_flight]) != list(range(self._sending.slots)):
+            raise RuntimeError(
+                f"send slots: {sorted(self._free_slots)} free and {sorted(in_flight)} under way, "
+                f"wanted each of 0-{self._sending.slots - 1} once"
+            )
+        sessions = {chunk.session for chunk in self._in_flight.values()}
+        full = {session for session in sessions if len(self.offers_to(session)) >= _MOST_OFFERS}
+        if full != set(self._backpressured):
+            raise RuntimeError(f"backpressured {self._backpressured}, wanted {full}")
+
+    def _gather(self, send: Send) -> tuple[int, memoryview]:
+        """Gather a chunk into a send slot; returns the slot and the payload in it.
+
+        It is never gathered straight into the landing slot: a producer that was given up may still
+        write there, and the checksum would certify its bytes.
+        """
+        send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
+        try:
+            slot, fence = self._sending.slot(send_slot), self._fences.get(send.request)
+            payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
+        except BaseException:
+            self._free_slots.append(send_slot)
+            raise
+        return send_slot, payload
 
     def _pieces(self, send: Send) -> Pieces | None:
         """Where the chunk lies, if the consumer may read it there."""
@@ -158,7 +186,7 @@ class Outbox:
     def _write(
         self,
         send: Send,
-        way: SendPath,
+        path: SendPath,
         payload: memoryview,
         found: bytes,
         send_slot: int | None,
@@ -166,49 +194,58 @@ class Outbox:
     ) -> None:
         """Write a payload, whose checksum is `found`; without a `send_slot` it lies in pages."""
         header = self._header(send, len(payload), found)
-        try:
-            token = way.transport.write(way.link, header, payload, send.slot)
-        except TransportError:
-            if send_slot is not None:
-                self._send_slots.append(send_slot)
-            raise
-        self._moving[way.transport.name, token] = self._begun(send, send_slot, len(payload), now)
+        token = path.transport.write(path.link, header, payload, send.slot)
+        self._in_flight[path.transport.name, token] = self._begun(
+            send, send_slot, len(payload), now
+        )
 
     def _offer_slot(
         self, send: Send, payload: memoryview, found: bytes, send_slot: int, now: float
     ) -> messages.Message:
         header = self._header(send, len(payload), found)
         offer = self._offer(self._begun(send, send_slot, len(payload), now))
-        return messages.Offered(send.transfer, offer, send_slot, send.slot, len(payload), header)
+        return messages.Offered(
+            transfer=send.transfer,
+            offer=offer,
+            send_slot=send_slot,
+            slot=send.slot,
+            nbytes=len(payload),
+            header=header,
+        )
 
     def _offer_pages(self, send: Send, pieces: Pieces, now: float) -> messages.Message:
         header = self._header(send, pieces.nbytes, pieces.checksum())
         offer = self._offer(self._begun(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
-        place = send.transfer, offer, send.slot
-        return messages.OfferedPages(*place, pieces.piece_bytes, addresses, header)
+        return messages.OfferedPages(
+            transfer=send.transfer,
+            offer=offer,
+            slot=send.slot,
+            piece_bytes=pieces.piece_bytes,
+            addresses=addresses,
+            header=header,
+        )
 
-    def _offer(self, moving: Moving) -> int:
-        """Take note of an offer; returns its number."""
+    def _offer(self, chunk: InFlight) -> int:
+        """Note an offer; returns its number."""
         offer = next(self._offers)
-        self._moving[OFFERED, offer] = moving
-        if len(self.offers_to(moving.session)) >= _READ_AHEAD:
-            self._sated.add(moving.session)
+        self._in_flight[OFFERED, offer] = chunk
+        if len(self.offers_to(chunk.session)) >= _MOST_OFFERS:
+            self._backpressured.add(chunk.session)
         return offer
 
-    def _begun(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> Moving:
+    def _begun(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> InFlight:
         deadline = now + self._config.stall_timeout_s
-        return Moving(send.session, send.transfer, send_slot, nbytes, deadline)
+        return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 
     def _header(self, send: Send, nbytes: int, found: bytes) -> bytes:
-        return messages.encode(
-            messages.chunk_header(
-                send.transfer,
-                self._epoch,
-                send.identity,
-                send.chunk,
-                send.route.codec,
-                nbytes,
-                found,
-            )
+        header = header_of(
+            send.chunk,
+            transfer=send.transfer,
+            epoch=self._epoch,
+            identity=send.identity,
+            codec=send.route.codec,
+            nbytes=nbytes,
+            checksum=found,
         )
+        return encode_header(header)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the agent's thread from reading pages that the engine is about to give to someone else."""
+"""Keeps the agent's thread from reading pages that the engine is about to give to another request."""
 
 import threading
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class PageGate:
-    """The engine's thread shuts it for a request before it reuses the request's pages; the agent's
-    thread passes it to read them. Whoever shuts it waits for a read that is under way."""
+    """One gate per request. The engine's thread shuts it before it reuses the request's pages; the
+    agent's thread passes it to read them. Shutting waits for a read that is under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shut: dict[str, int] = {}
 
     def shut(self, request: str) -> None:
-        """From the return of this call on, nobody reads the request's pages."""
+        """Once this call has returned, nobody reads the request's pages."""
         with self._lock:
             self._shut[request] = self._shut.get(request, 0) + 1
 
@@ -28,6 +28,6 @@ class PageGate:
 
     @contextmanager
     def passing(self, request: str) -> Iterator[bool]:
-        """Within, the request's pages stay as they are, if the value is true."""
+        """Whether the request's pages may be read within the `with` block."""
         with self._lock:
             yield request not in self._shut

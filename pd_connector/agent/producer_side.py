@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producing half of an agent: sessions with consumers, and the chunks that go out."""
+"""The producing side of an agent: sessions with consumers, and outgoing chunks."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pd_connector.agent.handshake import RefusedError, connect, judge_hello
+from pd_connector.agent.commands import Computed
+from pd_connector.agent.handshake import RefusedError, check_hello, connect
 from pd_connector.agent.outbox import OFFERED, Key, Outbox, RevokedError, SendPath
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.station import Station
-from pd_connector.codec import permitted
+from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     TransportError,
 )
+from pd_connector.kv.coding import permitted
 from pd_connector.memory.slab import Slab
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
@@ -29,38 +30,50 @@ logger = logging.getLogger("pd_connector.agent.producer_side")
 _MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
 
 
-@dataclass(slots=True)
-class ConsumerSession:
-    engine_id: str
-    way: SendPath
-    routes: tuple[Route, ...]
-    heard: float
-
-
 _READ_FIRST = frozenset({"shm"})
 """Transports over which reading costs one copy less than writing."""
 
 
+@dataclass(slots=True)
+class ConsumerSession:
+    """What this side knows of one session."""
+
+    engine_id: str
+    path: SendPath
+    routes: tuple[Route, ...]
+    last_heard: float
+
+
 class ProducerSide:
-    """Used by the agent's thread only. `freed` is told of every request whose pages may go."""
+    """Used by the agent's thread only.
+
+    Args:
+        sending: the send slots.
+        gate: shut by the engine's thread for requests whose pages may not be read.
+        report: told of every request whose pages may be freed.
+    """
 
     def __init__(
-        self, station: Station, sending: Slab, gate: PageGate, freed: Callable[[Free], None]
+        self,
+        resources: RankResources,
+        sending: Slab,
+        gate: PageGate,
+        report: Callable[[Free], None],
     ) -> None:
-        config, identity = station.config, station.identity
+        config, identity = resources.config, resources.identity
         self._config = config
         self._identity = identity
-        self._cache = station.cache
-        self._transports = station.transports
-        self._telemetry = station.telemetry
+        self._cache = resources.cache
+        self._transports = resources.transports
+        self._telemetry = resources.telemetry
         self._gate = gate
-        self._freed = freed
+        self._report = report
         self._codecs = permitted(config.codec, config.codec_max_error)
         self._producer = Producer(config)
-        self._listener = Listener(station.context, config.host, station.keys)
+        self._listener = Listener(resources.context, config.host, resources.keys)
         self._sessions: dict[bytes, ConsumerSession] = {}
-        self._unprepared: set[bytes] = set()  # of these
-        self._outbox = Outbox(config, identity.epoch, station.cache, sending, gate)
+        self._compiling: set[bytes] = set()  # sessions that wait for kernels of their routes
+        self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
 
     @property
     def port(self) -> int:
@@ -76,9 +89,13 @@ class ProducerSide:
         return self._outbox.busy
 
     @property
-    def preparing(self) -> bool:
+    def compiling(self) -> bool:
         """Whether consumers wait for kernels to be compiled."""
-        return bool(self._unprepared)
+        return bool(self._compiling)
+
+    @property
+    def parts_with_integrity(self) -> list[object]:
+        return [self._producer, self._outbox]
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -92,14 +109,14 @@ class ProducerSide:
         self._producer.expect(transfer, now)
 
     def offer(self, offer: Offer, fence: Any, now: float) -> None:
-        """Take KV to be sent. `fence` orders the work that computed it before a gather."""
+        """KV may be sent. It is gathered after the work that `fence` stands for, which computes
+        it."""
         self._outbox.fence(offer.request, fence)
         self._act(self._producer.offer(offer, now))
 
-    def computed(
-        self, transfer: str, request: str, tokens: int, stop_layer: int | None, fence: Any
-    ) -> None:
+    def computed(self, computed: Computed, fence: Any) -> None:
         """A prefill has come further; see `Producer.computed`."""
+        transfer, request, tokens, stop_layer = computed
         self._outbox.fence(request, fence)
         self._act(self._producer.computed(transfer, request, tokens, stop_layer))
 
@@ -115,12 +132,12 @@ class ProducerSide:
         self._act(self._producer.withdraw(transfer, request))
         self._gate.open(request)
 
-    def take(self) -> list[tuple[bytes, bytes]]:
-        """Messages that wait, to be given to `handle`."""
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        """Messages that wait, as (sender, bytes), for `handle`."""
         return self._listener.receive()
 
     def handle(self, arrived: Sequence[tuple[bytes, bytes]], now: float) -> None:
-        """Do what consumers ask."""
+        """Handle messages of consumers."""
         for sender, data in arrived:
             try:
                 message = messages.decode_consumer_message(data)
@@ -132,34 +149,34 @@ class ProducerSide:
                 continue
             session = self._sessions.get(sender)
             if session is not None:
-                session.heard = now
+                session.last_heard = now
                 self._dispatch(sender, message, now)
-            elif isinstance(message, messages.Cancel):  # refused, it says what it waited for
+            elif isinstance(message, messages.Cancel):  # a refused one ends its transfers
                 self._dispatch(sender, message, now)
             else:
                 self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first")
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
-        self._moved((transport.name, written.token), written.ok, written.detail)
+        self._ended_write((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
-        self._unprepared = {s for s in self._unprepared if not self._prepared(s)}
+        self._compiling = {s for s in self._compiling if not self._compiled(s)}
         while not self._outbox.full:
-            send = self._producer.next_send({*self._outbox.sated, *self._unprepared})
+            send = self._producer.next_send({*self._outbox.backpressured, *self._compiling})
             if send is None:
                 return
             self._send(send, now)
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
-        for stuck in self._outbox.stuck(now):
-            if stuck in self._sessions:
+        for sender in self._outbox.timed_out(now):
+            if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
-                self._reject(stuck, Cause.STALLED, detail)
+                self._reject(sender, Cause.STALLED, detail)
         for sender, session in list(self._sessions.items()):
-            if session.heard + self._config.session_timeout_s < now:
+            if session.last_heard + self._config.session_timeout_s < now:
                 logger.warning("consumer %s fell silent: session ended", session.engine_id)
                 self._forget(sender)
         self._act(self._producer.tick(now))
@@ -178,7 +195,7 @@ class ProducerSide:
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
                 if self._outbox.offered_to(sender, message.offer):
-                    self._moved((OFFERED, message.offer), True, "")
+                    self._ended_write((OFFERED, message.offer), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case messages.Cancel():
@@ -192,17 +209,17 @@ class ProducerSide:
     def _greet(self, sender: bytes, hello: messages.Hello, now: float) -> None:
         geometry = self._cache.geometry
         try:
-            schema, paths = judge_hello(hello, self._identity, geometry, self._codecs)
+            schema, routes = check_hello(hello, self._identity, geometry, self._codecs)
             self._forget(sender)
             transport, link = connect(hello, self._transports)
         except RefusedError as refused:
             return self._reject(sender, refused.cause, str(refused))
         read = self._reads(transport) and transport.name in hello.readable
         self._sessions[sender] = ConsumerSession(
-            hello.engine_id, SendPath(transport, link, read), paths, now
+            hello.engine_id, SendPath(transport, link, read), routes, now
         )
-        if not self._prepared(sender):
-            self._unprepared.add(sender)
+        if not self._compiled(sender):
+            self._compiling.add(sender)
         welcome = messages.Welcome(
             schema=schema,
             engine_id=self._identity.engine_id,
@@ -218,8 +235,8 @@ class ProducerSide:
         self._listener.send(sender, messages.encode(welcome))
         return None
 
-    def _prepared(self, sender: bytes) -> bool:
-        """Whether chunks for this consumer can be gathered at once; true of one that has gone."""
+    def _compiled(self, sender: bytes) -> bool:
+        """Whether the kernels that gather for this consumer are compiled; true if it has gone."""
         session = self._sessions.get(sender)
         return session is None or self._cache.prepare(session.routes, gathers=True)
 
@@ -242,19 +259,19 @@ class ProducerSide:
             return
         self._act(self._producer.session_lost(sender))
         for key in self._outbox.offers_to(sender):
-            # Should it still read there, its checksum will tell.
-            self._moved(key, False, "the session has ended")
-        session.way.transport.disconnect(session.way.link)
+            # If it still reads there, its checksum will be wrong.
+            self._ended_write(key, False, "the session has ended")
+        session.path.transport.disconnect(session.path.link)
 
     def _send(self, send: Send, now: float) -> None:
-        """Set a chunk on its way, if its pages are still there."""
+        """Send a chunk, if its pages are still kept."""
         if not send.kept:
             self._producer.unsend(send)
             detail = f"tokens {send.chunk.first_token}-{send.chunk.stop_token} are not kept"
             self._act(self._producer.fail(send.session, send.transfer, Cause.WINDOW, detail))
             return
         try:
-            offer = self._outbox.post(send, self._sessions[send.session].way, now)
+            offer = self._outbox.post(send, self._sessions[send.session].path, now)
         except RevokedError:
             self._producer.unsend(send)
             return
@@ -269,16 +286,16 @@ class ProducerSide:
         if offer is not None:
             self._listener.send(send.session, messages.encode(offer))
 
-    def _moved(self, key: Key, ok: bool, detail: str) -> None:
+    def _ended_write(self, key: Key, ok: bool, detail: str) -> None:
         """A chunk has arrived, or certainly will not."""
-        moving = self._outbox.ended(key)
-        if moving is None:
+        chunk = self._outbox.ended(key)
+        if chunk is None:
             return
         if ok:
-            self._telemetry.count("sent_bytes", moving.nbytes)
+            self._telemetry.count("sent_bytes", chunk.nbytes)
         else:
-            logger.warning("chunk of transfer %s failed: %s", moving.transfer, detail)
-        self._act(self._producer.written(moving.session, moving.transfer, ok, detail))
+            logger.warning("chunk of transfer %s failed: %s", chunk.transfer, detail)
+        self._act(self._producer.written(chunk.session, chunk.transfer, ok, detail))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -288,4 +305,4 @@ class ProducerSide:
                 case Free(request, cause):
                     self._outbox.forget(request)
                     self._telemetry.count("releases", cause=cause or "delivered")
-                    self._freed(action)
+                    self._report(action)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Linux to run the threads that move KV soon, beside threads that poll without pause."""
+"""Asks Linux to favour the threads that move KV over engine threads that poll without pause."""
 
 import ctypes
 import os
@@ -49,11 +49,11 @@ def prefer_short_slices() -> bool:
 
 
 def prefer_own_threads() -> bool:
-    """Put the calling thread and ZeroMQ's I/O threads of this process before others, where the
-    process may; returns whether it may. To be called when the sockets exist.
+    """Give the calling thread and ZeroMQ's I/O threads of this process a higher priority than
+    others, if the process may; returns whether it may. Call it when the sockets exist.
 
-    An engine's pollers give the processor away and take it back at once. Beside them what encrypts
-    and copies KV would have half a core; with many free cores nothing changes.
+    An engine's pollers yield the processor and take it back at once. Beside them, encrypting and
+    copying KV would get half a core. With many free cores nothing changes.
     """
     threads = [threading.get_native_id()]
     for task in Path("/proc/self/task").iterdir():

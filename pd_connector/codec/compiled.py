@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the codecs' compiled loops can be used. Without them torch computes the same, several times as slowly."""
+"""Whether the codecs' compiled loops can be used. Without them torch computes the same bits, several times
+more slowly."""
 
 from types import ModuleType
 
 import torch
 
-from pd_connector.codec.elements import Elements
 from pd_connector.compiler import Compiler
+from pd_connector.kv.coding import Elements
 
 COMPILER = Compiler("pd_connector.codec.loops", "codecs")
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pd_connector.codec import CODECS, Elements, Part
+from pd_connector.codec import load_codec
+from pd_connector.kv.coding import Elements, Part
 from pd_connector.kv.geometry import Group
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
@@ -43,7 +44,7 @@ class BlockCopies:
             self._copier.read(view, span, x)
             coded = torch.empty_like(out, device=self._device) if self._on_gpu else out
             source, wanted = _elements(route.source, block), _elements(route.destination, block)
-            CODECS[route.codec].encode(block.part, x, source, wanted, coded)
+            load_codec(route.codec).encode(block.part, x, source, wanted, coded)
             if coded is not out:
                 out.copy_(coded, non_blocking=True)
 
@@ -57,7 +58,7 @@ class BlockCopies:
             return
         for block in blocks(route, chunk):
             coded = as_tensor(payload[block.offset : block.offset + block.nbytes])
-            decoded = CODECS[route.codec].decode(
+            decoded = load_codec(route.codec).decode(
                 block.part,
                 coded.to(self._device, non_blocking=True),
                 block.shape,

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from pd_connector.codec import Part
+from pd_connector.kv.coding import Part
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.layer import LayerPages, check_layer
 from pd_connector.pages.row_matrix import Words
 from pd_connector.pages.spans import Index, TokenSpan
 from pd_connector.pages.tiles import tokens_of
-from pd_connector.plan.chunks import Block, Chunk, page_part_bytes
+from pd_connector.plan.chunks import Block, Chunk
 from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import page_part_bytes
 
 
 class CacheLayers:

@@ -25,7 +25,7 @@ from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
-from pd_kernels.transfer.chunk import Chunk as Launch
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
@@ -143,7 +143,7 @@ class KernelPages:
         payload: torch.Tensor,
         *,
         gathers: bool,
-    ) -> Launch | None:
+    ) -> ChunkLaunch | None:
         """What the operators are called with; None where they would not take a kernel."""
         part = self._part(route, chunk.first_layer, chunk.stop_layer, chunk.verbatim, gathers)
         if min(pages) < 0 or max(pages) >= part.pages:
@@ -156,11 +156,11 @@ class KernelPages:
             group = route.source if gathers else route.destination
             first, tokens = chunk.first_token % group.page_size, chunk.tokens
         sums = new_sums(len(payload), self._device)
-        launch = Launch(part.blocks, ids, payload, first, tokens, sums)
+        launch = ChunkLaunch(part.blocks, ids, payload, first, tokens, sums)
         return launch if launch.fits_kernels or self._device.type == "cpu" else None
 
     def _compile_for(self, route: Route, gathers: bool) -> None:
-        """Launch every kernel that chunks of a route may need: once, on memory of its own."""
+        """ChunkLaunch every kernel that chunks of a route may need: once, on memory of its own."""
         apart = route.source.dtype in DTYPES  # what is not passes as whole pages only
         ways = [v for v in (True, False) if (route.verbatim if v else apart)]
         with _own_stream(self._device):
@@ -171,7 +171,7 @@ class KernelPages:
                     sums = new_sums(len(room), self._device)
                     _run(
                         gather_pages if gathers else scatter_pages,
-                        Launch(blocks, page, room, 0, 1, sums),
+                        ChunkLaunch(blocks, page, room, 0, 1, sums),
                     )
 
     def _kinds(self, route: Route, verbatim: bool, gathers: bool) -> Iterator[Blocks]:
@@ -233,7 +233,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-def _run(operator: Callable[..., None], launch: Launch) -> torch.Tensor:
+def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
     """Queue it; returns the payload's sums."""
     sums = launch.sums
     assert sums is not None

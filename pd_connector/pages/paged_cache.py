@@ -19,8 +19,9 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.block_copies import BlockCopies
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.layer import LayerPages
-from pd_connector.plan.chunks import Chunk, token_bytes
+from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import token_bytes
 
 if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages

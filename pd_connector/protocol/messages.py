@@ -6,36 +6,28 @@ Schema history (a peer one version back is accepted, once there is a released on
     2  routes between unlike geometries, codecs, streaming, both directions
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
-version. Messages are msgpack maps tagged with their type. Bytes from a socket are decoded here,
-against these structs and with these limits, and nowhere else.
+version. Messages are msgpack maps tagged with their type; fields that a peer does not know are
+passed over.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from pd_connector.config import MAX_SLOTS
-from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry
-from pd_connector.plan.chunks import Chunk
+from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 
 SCHEMA = 2
 OLDEST_SCHEMA = 2
-MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 1 << 14
-"""Of a chunk that is read from pages."""
+"""Pieces of a chunk that is read from pages, at most."""
 
-T = TypeVar("T")
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Fingerprint = Annotated[bytes, msgspec.Meta(max_length=64)]
-Name = Annotated[str, msgspec.Meta(max_length=512)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Slot = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Slots = Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
 Codecs = Annotated[list[Name], msgspec.Meta(max_length=16)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-Header = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]  # an encoded `ChunkHeader`
+Header = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]  # an encoded `header.ChunkHeader`
 Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 
@@ -61,9 +53,11 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Producer: the session stands. `transport_address` is where its transport is reached;
-    with `read`, it offers chunks for the consumer to read instead of writing them, and with `direct`
-    leased pages as they lie."""
+    """Producer: the session stands. `transport_address` is where its transport is reached.
+
+    With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
+    it offers leased pages in the same way.
+    """
 
     schema: Count
     engine_id: Name
@@ -101,11 +95,11 @@ class Ready(Message, frozen=True):
 class Open(Message, frozen=True):
     """Consumer: send me these tokens.
 
-    Tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`; with `wait`,
-    the prefill may not have started yet. `slots` are granted at once; a chunk has
+    They are tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`. With
+    `wait` the prefill may not have started yet. `slots` are granted at once; a chunk has
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 where it was not. With `direct` the consumer can read the producer's pages.
+    move, 0 if it was not measured. With `direct` the consumer can read the producer's pages.
     """
 
     transfer: Name
@@ -132,7 +126,7 @@ class Accept(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Producer, at any time: the transfer is over, and no further write is started."""
+    """Producer, at any time: the transfer has ended, and no further write is started."""
 
     transfer: Name
     cause: Name
@@ -159,8 +153,8 @@ class Offered(Message, frozen=True):
 
 
 class OfferedPages(Message, frozen=True):
-    """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read from
-    there, on account of the landing slot that was granted.
+    """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read there.
+    It counts against the landing slot that was granted, although the slot is not used.
 
     `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
     little-endian words of 64 bits. Their checksum is XXH3.
@@ -175,7 +169,7 @@ class OfferedPages(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Consumer: what was offered under this number has been read, or will not be."""
+    """Consumer: the offer of this number has been read, or will not be read."""
 
     offer: Count
 
@@ -195,13 +189,13 @@ class Cancel(Message, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """Producer: the transfer is over and its last write has ended: the slots are safe."""
+    """Producer: the transfer has ended, and its last write, too: the slots can be used again."""
 
     transfer: Name
 
 
 class Heartbeat(Message, frozen=True):
-    """Consumer: I live and still want these transfers. Extends their leases."""
+    """Consumer: still there, and wants these transfers. Extends their leases."""
 
     transfers: Transfers
 
@@ -212,54 +206,6 @@ class Pulse(Message, frozen=True):
     epoch: Count
 
 
-class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Travels with the bytes of one chunk; the consumer checks every field before it believes.
-
-    `identity` is the fingerprint of the tokens whose KV this is, `epoch` the producer
-    process's, `checksum` that of the `nbytes` coded bytes. `route`, layers and tokens are those of
-    the plan's chunk with this sequence number.
-    """
-
-    transfer: Name
-    epoch: Count
-    sequence: Count
-    identity: Fingerprint
-    route: Count
-    first_layer: Count
-    stop_layer: Count
-    first_token: Count
-    stop_token: Count
-    codec: Name
-    nbytes: Count
-    checksum: Fingerprint
-
-
-def chunk_header(
-    transfer: str,
-    epoch: int,
-    identity: bytes,
-    chunk: Chunk,
-    codec: str,
-    nbytes: int,
-    checksum: bytes,
-) -> ChunkHeader:
-    """The header of the plan's `chunk`: what a producer says, and what a consumer wants to hear."""
-    return ChunkHeader(
-        transfer,
-        epoch,
-        chunk.sequence,
-        identity,
-        chunk.route,
-        chunk.first_layer,
-        chunk.stop_layer,
-        chunk.first_token,
-        chunk.stop_token,
-        codec,
-        nbytes,
-        checksum,
-    )
-
-
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
 ProducerMessage = (
     Welcome | Reject | Ready | Accept | Offered | OfferedPages | Refuse | Cancelled | Pulse
@@ -268,38 +214,24 @@ ProducerMessage = (
 _encoder = msgspec.msgpack.Encoder()
 _from_consumer: msgspec.msgpack.Decoder[ConsumerMessage] = msgspec.msgpack.Decoder(ConsumerMessage)
 _from_producer: msgspec.msgpack.Decoder[ProducerMessage] = msgspec.msgpack.Decoder(ProducerMessage)
-_header = msgspec.msgpack.Decoder(ChunkHeader)
 
 
-def encode(message: Message | ChunkHeader) -> bytes:
+def encode(message: Message) -> bytes:
+    """A msgpack map, tagged with the message's type."""
     return _encoder.encode(message)
 
 
 def decode_consumer_message(data: bytes) -> ConsumerMessage:
     """Decode what a consumer sent. Raises MalformedMessageError."""
-    return _decode(_from_consumer, data)
+    return decode(_from_consumer, data)
 
 
 def decode_producer_message(data: bytes) -> ProducerMessage:
     """Decode what a producer sent. Raises MalformedMessageError."""
-    return _decode(_from_producer, data)
-
-
-def decode_chunk_header(data: bytes) -> ChunkHeader:
-    """Decode the header of a chunk. Raises MalformedMessageError."""
-    return _decode(_header, data)
+    return decode(_from_producer, data)
 
 
 def common_schema(newest: int, oldest: int) -> int | None:
     """The schema version to speak with a peer that offers these, or None."""
     version = min(newest, SCHEMA)
     return version if version >= max(oldest, OLDEST_SCHEMA) else None
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise MalformedMessageError(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedMessageError(f"{len(data)} bytes that are no message: {error}") from None

@@ -61,7 +61,9 @@ def describe_cache(
             logger.warning(
                 "layers %d-%d hold %s: pages that PDConnector cannot look into pass as they are, without "
                 "a codec and between engines that are alike only",
-                *(min(group.layers), max(group.layers), group.dtype),
+                min(group.layers),
+                max(group.layers),
+                group.dtype,
             )
     geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
     return PagedCache(views, geometry)
@@ -120,8 +122,8 @@ def _layers(
 
 
 def _numbers(names: list[str]) -> dict[str, int]:
-    """Each cache's number: that of its layer; where layers have several caches, these are
-    counted through."""
+    """A number for each cache: that of its layer. If layers have several caches, all caches of the
+    model are numbered in order."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     index = {name: int(extract_layer_index(name)) for name in names}
@@ -146,7 +148,7 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         tensor = tensor.view(DTYPES[dtype])
         key_dim, value_dim = int(spec.head_size), int(spec.head_size_v)
         key, value = _halves(tensor, key_dim, value_dim, packing if kind == "attention" else None)
-    else:  # bytes, of which only their owner knows more
+    else:  # opaque bytes
         tensor = tensor.view(torch.uint8)
         key, value = tensor, None
         key_dim, value_dim = tensor.shape[3], 0
@@ -248,14 +250,14 @@ def _order(tensor: torch.Tensor) -> str:
 
 
 def _total_heads(own: int, vllm_config: "VllmConfig") -> int:
-    """KV heads of a layer in the whole model, of which this rank has `own`."""
+    """KV heads of a layer in the whole model; this rank has `own` of them."""
     tp = vllm_config.parallel_config.tensor_parallel_size
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     return total if max(1, total // tp) == own else own * tp
 
 
 def _scales(layer: _Layer, vllm_config: "VllmConfig") -> tuple[float, float]:
-    """What stored K and V are multiplied with."""
+    """Factors that stored K and V are multiplied with."""
     module = vllm_config.compilation_config.static_forward_context.get(layer.name)
     return float(getattr(module, "_k_scale_float", 1.0)), float(
         getattr(module, "_v_scale_float", 1.0)
@@ -269,7 +271,7 @@ def _backend(vllm_config: "VllmConfig", name: str) -> str:
 
 
 def _merge(groups: list[Group]) -> Group:
-    """Layers that differ in nothing but their number and scales, as one group."""
+    """Merge layers that differ only in their number and scales."""
     import msgspec
 
     ordered = sorted(groups, key=lambda group: group.layers)

@@ -8,7 +8,7 @@ Worker side (`worker_side.WorkerSide`): register_kv_caches, get_handshake_metada
 bind_connector_metadata, save_kv_layer, wait_for_save, get_transfer_results,
 get_kv_connector_stats, shutdown.
 
-vLLM 0.31 to 0.33 call these hooks alike; hooks that only some of them have are harmless to others.
+vLLM 0.31 to 0.33 call these hooks in the same way. Versions that do not know a hook do not call it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
-from pd_connector.protocol.incoming import Peer, Source
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
 from pd_connector.vllm.worker_side import WorkerSide
 
-try:  # 0.32 and later tell by which road cached tokens came
+try:  # 0.32 and later count cached tokens by where they came from
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
     CacheHitSource = None

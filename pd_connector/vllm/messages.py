@@ -44,15 +44,15 @@ class RankAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerActivity(KVConnectorWorkerMetadata):
-    """Worker to scheduler, each step: slots that have not come home; held requests whose KV can be
-    loaded now, and such whose KV will not come."""
+    """Worker to scheduler, each step: slots that are not free; watched requests whose KV can be
+    loaded now (`ready`), and those whose KV will not come (`unavailable`)."""
 
     slots: int = 0
     ready: frozenset[str] = frozenset()
-    hopeless: frozenset[str] = frozenset()
+    unavailable: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
         return WorkerActivity(
-            self.slots + other.slots, self.ready | other.ready, self.hopeless | other.hopeless
+            self.slots + other.slots, self.ready | other.ready, self.unavailable | other.unavailable
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's part of vLLM's `/metrics`."""
+"""The connector's metrics (`pd_connector.agent.metrics`) on vLLM's `/metrics`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,43 +10,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from pd_connector.agent.metrics import (
+    BUCKETS_S,
+    COUNTERS,
+    COUNTERS_BY_CAUSE,
+    GAUGES,
+    HISTOGRAMS,
+    PREFIX,
+)
 from pd_connector.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-COUNTERS = {
-    "received_transfers": "Transfers that arrived whole and verified, counted by each rank (consumer).",
-    "received_chunks": "Chunks verified and placed (consumer).",
-    "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
-    "pulled_pieces": "Pieces of pages copied straight from the producer's memory (consumer).",
-    "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
-    "early_chunks": "Those of them posted while their prompt was still being computed (producer).",
-    "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
-    "agent_failures": "Times the agent's thread has died of an unexpected exception.",
-}
-COUNTERS_BY_CAUSE = {
-    "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
-    "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
-    "ignored_params": "Requests whose kv_transfer_params could not be followed.",
-    "lost_sessions": "Sessions with producers that ended (consumer).",
-    "rejected_sessions": "Sessions refused to consumers (producer).",
-    "stale_chunks": "Chunks that landed for no transfer, and were dropped (consumer).",
-}
-GAUGES = {
-    "leased_pages": "Pages kept for consumers (producer).",
-    "outgoing_transfers": "Transfers expected, offered or streaming (producer).",
-    "incoming_transfers": "Transfers held or loading (consumer).",
-    "landing_slots": "Landing slots that are not free (consumer).",
-    "send_slots": "Send slots that are not free (producer).",
-    "consumer_sessions": "Sessions with consumers (producer).",
-    "producer_sessions": "Sessions with producers (consumer).",
-}
-HISTOGRAMS = {
-    "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",
-}
-_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
-_PREFIX = "pd_connector:"
 
 
 @dataclass
@@ -63,7 +38,7 @@ class PDStats(KVConnectorStats):
 
     @classmethod
     def of(cls, telemetry: Telemetry, rank: str) -> "PDStats | None":
-        """What `telemetry` has gathered; None if it is the same as last time."""
+        """What `telemetry` has gathered since the last call; None if nothing has changed."""
         snapshot = telemetry.take()
         if snapshot is None:
             return None
@@ -113,17 +88,17 @@ class PDPromMetrics(KVConnectorPromMetrics):
         counter, gauge, histogram = (metric_types[t] for t in (Counter, Gauge, Histogram))
         by_cause = [*labelnames, "cause"]
         self._counters = {
-            **{name: counter(_PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
+            **{name: counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
             **{
-                name: counter(_PREFIX + name, text, by_cause)
+                name: counter(PREFIX + name, text, by_cause)
                 for name, text in COUNTERS_BY_CAUSE.items()
             },
         }
         self._gauges = {
-            name: gauge(_PREFIX + name, text, labelnames) for name, text in GAUGES.items()
+            name: gauge(PREFIX + name, text, labelnames) for name, text in GAUGES.items()
         }
         self._histograms = {
-            name: histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS)
+            name: histogram(PREFIX + name, text, labelnames, buckets=list(BUCKETS_S))
             for name, text in HISTOGRAMS.items()
         }
         self._rank_gauges: dict[tuple[int, str], dict[str, float]] = {}

@@ -64,8 +64,8 @@ class CpuPacking(NamedTuple):
 def _amx_halves(
     tensor: torch.Tensor, key_dim: int, value_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where AMX multiplies along an axis, two elements lie side by side, and sixteen such pairs of the
-    other axis follow one another: K is `[token / 16][dim / 2][16 tokens][2 dims]`, and V, which is
+    """K and V of pages in AMX tiles. Along the axis that AMX multiplies, pairs of elements lie side
+    by side; sixteen such pairs of the other axis follow one another. K is `[token / 16][dim / 2][16 tokens][2 dims]`, and V, which is
     multiplied along the tokens, `[dim / 16][token / 2][16 dims][2 tokens]`."""
     pages, heads, tokens, _ = tensor.shape
     page, head, *_ = tensor.stride()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector in the scheduler: which requests fetch, which requests offer.
+"""The connector in the scheduler: which requests fetch KV, and which offer it.
 
-It decides and keeps no KV; commands travel to the workers with the next step. Whatever is wrong
+It decides and holds no KV; commands travel to the workers with the next step. If anything is wrong
 with a request's parameters, the request is computed here as if it had none.
 """
 
@@ -18,8 +18,9 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
-from pd_connector.protocol.incoming import Load, Peer
+from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.streaming import Streaming, fingerprint, kept_pages
@@ -90,7 +91,7 @@ class SchedulerSide:
         self._address = self._address._replace(peers=peers)
 
     def on_new_request(self, request: "Request") -> None:
-        """A request enters the queue: its KV, kept elsewhere or wanted elsewhere, is announced."""
+        """A request enters the queue: announce KV that it will fetch, or that it will offer."""
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
@@ -132,7 +133,7 @@ class SchedulerSide:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Pages have been allocated: fetch into them, or let the producer go."""
+        """Pages have been allocated: fetch into them, or tell the producer that nothing is wanted."""
         fetch = self._fetches.get(request.request_id)
         if fetch is None or fetch.stage not in (_Stage.WATCHED, _Stage.HELD):
             return
@@ -174,13 +175,13 @@ class SchedulerSide:
         self._slots_out = activity.slots
         for stage, requests in (
             (_Stage.HELD, activity.ready),
-            (_Stage.OVER, activity.hopeless),
+            (_Stage.OVER, activity.unavailable),
         ):
             for request_id in requests:
                 fetch = self._fetches.get(request_id)
                 if fetch is not None and fetch.stage is _Stage.WATCHED:
                     fetch.stage = stage
-                    if stage is _Stage.OVER:  # other ranks may still hope
+                    if stage is _Stage.OVER:  # other ranks may still wait
                         self._commands.append(Drop(request_id, Cause.NOT_NEEDED))
 
     @property
@@ -257,5 +258,5 @@ class SchedulerSide:
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:
-    """Ranks by (pipeline stage, tensor-parallel rank)."""
+    """The ranks in the order of (pipeline stage, tensor-parallel rank)."""
     return tuple(peers[key] for key in sorted(peers))

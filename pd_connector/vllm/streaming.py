@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV of running prefills is there, step by step: what the scheduler knows of it."""
+"""What the scheduler knows of running prefills: which of their KV is computed, step by step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NULL_PAGE = 0
-"""What vLLM puts into a table in place of a page that a sliding window has passed."""
+"""vLLM's page id for a page that a sliding window has passed."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Streaming:
         self._prompts[request.request_id] = _Prompt(transfer, identity, request.num_prompt_tokens)
 
     def discard(self, request_id: str) -> None:
-        """The request has ended; what follows is not streaming's."""
+        """The request has ended; it streams no more."""
         self._prompts.pop(request_id, None)
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[Prefill]]:
@@ -54,7 +54,7 @@ class Streaming:
         for request_id, computed in self._scheduled(output):
             prompt = self._prompts[request_id]
             if prompt.computed >= prompt.tokens:
-                continue  # it decodes here; all of the prompt is on offer
+                continue  # it decodes here; its whole prompt is on offer
             prompt.computed = min(
                 prompt.tokens, computed + output.num_scheduled_tokens.get(request_id, 0)
             )
@@ -95,7 +95,7 @@ class Streaming:
 
 
 def fingerprint(request: "Request") -> bytes:
-    """What the KV of a request's prompt depends on."""
+    """Fingerprint of everything that the KV of a request's prompt depends on."""
     assert request.prompt_token_ids is not None
     features = request.mm_features or []
     return token_fingerprint(
@@ -107,7 +107,7 @@ def fingerprint(request: "Request") -> bytes:
 
 
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
-    """vLLM's page tables in ours, where a page that is not kept is -1."""
+    """vLLM's page tables as ours: a page that is not kept has the id -1."""
     return tuple(
         [page if page != _NULL_PAGE else -1 for page in table]
         if _NULL_PAGE in table

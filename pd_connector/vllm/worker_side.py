@@ -9,7 +9,7 @@ import torch
 
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Computed
-from pd_connector.agent.rests import Rests
+from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.kv.identity import model_fingerprint
 from pd_connector.protocol.incoming import Finished, Held
@@ -38,10 +38,12 @@ class WorkerSide:
         self._rank = str(vllm_config.parallel_config.rank)
         self._prefills: list[Prefill] = []
         self._idle = False
-        self._rests = Rests(alone=vllm_config.parallel_config.world_size == 1)
-        self._layers: dict[str, int] = {}  # what save_kv_layer names, and its number
+        self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
+        self._layers: dict[
+            str, int
+        ] = {}  # number of the layer, by the name that save_kv_layer gives
         self._ready: set[str] = set()
-        self._hopeless: set[str] = set()
+        self._unavailable: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -54,7 +56,7 @@ class WorkerSide:
         self.close()
         cache = describe_cache(kv_caches, self._kv_cache_config, self._vllm_config)
         numbers = {name: int(extract_layer_index(name)) for name in kv_caches}
-        # Layers with several caches stream step by step: which one is done is not told.
+        # Layers with several caches stream step by step: vLLM does not tell which cache is done.
         self._layers = numbers if len(set(numbers.values())) == len(numbers) else {}
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
@@ -85,15 +87,15 @@ class WorkerSide:
         return self._address
 
     def begin(self, step: StepCommands) -> None:
-        """A step begins: hand its commands to the agent, before anything is computed. From now on
-        no page is read that the step may reuse."""
+        """A step begins: hand its commands to the agent, before anything is computed. Once this
+        has returned, no page is read that the step may reuse."""
         assert self._agent is not None or not step.commands
         for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
         self._prefills = step.prefills
         self._idle = step.idle
         if step.commands or not step.idle:
-            self._rests.stirred()
+            self._backoff.reset()
 
     def layer_computed(self, name: str) -> None:
         """The step has computed this layer's KV, of all its requests."""
@@ -110,7 +112,7 @@ class WorkerSide:
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
         if self._idle and self._agent:
-            self._rests.take(self._agent.rest)
+            self._backoff.pause(self._agent.wait_for_outcome)
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()
@@ -121,7 +123,9 @@ class WorkerSide:
                     if outcome.cause is not None:
                         failed.add(outcome.request)
                 case Held():
-                    (self._ready if outcome.cause is None else self._hopeless).add(outcome.request)
+                    (self._ready if outcome.cause is None else self._unavailable).add(
+                        outcome.request
+                    )
                 case _:
                     sent.add(outcome.request)
         return sent, received, failed
@@ -131,13 +135,12 @@ class WorkerSide:
         return PDStats.of(self._agent.telemetry, self._rank) if self._agent else None
 
     def activity(self) -> WorkerActivity:
-        """Slots that are out, zero when everything has come home; and held requests that have an
-        answer since the last call."""
+        """Slots that are not free, and watched requests that were answered since the last call."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
         slots = int(gauges.get("landing_slots", 0) + gauges.get("send_slots", 0))
-        activity = WorkerActivity(slots, frozenset(self._ready), frozenset(self._hopeless))
+        activity = WorkerActivity(slots, frozenset(self._ready), frozenset(self._unavailable))
         self._ready.clear()
-        self._hopeless.clear()
+        self._unavailable.clear()
         return activity
 
     def close(self) -> None:

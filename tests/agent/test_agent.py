@@ -33,7 +33,7 @@ from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Peer, Source
+from pd_connector.protocol.peers import Peer, Source
 
 __all__ = ["ranks"]
 
@@ -227,7 +227,7 @@ def test_a_consumer_that_does_not_take_the_welcome_has_no_page_kept_for_it(
 ):
     producer, consumer = ranks.pair(LONG)
     refused = RefusedError(Cause.VERSION, "not with you")
-    monkeypatch.setattr(dialler, "judge_welcome", Mock(side_effect=refused))
+    monkeypatch.setattr(dialler, "check_welcome", Mock(side_effect=refused))
     producer.offer("t", [1, 2])
     consumer.load(producer.source, "t", [1, 2])
     assert consumer.loaded("t").cause == Cause.VERSION
@@ -344,8 +344,8 @@ def test_an_agent_that_dies_ends_what_it_owes(ranks: Ranks, monkeypatch: pytest.
     def fail(now: float) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(producer.agent, "_step", fail)
-    monkeypatch.setattr(consumer.agent, "_step", fail)
+    monkeypatch.setattr(producer.agent._loop, "step", fail)
+    monkeypatch.setattr(consumer.agent._loop, "step", fail)
     assert producer.freed("t").cause == Cause.INTERNAL
     assert consumer.loaded("later").cause == Cause.INTERNAL
     assert producer.count("agent_failures") == 1
@@ -384,25 +384,25 @@ def test_a_load_can_be_dropped_at_any_moment(ranks: Ranks, moment: str, transpor
 
 def test_config_defaults_are_what_an_agent_starts_with(ranks: Ranks):
     rank = ranks({})
-    assert rank.agent._config == Config()
+    assert rank.agent._loop._config == Config()
     assert rank.gauge("landing_slots") == 0
     assert TOKENS
 
 
-def test_resting_ends_with_an_outcome_and_without_transfers_it_does_not_begin(ranks: Ranks):
+def test_a_wait_ends_with_an_outcome_and_without_transfers_it_does_not_begin(ranks: Ranks):
     producer, consumer = ranks.pair(LONG)
     began = time.monotonic()
-    assert consumer.agent.rest(20.0)
+    assert consumer.agent.wait_for_outcome(20.0)
     consumer.load([producer.peer], "t", [1], wait=True)
     until(lambda: consumer.gauge("incoming_transfers"))
     producer.offer("t", [1])
-    assert consumer.agent.rest(20.0)
+    assert consumer.agent.wait_for_outcome(20.0)
     assert consumer.loaded("t").cause is None
     consumer.load([producer.peer], "never", [1], wait=True)
     until(lambda: consumer.gauge("incoming_transfers"))
-    assert time.monotonic() - began < 20.0, "neither rest was slept out"
+    assert time.monotonic() - began < 20.0, "neither wait lasted to its end"
     began = time.monotonic()
-    assert not consumer.agent.rest(0.2)
+    assert not consumer.agent.wait_for_outcome(0.2)
     assert time.monotonic() - began >= 0.2
     consumer.agent.submit(Drop("load of never", Cause.ABORTED))
     assert consumer.loaded("never").cause == Cause.ABORTED
@@ -593,5 +593,7 @@ def test_pages_are_touched_after_what_was_queued_before_they_were_given(
         assert consumer.loaded(transfer).cause is None
         assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
         assert producer.freed(transfer).cause is None
-    assert not consumer.agent._fetcher._inbox._fences
-    assert not producer.agent._server._outbox._fences
+    assert consumer.agent._loop.consumer_side is not None
+    assert not consumer.agent._loop.consumer_side._inbox._fences
+    assert producer.agent._loop.producer_side is not None
+    assert not producer.agent._loop.producer_side._outbox._fences

@@ -28,7 +28,7 @@ from pd_connector.agent import inbox, outbox
 from pd_connector.agent.commands import Drop, Expect, Revoke
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause, TransportError
-from pd_connector.protocol import messages
+from pd_connector.protocol.header import decode_header, encode_header
 
 __all__ = ["ranks"]
 
@@ -58,8 +58,8 @@ def swallowed(header: bytes, payload: bytes, slot: int) -> Written:
 
 def with_header(**fields: Any) -> Meddle:
     def meddle(header: bytes, payload: bytes, slot: int) -> Written:
-        changed = msgspec.structs.replace(messages.decode_chunk_header(header), **fields)
-        return messages.encode(changed), payload, slot
+        changed = msgspec.structs.replace(decode_header(header), **fields)
+        return encode_header(changed), payload, slot
 
     return meddle
 
@@ -139,7 +139,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     checksum = outbox.checksum
 
     def after_a_late_write(payload: memoryview) -> bytes:
-        landing = consumer.agent._buffers.landing
+        landing = consumer.agent._loop.buffers.landing
         for slot in range(landing.slots):
             landing.slot(slot)[0] ^= 1
         return checksum(payload)
@@ -223,11 +223,12 @@ def test_a_consumer_that_froze_loses_its_transfers_and_fetches_again(ranks: Rank
     assert_serves_on(producer, consumer, "before")
     consumer.load(producer.source, "t", [5], wait=True)
     until(lambda: producer.gauge("outgoing_transfers"))
-    step = consumer.agent._step
-    consumer.agent._step = lambda now: time.sleep(0.01)  # type: ignore[method-assign]
+    loop = consumer.agent._loop
+    step = loop.step
+    loop.step = lambda now: time.sleep(0.01)  # type: ignore[method-assign]
     until(lambda: producer.gauge("consumer_sessions") == 0)
     assert producer.gauge("outgoing_transfers") == 0
-    consumer.agent._step = step  # type: ignore[method-assign]
+    loop.step = step  # type: ignore[method-assign]
     assert consumer.loaded("t").cause == Cause.SESSION_LOST
     for i in range(3):
         assert_serves_on(producer, consumer, f"{i}")
@@ -336,6 +337,7 @@ def test_a_read_that_goes_wrong_fails_its_load_and_all_slots_come_home(
     ranks: Ranks, transport: str, meddle: Any, causes: set[Cause]
 ):
     settings = SHORT | {"stall_timeout_s": 1.0 if Cause.STALLED in causes else 20.0}
+    settings |= {"lease_s": 5.0}  # longer than NIXL takes to set up
     producer, consumer = reading_pair(ranks, transport, meddle, settings)
     others = [consumer.page(page) for page in (4, 6)]
     producer.offer("t", [1])
@@ -461,7 +463,8 @@ def test_a_chunk_whose_gate_was_shut_before_it_was_gathered_comes_from_the_new_p
     producer.agent.submit(Expect("t"))
     consumer.load(producer.source, "t", [5, 6], wait=True)
     until(lambda: producer.gauge("consumer_sessions"))
-    transfers = producer.agent._server._producer._transfers
+    assert producer.agent._loop.producer_side is not None
+    transfers = producer.agent._loop.producer_side._producer._transfers
     until(lambda: "t" in transfers and transfers["t"].streams)
     producer.agent._gate.shut("offer of t")
     producer.offer("t", [1, 2], computed=8)

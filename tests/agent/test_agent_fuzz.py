@@ -31,7 +31,8 @@ from support.agents import (
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Source
+from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
+from pd_connector.protocol.peers import Source
 
 __all__ = ["ranks"]
 
@@ -157,7 +158,7 @@ def test_messages_that_are_none_cost_their_sender_the_session_only(
 def test_a_message_above_the_limit_is_not_even_received(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(LONG, consumes=False)
     for _ in range(3):
-        LyingConsumer(context, producer.agent.port).say(bytes(messages.MAX_MESSAGE_BYTES + 1))
+        LyingConsumer(context, producer.agent.port).say(bytes(MAX_MESSAGE_BYTES + 1))
     assert_serves_on(ranks, producer)
     assert producer.count("rejected_sessions", cause=Cause.MALFORMED_MESSAGE) == 0
 
@@ -217,7 +218,10 @@ def test_slots_that_the_consumer_does_not_have(
 ):
     settings = SHORT | TRANSPORTS[transport]
     producer, lender = ranks(settings, consumes=False), ranks(settings, produces=False)
-    address = {name: t.address() for name, t in lender.agent._fetcher._dialler._transports.items()}
+    address = {
+        name: t.address()
+        for name, t in lender.agent._loop.consumer_side._dialler._transports.items()
+    }
     liar = LyingConsumer(context, producer.agent.port)
     producer.offer("bait", [1, 2, 3, 4])
     liar.say(msgspec.structs.replace(HELLO, transports=address))
@@ -233,7 +237,9 @@ def test_slots_that_the_consumer_does_not_have(
 def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(SHORT, consumes=False)
     shy = ranks(SHORT, produces=False)
-    address = {name: t.address() for name, t in shy.agent._fetcher._dialler._transports.items()}
+    address = {
+        name: t.address() for name, t in shy.agent._loop.consumer_side._dialler._transports.items()
+    }
     liar = LyingConsumer(context, producer.agent.port)
     liar.say(msgspec.structs.replace(HELLO, transports=address))
     for i in range(500):
@@ -243,7 +249,7 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
         liar.say(messages.Done(f"nothing {i}"))
     until(lambda: producer.gauge("outgoing_transfers") == 1000)
     until(lambda: producer.gauge("outgoing_transfers") == 0)
-    until(lambda: not producer.agent._server._producer._unwanted)
+    until(lambda: not producer.agent._loop.producer_side._producer._past._unwanted)
     assert_serves_on(ranks, producer)
 
 
@@ -251,7 +257,7 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
 def test_noise_on_every_port(ranks: Ranks, transport: str):
     producer = ranks(LONG | TRANSPORTS[transport], consumes=False)
     ports = [producer.agent.port]
-    for owned in producer.agent._transports:
+    for owned in producer.agent._loop._transports:
         ports += [owned._port] if hasattr(owned, "_port") else []
     chance = random.Random(3)
     greeting = bytes.fromhex("ff00000000000000017f0300") + b"NULL" + bytes(48)
@@ -265,7 +271,7 @@ def test_noise_on_every_port(ranks: Ranks, transport: str):
 
 def test_many_connections_at_once_and_no_memory_kept(ranks: Ranks):
     producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
-    ports = [producer.agent.port, producer.agent._transports[0]._port]  # type: ignore[attr-defined]
+    ports = [producer.agent.port, producer.agent._loop._transports[0]._port]  # type: ignore[attr-defined]
     before = resident_bytes()
     for _ in range(2):
         crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(200)]

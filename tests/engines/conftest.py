@@ -7,6 +7,7 @@ A test module says which setup it wants with a constant `SETUP`, or a test with
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,7 @@ from pairs import (
 )
 
 LOG_LINES = 40
+os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
 
 

@@ -12,18 +12,18 @@ from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import routes
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import Action as ConsumerAction
 from pd_connector.protocol.incoming import (
     Finished,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
 from pd_connector.protocol.outgoing import Action as ProducerAction
 from pd_connector.protocol.outgoing import Offer, Reply, Send
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.protocol.producer import Producer
 
 _LAYERS = 32
@@ -46,7 +46,7 @@ def planning_overhead() -> tuple[float, float]:
     heads x 128, in bfloat16 and 16 MiB slots; from offer and load to the last page that is freed.
     No bytes move, and no message is coded. The median of 50 requests on a session that stands.
     """
-    pair = _Pair()
+    pair = _LinkedMachines()
     for number in range(_WARM_UPS):
         pair.request(_TOKENS - number)
     spent = [pair.request(_TOKENS - _WARM_UPS - number) for number in range(_RUNS)]
@@ -54,7 +54,7 @@ def planning_overhead() -> tuple[float, float]:
     return producer_ms, consumer_ms
 
 
-class _Pair:
+class _LinkedMachines:
     """A producer and a consumer whose messages are handed over by calls."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class _Pair:
     def _deliver(self, send: Send) -> None:
         chunk = send.chunk
         nbytes = self._timed("producer", chunk.nbytes, send.route)
-        header = messages.ChunkHeader(
+        header = ChunkHeader(
             send.transfer,
             1,
             chunk.sequence,

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL's library, imported so that the process ends cleanly on hosts with RDMA packages.
+"""NIXL's library, imported so that processes end cleanly on hosts with RDMA packages.
 
-NIXL's wheel brings its own libnl-route. Some modules of its UCX (EFA's) also load the system's libibverbs, and with it
-the system's libnl-route. Loaded that way, the system's copy finds the wheel's functions before its own: at start it
-registers its traffic classes there, which are refused because the wheel's have the same names, and at exit it removes
-from a list what never was in it. The process crashes then, after all its work (SIGSEGV in
-`rtnl_tc_unregister`; seen with NIXL 1.5.1 beside Debian's libibverbs1 and ibverbs-providers).
+NIXL's wheel brings its own libnl-route, under another file name. A module of its UCX (EFA's) loads the system's libefa and
+with it the system's libnl-route. A library that is loaded on behalf of another one looks for functions first where
+that one does: the system's copy finds the wheel's `rtnl_tc_register`, which refuses its traffic classes because the
+wheel's have the same names, and at the process' end `rtnl_tc_unregister`, which takes out of a list what never was in
+it. The process crashes there, after all its work (SIGSEGV; seen with NIXL 1.5.1 beside Debian's libibverbs1,
+librdmacm1 and ibverbs-providers).
 
-A library that was loaded by itself finds its own functions first. So the system's copy is loaded before UCX starts.
+A library that is loaded by itself finds its own functions first. So the system's libnl-route is loaded before UCX
+starts. The other libraries are left to UCX: libefa must find the wheel's libibverbs, or EFA devices are not seen.
 """
 
 import contextlib

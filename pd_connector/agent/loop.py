@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent's thread does: turns messages, completions and deadlines into steps of the state
+machines. The loop owns transports, slots, sockets and sessions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from pd_connector.agent.commands import (
+    Command,
+    CommandQueue,
+    Computed,
+    Drop,
+    Expect,
+    Hold,
+    Revoke,
+    Withdraw,
+)
+from pd_connector.agent.consumer_side import ConsumerSide
+from pd_connector.agent.handshake import Identity
+from pd_connector.agent.integrity import HasIntegrity, checks_wanted
+from pd_connector.agent.owed import Outcome
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.producer_side import ProducerSide
+from pd_connector.agent.resources import RankResources
+from pd_connector.codec import COMPILER
+from pd_connector.config import Config
+from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.kv.geometry import Shard
+from pd_connector.memory.buffers import Buffers
+from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.protocol.incoming import Load
+from pd_connector.protocol.outgoing import Offer
+from pd_connector.telemetry import Telemetry
+from pd_connector.transport.base import Transport
+from pd_connector.transport.registry import make_transports
+
+_BUSY_TRANSPORT_POLL_MS = 1
+"""For transports that do not tell when they have made progress (`Transport.restless`)."""
+_COMPILING_POLL_MS = 20
+"""Nothing tells when a background compilation has ended."""
+
+
+class Loop:
+    """Made by the engine's thread, then used by the agent's thread only.
+
+    Args:
+        commands: what the engine asks for.
+        gate: shut by the engine's thread for requests whose pages may not be read.
+        report: told of every outcome.
+        produces: serve consumers.
+        consumes: fetch from producers.
+        shards: what the ranks of this engine hold, this one included.
+        wrap: what to make of each transport, for tests.
+
+    Raises:
+        PDConnectorError: the host cannot be listened on, or a transport cannot be set up.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        cache: PagedCache,
+        commands: CommandQueue,
+        gate: PageGate,
+        telemetry: Telemetry,
+        report: Callable[[Outcome], None],
+        *,
+        produces: bool,
+        consumes: bool,
+        shards: Sequence[Shard],
+        wrap: Callable[[Transport], Transport],
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._commands = commands
+        self._telemetry = telemetry
+        self._checks = checks_wanted()
+        self._poller = zmq.Poller()
+        self._polled: list[Any] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper: Gatekeeper | None = None
+        self.buffers = Buffers(config, cache.device, produces=produces, consumes=consumes)
+        self._transports: list[Transport] = []
+        self.producer_side: ProducerSide | None = None
+        self.consumer_side: ConsumerSide | None = None
+        try:
+            keys = CurveKeys.derive(config.key) if config.key else None
+            self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
+            self._begin_to_compile()
+            made = make_transports(self._context, config, keys, self.buffers)
+            self._transports = [wrap(transport) for transport in made]
+            resources = RankResources(
+                config=config,
+                identity=identity,
+                context=self._context,
+                keys=keys,
+                cache=cache,
+                transports=self._transports,
+                telemetry=telemetry,
+            )
+            if produces:
+                self.producer_side = ProducerSide(resources, self.buffers.sending, gate, report)
+            if consumes:
+                self.consumer_side = ConsumerSide(resources, shards, report)
+        except BaseException:
+            self.close()
+            raise
+        self._update_gauges()
+
+    @property
+    def port(self) -> int:
+        """Control port that consumers dial; 0 for a rank that does not produce."""
+        return self.producer_side.port if self.producer_side else 0
+
+    @property
+    def parts_with_integrity(self) -> list[HasIntegrity]:
+        """Everything that keeps books of slots and transfers."""
+        sides = [side for side in (self.producer_side, self.consumer_side) if side]
+        parts = [part for side in sides for part in side.parts_with_integrity]
+        return [part for part in parts if isinstance(part, HasIntegrity)]
+
+    def wait(self) -> None:
+        """Wait until there may be something to do."""
+        pollables = self._pollables()
+        if pollables != self._polled:  # seldom
+            self._poller, self._polled = zmq.Poller(), pollables
+            for pollable in pollables:
+                self._poller.register(pollable, zmq.POLLIN)
+        sides = [side for side in (self.producer_side, self.consumer_side) if side]
+        restless = any(t.restless for t in self._transports) and any(s.busy for s in sides)
+        timeout_ms = _BUSY_TRANSPORT_POLL_MS if restless else int(self._config.heartbeat_s * 500)
+        if any(side.compiling for side in sides):
+            timeout_ms = min(timeout_ms, _COMPILING_POLL_MS)
+        self._poller.poll(timeout_ms)
+
+    def step(self, now: float) -> None:
+        """Handle everything that waits; `now` is in seconds, monotonic."""
+        producer_side, consumer_side = self.producer_side, self.consumer_side
+        if self._gatekeeper:
+            self._gatekeeper.answer()
+        messages = producer_side.receive() if producer_side else []
+        # Commands before these messages: an offer is known when what was sent after it is handled.
+        for command, fence in self._commands.take():
+            self._execute(command, fence, now)
+        if producer_side:
+            producer_side.handle(messages, now)
+        if consumer_side:
+            consumer_side.receive(now)
+        for transport in self._transports:
+            written, landed = transport.poll()
+            for write in written:
+                if producer_side:
+                    producer_side.written(transport, write)
+            for arrival in landed:
+                if consumer_side:
+                    consumer_side.landed(arrival, now)
+        if producer_side:
+            producer_side.send(now)
+            producer_side.tick(now)
+        if consumer_side:
+            consumer_side.tick(now)
+        self._update_gauges()
+        if self._checks:
+            for part in self.parts_with_integrity:
+                part.check_integrity()
+
+    def close(self) -> None:
+        """Free sockets, memory and descriptors."""
+        for owner in (self.producer_side, self.consumer_side, *self._transports, self._gatekeeper):
+            if owner:
+                owner.close()
+        self.buffers.close()
+        self._context.destroy(linger=100)
+
+    def _begin_to_compile(self) -> None:
+        """Start to compile the loops that chunks of a cache in host memory will want. Nobody waits
+        for them."""
+        if self._cache.on_host and self._config.codec != "raw":
+            COMPILER.begin()
+
+    def _execute(self, command: Command, fence: Any, now: float) -> None:
+        producer_side, consumer_side = self.producer_side, self.consumer_side
+        match command:
+            case Expect(transfer) if producer_side:
+                producer_side.expect(transfer, now)
+            case Offer() if producer_side:
+                producer_side.offer(command, fence, now)
+            case Computed() if producer_side:
+                producer_side.computed(command, fence)
+            case Revoke(transfer, request) if producer_side:
+                producer_side.revoke(transfer, request)
+            case Withdraw(transfer, request) if producer_side:
+                producer_side.withdraw(transfer, request)
+            case Hold() if consumer_side:
+                consumer_side.hold(command, now)
+            case Load() if consumer_side:
+                consumer_side.load(command, fence, now)
+            case Drop(request, cause) if consumer_side:
+                consumer_side.drop(request, cause, now)
+
+    def _pollables(self) -> list[Any]:
+        found: list[Any] = [self._commands.wakes]
+        for owner in (self.producer_side, self.consumer_side, *self._transports):
+            if owner:
+                found += owner.pollables
+        if self._gatekeeper:
+            found.append(self._gatekeeper.socket)
+        return found
+
+    def _update_gauges(self) -> None:
+        for side in (self.producer_side, self.consumer_side):
+            if side:
+                self._telemetry.gauge(**side.gauges())

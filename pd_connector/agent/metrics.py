@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name and description of every metric that a rank counts. Engines' doors register them."""
+
+PREFIX = "pd_connector:"
+
+COUNTERS = {
+    "received_transfers": "Transfers that arrived whole and verified, counted by each rank (consumer).",
+    "received_chunks": "Chunks verified and placed (consumer).",
+    "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
+    "pulled_pieces": "Pieces of pages copied straight from the producer's memory (consumer).",
+    "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
+    "early_chunks": "Those of them posted while their prompt was still being computed (producer).",
+    "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
+    "agent_failures": "Times the agent's thread has died of an unexpected exception.",
+}
+COUNTERS_BY_CAUSE = {
+    "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
+    "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
+    "ignored_params": "Requests whose kv_transfer_params could not be followed.",
+    "lost_sessions": "Sessions with producers that ended (consumer).",
+    "rejected_sessions": "Sessions refused to consumers (producer).",
+    "stale_chunks": "Chunks that landed for no transfer, and were dropped (consumer).",
+}
+GAUGES = {
+    "leased_pages": "Pages kept for consumers (producer).",
+    "outgoing_transfers": "Transfers expected, offered or streaming (producer).",
+    "incoming_transfers": "Transfers held or loading (consumer).",
+    "landing_slots": "Landing slots that are not free (consumer).",
+    "send_slots": "Send slots that are not free (producer).",
+    "consumer_sessions": "Sessions with consumers (producer).",
+    "producer_sessions": "Sessions with producers (consumer).",
+}
+HISTOGRAMS = {
+    "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",
+}
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which outcomes the agent owes to its engine, so that none is lost and none is told twice."""
+
+import queue
+import threading
+
+from pd_connector.agent.commands import Command, Drop, Hold
+from pd_connector.errors import Cause
+from pd_connector.protocol.incoming import Finished, Held, Load
+from pd_connector.protocol.outgoing import Free, Offer
+
+Outcome = Free | Finished | Held
+
+
+class OwedOutcomes:
+    """Outcomes on their way from the agent's thread (`report`) to the engine's (all others)."""
+
+    def __init__(self) -> None:
+        self._reported: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._any = threading.Event()  # an outcome has been reported
+        self._requests: dict[type[Outcome], set[str]] = {Finished: set(), Free: set(), Held: set()}
+
+    def expect(self, command: Command) -> None:
+        """Note which outcome a command will have."""
+        match command:
+            case Offer() if command.final:
+                self._requests[Free].add(command.request)
+            case Load():
+                self._requests[Finished].add(command.request)
+            case Hold() if command.watch:
+                self._requests[Held].add(command.request)
+            case Drop():
+                self._requests[Held].discard(command.request)
+
+    def report(self, outcome: Outcome) -> None:
+        """Called by the agent's thread."""
+        self._reported.put(outcome)
+        self._any.set()
+
+    def wake(self) -> None:
+        """End a `wait` although nothing was reported."""
+        self._any.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until an outcome is reported; returns whether one was within `timeout_s`."""
+        return self._any.wait(timeout_s)
+
+    def take(self) -> list[Outcome]:
+        """Outcomes reported since the last call that were owed; each request's only once."""
+        self._any.clear()
+        taken: list[Outcome] = []
+        while not self._reported.empty():
+            outcome = self._reported.get()
+            owed = self._requests[type(outcome)]
+            if outcome.request in owed:
+                owed.discard(outcome.request)
+                taken.append(outcome)
+        return taken
+
+    def fail_all(self, cause: Cause, detail: str) -> list[Outcome]:
+        """Everything that is still owed, failed."""
+        failed: list[Outcome] = [Finished(r, cause, detail) for r in self._requests[Finished]]
+        failed += [Free(request, cause) for request in self._requests[Free]]
+        failed += [Held(request, cause, detail) for request in self._requests[Held]]
+        for owed in self._requests.values():
+            owed.clear()
+        return failed

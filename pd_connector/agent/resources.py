@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the producing side, the consuming side and the dialler of one rank share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_connector.agent.handshake import Identity
+from pd_connector.config import Config
+from pd_connector.control.keys import CurveKeys
+from pd_connector.control.sockets import Context
+from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.telemetry import Telemetry
+from pd_connector.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class RankResources:
+    """One rank's shared objects, used by its agent's thread only.
+
+    Args:
+        context: the ZeroMQ context of all sockets.
+        keys: keys of the sessions; None where sessions are not encrypted.
+        transports: in the order in which they are preferred.
+    """
+
+    config: Config
+    identity: Identity
+    context: Context
+    keys: CurveKeys | None
+    cache: PagedCache
+    transports: Sequence[Transport]
+    telemetry: Telemetry
