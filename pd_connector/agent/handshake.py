@@ -12,6 +12,7 @@ from pd_connector.errors import (
 )
 from pd_connector.kv.geometry import Geometry
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
 from pd_connector.transport.base import Transport
 
@@ -84,7 +85,7 @@ def check_hello(
             f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
             "both engines must serve the same weights and config",
         )
-    return schema, _routes(geometry, message.geometry, codecs, message.codecs)
+    return schema, _routes(geometry, message.geometry, codecs, message.codecs, schema)
 
 
 def check_welcome(
@@ -105,7 +106,7 @@ def check_welcome(
         raise RefusedError(
             Cause.UNREACHABLE, f"engine {message.engine_id} answers, {wanted} was wanted"
         )
-    return _routes(message.geometry, geometry, message.codecs, codecs)
+    return _routes(message.geometry, geometry, message.codecs, codecs, message.schema)
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
@@ -132,9 +133,14 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
 
 
 def _routes(
-    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+    source: Geometry,
+    destination: Geometry,
+    offered: Sequence[str],
+    accepted: Sequence[str],
+    schema: int,
 ) -> tuple[Route, ...]:
+    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
     try:
-        return routes(source, destination, offered, accepted)
+        return routes(source, destination, offered, accepted, RULES[schema])
     except UnsupportedGeometryError as error:
         raise RefusedError(Cause.GEOMETRY, str(error)) from None
