@@ -43,6 +43,8 @@ class Agent:
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
+        tells: kinds of last words (`protocol.last_words`) that come with final offers.
+        needs: those that this engine cannot go on without: a load is not over before they have come.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -60,6 +62,8 @@ class Agent:
         produces: bool,
         consumes: bool,
         shards: Sequence[Shard] = (),
+        tells: Sequence[str] = (),
+        needs: Sequence[str] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
@@ -77,7 +81,7 @@ class Agent:
         try:
             self._loop = Loop(
                 config,
-                Identity(engine_id, secrets.randbits(63), model),
+                Identity(engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs)),
                 cache,
                 self._commands,
                 self._gate,

@@ -55,7 +55,14 @@ class ConsumerSide:
         self._report = report
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
-        self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
+        self._consumer = Consumer(
+            config,
+            cache.geometry,
+            self._pool,
+            one_sided,
+            shards,
+            needs_words=bool(resources.identity.needs),
+        )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
         self._inbox = Inbox(cache, resources.telemetry)

@@ -9,6 +9,7 @@ from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.cuts import MIN_CHUNK_BYTES
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
+from pd_connector.protocol.last_words import LastWords
 
 SessionId = bytes
 """The routing id of a consumer's connection."""
@@ -24,12 +25,13 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
+    words: LastWords | None = None  # what else the engine decided; with the final offer
 
     def problem(self, message: messages.Open, slot_bytes: int) -> tuple[Cause, str] | None:
         """Why this KV is not what a consumer asks for, or None."""
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
-        if not message.first_token < message.stop_token <= self.prompt_tokens:
+        if not message.first_token <= message.stop_token <= self.prompt_tokens:
             asked = f"tokens {message.first_token}-{message.stop_token}"
             return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
         least = min(slot_bytes, MIN_CHUNK_BYTES)

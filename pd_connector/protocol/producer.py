@@ -308,7 +308,8 @@ class Producer:
         self._mark_ready(transfer, session)
         if known and not offer.final:
             return []
-        return [Reply(session, messages.Accept(transfer, stream.planned, offer.final))]
+        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words)
+        return [Reply(session, accept)]
 
     def _reader_finished(
         self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
