@@ -225,7 +225,7 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = PlaceChunk(source, header, route, chunk, pages, slot, payload)
+        place = PlaceChunk(source, header, route, chunk, pages, slot, payload, load.request)
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
