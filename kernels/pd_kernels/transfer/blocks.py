@@ -151,8 +151,8 @@ class Blocks:
         """Describe whole pages of some layers, which pass as bytes (`verbatim`).
 
         Args:
-            rows: one per layer, uint8 `[page, head, bytes]` with the heads that move. head is 1 if
-                the heads of a page cannot be told apart.
+            rows: one per layer, or per plane of a layer, uint8 `[page, head, bytes]` with the heads
+                that move. head is 1 if the heads of a page cannot be told apart.
             parts_per_page: pages of `rows` that are one page of the engine.
 
         Raises:
