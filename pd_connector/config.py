@@ -66,6 +66,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Time to reach a producer and agree with it, in seconds."""
     stall_timeout_s: float = 10.0
     """Longest pause between two chunks of one transfer, in seconds."""
+    agent_timeout_s: float = 10.0
+    """Silence of its own agent's thread after which an engine gives it up, in seconds."""
     wait_timeout_s: float = 300.0
     """Longest wait for a prefill that was announced but has not finished, in seconds."""
 
@@ -136,7 +138,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in self.__struct_fields__:
             if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
                 raise self._wrong(name, "must be a number of seconds > 0")
-        for name in ("session_timeout_s", "lease_s"):
+        for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise self._wrong(
                     name,

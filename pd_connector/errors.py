@@ -28,6 +28,7 @@ class Cause(StrEnum):
     """Why a transfer did not deliver. The value is the `cause` label in the metrics."""
 
     ABORTED = "aborted"  # the client went away, on the consumer
+    AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place

@@ -86,5 +86,10 @@ class CommandQueue:
         while not self._commands.empty():
             yield self._commands.get()
 
+    def clear(self) -> None:
+        """Forget what waits."""
+        for _ in self.take():
+            pass
+
     def close(self) -> None:
         os.close(self.wakes)

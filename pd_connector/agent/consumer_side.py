@@ -11,6 +11,7 @@ from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
@@ -38,6 +39,7 @@ class ConsumerSide:
 
     Args:
         shards: what the ranks of this engine hold, this one included.
+        gate: passed before pages are written.
         report: told the end of every load and watched hold.
     """
 
@@ -45,6 +47,7 @@ class ConsumerSide:
         self,
         resources: RankResources,
         shards: Sequence[Shard],
+        gate: PageGate,
         report: Callable[[Finished | Held], None],
     ) -> None:
         config, cache = resources.config, resources.cache
@@ -57,7 +60,7 @@ class ConsumerSide:
         self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
-        self._inbox = Inbox(cache, resources.telemetry)
+        self._inbox = Inbox(cache, gate, resources.telemetry)
         self._next_heartbeat = 0.0
 
     @property
@@ -93,7 +96,7 @@ class ConsumerSide:
     def load(self, load: Load, fence: Any, now: float) -> None:
         """Fetch KV. Its pages are filled after the work that `fence` stands for, which may still
         write them for the request that had them before."""
-        self._inbox.fence(load, fence)
+        self._inbox.begin(load, fence)
         self._act(self._consumer.load(load, now), now)
 
     def drop(self, request: str, cause: Cause, now: float) -> None:

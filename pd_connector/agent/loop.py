@@ -53,6 +53,7 @@ class Loop:
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included.
+        port: control port to listen on; 0 lets the system choose.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -72,6 +73,7 @@ class Loop:
         produces: bool,
         consumes: bool,
         shards: Sequence[Shard],
+        port: int = 0,
         wrap: Callable[[Transport], Transport],
     ) -> None:
         self._config = config
@@ -104,9 +106,11 @@ class Loop:
                 telemetry=telemetry,
             )
             if produces:
-                self.producer_side = ProducerSide(resources, self.buffers.sending, gate, report)
+                self.producer_side = ProducerSide(
+                    resources, self.buffers.sending, gate, report, port
+                )
             if consumes:
-                self.consumer_side = ConsumerSide(resources, shards, report)
+                self.consumer_side = ConsumerSide(resources, shards, gate, report)
         except BaseException:
             self.close()
             raise

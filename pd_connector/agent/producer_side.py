@@ -8,8 +8,8 @@ from typing import Any
 
 from pd_connector.agent.commands import Computed
 from pd_connector.agent.handshake import RefusedError, check_hello, connect
-from pd_connector.agent.outbox import OFFERED, Key, Outbox, RevokedError, SendPath
-from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.outbox import OFFERED, Key, Outbox, SendPath
+from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.codec import permitted
 from pd_connector.control.sockets import Listener
@@ -51,6 +51,7 @@ class ProducerSide:
         sending: the send slots.
         gate: shut by the engine's thread for requests whose pages may not be read.
         report: told of every request whose pages may be freed.
+        port: control port to listen on; 0 lets the system choose.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ProducerSide:
         sending: Slab,
         gate: PageGate,
         report: Callable[[Free], None],
+        port: int = 0,
     ) -> None:
         config, identity = resources.config, resources.identity
         self._config = config
@@ -70,7 +72,7 @@ class ProducerSide:
         self._report = report
         self._codecs = permitted(config.codec, config.codec_max_error)
         self._producer = Producer(config)
-        self._listener = Listener(resources.context, config.host, resources.keys)
+        self._listener = Listener(resources.context, config.host, resources.keys, port)
         self._sessions: dict[bytes, ConsumerSession] = {}
         self._compiling: set[bytes] = set()  # sessions that wait for kernels of their routes
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)

@@ -29,7 +29,7 @@ _MAX_BATCH = 256
 class Listener:
     """A producer's control socket. Senders are known by a routing id that ZeroMQ gives them."""
 
-    def __init__(self, context: Context, host: str, keys: CurveKeys | None) -> None:
+    def __init__(self, context: Context, host: str, keys: CurveKeys | None, port: int = 0) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -38,7 +38,7 @@ class Listener:
         if keys:
             keys.guard(self.socket)
         try:
-            self.socket.bind(endpoint(numeric(host), "*"))
+            self.socket.bind(endpoint(numeric(host), port or "*"))
         except (zmq.ZMQError, OSError) as error:
             self.socket.close()
             raise PDConnectorError(

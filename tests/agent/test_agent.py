@@ -594,6 +594,6 @@ def test_pages_are_touched_after_what_was_queued_before_they_were_given(
         assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
         assert producer.freed(transfer).cause is None
     assert consumer.agent._loop.consumer_side is not None
-    assert not consumer.agent._loop.consumer_side._inbox._fences
+    assert not consumer.agent._loop.consumer_side._inbox._loads
     assert producer.agent._loop.producer_side is not None
     assert not producer.agent._loop.producer_side._outbox._fences
