@@ -39,7 +39,7 @@ def carried(x: torch.Tensor, part: Part, pair: Pair) -> torch.Tensor:
     codec, blocks = CODECS[pair.codec], []
     for block in x[0].split(BLOCK_TOKENS, 1):
         shape = tuple(block.shape)
-        data = torch.empty(codec.coded_bytes(part, shape, BF16), dtype=torch.uint8)
+        data = torch.empty(codec.coding.coded_bytes(part, shape, BF16), dtype=torch.uint8)
         codec.encode(part, block, BF16, pair.destination, data)
         stored = codec.decode(part, data, shape, BF16, pair.destination)
         blocks.append((stored.float() * pair.destination.scale).bfloat16())

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Load, Peer
+from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer
 
 
 class Expect(NamedTuple):

@@ -10,6 +10,7 @@ from pd_connector.agent.commands import Hold
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.inbox import Inbox
+from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
@@ -19,6 +20,7 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import decode_header
 from pd_connector.protocol.incoming import (
     Action,
     Dial,
@@ -26,9 +28,9 @@ from pd_connector.protocol.incoming import (
     Held,
     Load,
     PlaceChunk,
-    Source,
     Tell,
 )
+from pd_connector.protocol.peers import Source
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
@@ -78,8 +80,8 @@ class ConsumerSide:
         return self._sessions.compiling
 
     @property
-    def parts_with_integrity(self) -> list[object]:
-        return [self._pool, self._consumer]
+    def parts_with_integrity(self) -> list[HasIntegrity]:
+        return [self._consumer]
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -126,7 +128,7 @@ class ConsumerSide:
         self, data: bytes, slot: int, payload: memoryview | Pieces, problem: str, now: float
     ) -> None:
         try:
-            header = messages.decode_chunk_header(data)
+            header = decode_header(data)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))

@@ -7,11 +7,12 @@ import logging
 from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.inbox import ReceivePath
 from pd_connector.agent.resources import RankResources
-from pd_connector.codec import permitted
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
+from pd_connector.kv.coding import permitted
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import ProducerSession, Source
+from pd_connector.protocol.incoming import ProducerSession
+from pd_connector.protocol.peers import Source
 
 logger = logging.getLogger("pd_connector.agent.dialler")
 

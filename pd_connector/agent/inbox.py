@@ -12,7 +12,8 @@ from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Load, PlaceChunk, Source
+from pd_connector.protocol.incoming import Load, PlaceChunk
+from pd_connector.protocol.peers import Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 
@@ -59,7 +60,7 @@ class Inbox:
         self._reading[source, offered.slot] = offered.offer
         if isinstance(offered, messages.OfferedPages):
             addresses = np.frombuffer(offered.addresses[: len(offered.addresses) // 8 * 8], "<u8")
-            return Pieces(addresses, offered.piece_bytes, offered.lanes)
+            return Pieces(addresses, offered.piece_bytes)
         path.transport.read(
             path.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
         )

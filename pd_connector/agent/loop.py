@@ -29,7 +29,6 @@ from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
-from pd_connector.memory.pieces import LOOPS
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
@@ -85,8 +84,7 @@ class Loop:
         self._polled: list[Any] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper: Gatekeeper | None = None
-        shown = cache.storages if produces and self._pages_are_read else ()
-        self.buffers = Buffers(config, cache.device, shown, produces=produces, consumes=consumes)
+        self.buffers = Buffers(config, cache.device, produces=produces, consumes=consumes)
         self._transports: list[Transport] = []
         self.producer_side: ProducerSide | None = None
         self.consumer_side: ConsumerSide | None = None
@@ -125,8 +123,7 @@ class Loop:
     def parts_with_integrity(self) -> list[HasIntegrity]:
         """Everything that keeps books of slots and transfers."""
         sides = [side for side in (self.producer_side, self.consumer_side) if side]
-        parts = [part for side in sides for part in side.parts_with_integrity]
-        return [part for part in parts if isinstance(part, HasIntegrity)]
+        return [part for side in sides for part in side.parts_with_integrity]
 
     def wait(self) -> None:
         """Wait until there may be something to do."""
@@ -181,19 +178,10 @@ class Loop:
         self.buffers.close()
         self._context.destroy(linger=100)
 
-    @property
-    def _pages_are_read(self) -> bool:
-        """Whether peers may read pages where they lie."""
-        config = self._config
-        return self._cache.on_host and config.direction == "auto" and "shm" in config.transports
-
     def _begin_to_compile(self) -> None:
-        """Start to compile the loops that chunks of a cache in host memory will want. Nobody waits
-        for them."""
+        """Start to compile the codecs' loops for a cache in host memory. Nobody waits for them."""
         if self._cache.on_host and self._config.codec != "raw":
             COMPILER.begin()
-        if self._pages_are_read:
-            LOOPS.begin()
 
     def _execute(self, command: Command, fence: Any, now: float) -> None:
         producer_side, consumer_side = self.producer_side, self.consumer_side

@@ -10,7 +10,8 @@ from pd_connector.config import Config
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import ProducerSession, Source
+from pd_connector.protocol.incoming import ProducerSession
+from pd_connector.protocol.peers import Source
 
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""

@@ -13,6 +13,7 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
+from pd_connector.protocol.header import encode_header, header_of
 from pd_connector.protocol.outgoing import Send
 from pd_connector.transport.base import Transport
 
@@ -178,9 +179,7 @@ class Outbox:
         """Where the chunk lies, if the consumer may read it there."""
         route = send.route
         found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
-        if not found or len(found.addresses) > messages.MAX_PIECES:
-            return None
-        return found.in_lanes() if send.lanes else found
+        return found if found and len(found.addresses) <= messages.MAX_PIECES else None
 
     def _write(
         self,
@@ -225,7 +224,6 @@ class Outbox:
             piece_bytes=pieces.piece_bytes,
             addresses=addresses,
             header=header,
-            lanes=pieces.lanes,
         )
 
     def _offer(self, chunk: InFlight) -> int:
@@ -241,14 +239,13 @@ class Outbox:
         return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 
     def _header(self, send: Send, nbytes: int, found: bytes) -> bytes:
-        return messages.encode(
-            messages.chunk_header(
-                send.transfer,
-                self._epoch,
-                send.identity,
-                send.chunk,
-                send.route.codec,
-                nbytes,
-                found,
-            )
+        header = header_of(
+            send.chunk,
+            transfer=send.transfer,
+            epoch=self._epoch,
+            identity=send.identity,
+            codec=send.route.codec,
+            nbytes=nbytes,
+            checksum=found,
         )
+        return encode_header(header)

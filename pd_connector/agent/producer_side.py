@@ -8,16 +8,17 @@ from typing import Any
 
 from pd_connector.agent.commands import Computed
 from pd_connector.agent.handshake import RefusedError, check_hello, connect
+from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import OFFERED, Key, Outbox, SendPath
 from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
-from pd_connector.codec import permitted
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     TransportError,
 )
+from pd_connector.kv.coding import permitted
 from pd_connector.memory.slab import Slab
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
@@ -96,7 +97,7 @@ class ProducerSide:
         return bool(self._compiling)
 
     @property
-    def parts_with_integrity(self) -> list[object]:
+    def parts_with_integrity(self) -> list[HasIntegrity]:
         return [self._producer, self._outbox]
 
     def gauges(self) -> dict[str, float]:

@@ -1,42 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every codec does with one block."""
 
-import enum
-import math
 from typing import Protocol
 
 import torch
 
-from pd_connector.codec.elements import Elements
-
-SECTION_BYTES = (
-    16  # codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once
-)
-
-Shape = tuple[int, int, int]  # heads, tokens, dims
-
-
-class Part(enum.StrEnum):
-    """Which half of a layer's cache a block is from. An MLA latent counts as KEY."""
-
-    KEY = "key"
-    VALUE = "value"
+from pd_connector.codec.elements import torch_dtype
+from pd_connector.kv.coding import Coding, Elements, Part, Shape, padded
 
 
 class Codec(Protocol):
-    """One way to code a block of elements as bytes.
+    """One way to code a block of elements as bytes; `coding` has its name, sizes and error bound."""
 
-    Attributes:
-        name: what the two sides call it.
-        error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
-    """
-
-    name: str
-    error_bound: float
-
-    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        """Bytes on the wire of a block `[head, token, dim]`, scales and padding included."""
-        ...
+    coding: Coding
 
     def encode(
         self,
@@ -86,17 +62,12 @@ class Codec(Protocol):
         ...
 
 
-def padded(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole sections."""
-    return -(-nbytes // SECTION_BYTES) * SECTION_BYTES
-
-
 def check_block(x: torch.Tensor, source: Elements) -> None:
     """Raise ValueError unless `x` is a block of `source`'s dtype."""
-    if x.dim() != 3 or x.dtype != source.torch_dtype:
+    if x.dim() != 3 or x.dtype != torch_dtype(source):
         raise ValueError(
             f"block of shape {tuple(x.shape)} and {x.dtype}: must be [head, token, dim] of "
-            f"{source.torch_dtype}, as the cache of {source.dtype} that it comes from"
+            f"{torch_dtype(source)}, as the cache of {source.dtype} that it comes from"
         )
 
 
@@ -125,8 +96,3 @@ def put_scales(out: torch.Tensor, scales: torch.Tensor) -> None:
 def get_scales(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The scales of a block from their bytes: a copy, because these may lie at an odd address."""
     return data.clone().view(dtype).view(shape)
-
-
-def elements_in(shape: Shape) -> int:
-    """How many elements a block has."""
-    return math.prod(shape)

@@ -5,8 +5,8 @@ from types import ModuleType
 
 import torch
 
-from pd_connector.codec.elements import Elements
 from pd_connector.compiler import Compiler
+from pd_connector.kv.coding import Elements
 
 COMPILER = Compiler("pd_connector.codec.loops", "codecs")
 

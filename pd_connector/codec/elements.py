@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a cache stores elements, and the conversion from any way to any other."""
+"""Tensors of a cache's elements, and their conversion from any dtype and scale to any other."""
 
 import functools
-import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from pd_connector.kv.coding import Elements
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -23,44 +24,10 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 Words = npt.NDArray[Any]  # uint8, uint16 or uint32
 
 
-class Elements(NamedTuple):
-    """How a cache stores one part of one layer: value = stored * scale.
-
-    What a peer says of its cache goes through `checked` before anything else.
-
-    Attributes:
-        dtype: a key of `DTYPES`.
-        scale: used by FP8 caches only; finite and above zero.
-    """
-
-    dtype: str
-    scale: float = 1.0
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Raises ValueError for a dtype that no codec knows."""
-        if self.dtype not in DTYPES:
-            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {', '.join(DTYPES)}")
-        return DTYPES[self.dtype]
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.dtype == "fp8_e4m3"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one element."""
-        return int(self.torch_dtype.itemsize)
-
-    def checked(self) -> "Elements":
-        """Itself. Raises ValueError for a dtype no codec knows, or a scale that cannot be one."""
-        if not (self.torch_dtype and math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"cache scale {self.scale}: must be finite and above zero")
-        return self
-
-    def same_bits(self, other: "Elements") -> bool:
-        """Whether every element means the same in both, so that bits can be copied."""
-        return self.dtype == other.dtype and (not self.is_fp8 or self.scale == other.scale)
+def torch_dtype(elements: Elements) -> torch.dtype:
+    """Raises ValueError for a dtype that no codec knows."""
+    assert elements.nbytes
+    return DTYPES[elements.dtype]
 
 
 def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch.Tensor) -> None:
@@ -76,6 +43,12 @@ def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch
         source: how `x` is stored.
         destination: how `out` is to be stored.
         out: of the shape of `x`, of `destination`'s dtype, dense; any alignment on CPU.
+
+    >>> x = torch.tensor([1.0, -500.0, torch.inf], dtype=torch.bfloat16)
+    >>> out = torch.empty(3, dtype=torch.float8_e4m3fn)
+    >>> convert(x, Elements("bfloat16"), Elements("fp8_e4m3", scale=0.5), out)
+    >>> out.float().tolist()
+    [2.0, -448.0, nan]
     """
     if source.same_bits(destination):
         copy_bits(x, out)
@@ -132,7 +105,7 @@ def largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 def _table(source: Elements, destination: Elements) -> Words:
     """What every code of a one- or two-byte source becomes."""
     codes = torch.arange(1 << (8 * source.nbytes), dtype=torch.int32)
-    every = codes.to(_SIGNED[source.nbytes]).view(source.torch_dtype)
+    every = codes.to(_SIGNED[source.nbytes]).view(torch_dtype(source))
     return words(_computed(every, source, destination))
 
 
@@ -162,7 +135,7 @@ def _computed(x: torch.Tensor, source: Elements, destination: Elements) -> torch
     if destination.is_fp8:
         # What the cast makes of values beyond the range depends on torch's version.
         value = value.clamp(-FP8_MAX, FP8_MAX).masked_fill(x.float().isinf(), torch.nan)
-    return value.to(destination.torch_dtype)
+    return value.to(torch_dtype(destination))
 
 
 def _scalar(value: float, x: torch.Tensor) -> torch.Tensor:

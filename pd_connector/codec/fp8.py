@@ -4,19 +4,10 @@
 import numpy as np
 import torch
 
-from pd_connector.codec.base import (
-    Part,
-    Shape,
-    check_block,
-    check_bytes,
-    elements_in,
-    get_scales,
-    padded,
-    put_scales,
-    split,
-)
+from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
-from pd_connector.codec.elements import Elements, convert, largest, words
+from pd_connector.codec.elements import convert, largest, torch_dtype, words
+from pd_connector.kv.coding import CODINGS, Elements, Part, Shape, padded
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
 
@@ -31,11 +22,7 @@ class Fp8E4M3:
     that its codes are the codes that cache stores.
     """
 
-    name = "fp8_e4m3"
-    error_bound = 0.10
-
-    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        return padded(4 * shape[0]) + elements_in(shape)
+    coding = CODINGS["fp8_e4m3"]
 
     def encode(
         self,
@@ -47,12 +34,12 @@ class Fp8E4M3:
     ) -> None:
         check_block(x, source)
         heads, tokens, dims = x.shape
-        check_bytes(out, self.coded_bytes(part, (heads, tokens, dims), source))
+        check_bytes(out, self.coding.coded_bytes(part, (heads, tokens, dims), source))
         codes = out[padded(4 * heads) :].view(torch.float8_e4m3fn).view(x.shape)
         if source.is_fp8 or destination.is_fp8:
             own = source.scale if source.is_fp8 else destination.scale
             scales = torch.full((heads,), own, dtype=torch.float32, device=x.device)
-            convert(x, source, Elements(self.name, own), codes)
+            convert(x, source, Elements(self.coding.name, own), codes)
         else:
             scales = _scale_and_round(x, source, codes)
         put_scales(out, scales)
@@ -65,11 +52,11 @@ class Fp8E4M3:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        scales, codes = split(data, 4 * shape[0], self.coded_bytes(part, shape, source))
+        scales, codes = split(data, 4 * shape[0], self.coding.coded_bytes(part, shape, source))
         stored = codes.view(torch.float8_e4m3fn).view(shape)
         if destination.is_fp8 and (not source.is_fp8 or source.same_bits(destination)):
             return stored
-        out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
+        out = torch.empty(shape, dtype=torch_dtype(destination), device=data.device)
         if source.is_fp8:
             convert(stored, source, destination, out)
             return out
@@ -78,7 +65,7 @@ class Fp8E4M3:
             loops.fp8_decode(words(stored), found.numpy(), words(out))
             return out
         for head, scale in enumerate(found.tolist()):
-            convert(stored[head], Elements(self.name, scale), destination, out[head])
+            convert(stored[head], Elements(self.coding.name, scale), destination, out[head])
         return out
 
 
@@ -112,3 +99,6 @@ def powers_of_two(magnitudes: torch.Tensor) -> torch.Tensor:
     power = (exponent - 9 + (mantissa > 0.875)).clamp(min=_SMALLEST_EXPONENT)
     scales = ((power + 127) << 23).to(torch.int32).view(torch.float32)
     return torch.where(magnitudes == 0, torch.ones_like(scales), scales)
+
+
+FP8_E4M3 = Fp8E4M3()

@@ -5,25 +5,24 @@ K has a few channels that are large in every token, V has none: a scale per chan
 drowning K's other channels.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 
-from pd_connector.codec.base import (
+from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
+from pd_connector.codec.compiled import loops_for
+from pd_connector.codec.elements import convert, largest, torch_dtype, words
+from pd_connector.kv.coding import (
+    CODINGS,
+    SUPER_PAGE,
+    Elements,
     Part,
     Shape,
-    check_block,
-    check_bytes,
-    elements_in,
-    get_scales,
+    int8_scale_shape,
     padded,
-    put_scales,
-    split,
 )
-from pd_connector.codec.compiled import loops_for
-from pd_connector.codec.elements import Elements, convert, largest, words
 
-SUPER_PAGE = 128  # tokens that share K's scales, counted from the block's first token
 _RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
 CODE_MAX = 127.0
 SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller ones to zero
@@ -36,11 +35,7 @@ class Int8:
     and NaN if the group has a NaN or an infinity: the whole group then decodes as NaN.
     """
 
-    name = "int8"
-    error_bound = 0.02
-
-    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        return padded(_scale_bytes(part, shape)) + elements_in(shape)
+    coding = CODINGS["int8"]
 
     def encode(
         self,
@@ -54,9 +49,9 @@ class Int8:
             raise ValueError("int8 of an fp8_e4m3 cache: use raw, which is one byte an element too")
         check_block(x, source)
         shape = (x.shape[0], x.shape[1], x.shape[2])
-        check_bytes(out, self.coded_bytes(part, shape, source))
-        scales = torch.empty(_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
-        codes = out[padded(_scale_bytes(part, shape)) :].view(torch.int8).view(shape)
+        check_bytes(out, self.coding.coded_bytes(part, shape, source))
+        scales = torch.empty(int8_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
+        codes = out[padded(scales.nbytes) :].view(torch.int8).view(shape)
         if loops := loops_for(x, source):
             keys, values = loops.int8_encode_keys, loops.int8_encode_values
             (keys if part is Part.KEY else values)(words(x), words(scales), words(codes))
@@ -72,10 +67,12 @@ class Int8:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        raw, codes = split(data, _scale_bytes(part, shape), self.coded_bytes(part, shape, source))
-        scales = get_scales(raw, torch.bfloat16, _scale_shape(part, shape))
+        scale_shape = int8_scale_shape(part, shape)
+        coded_bytes = self.coding.coded_bytes(part, shape, source)
+        raw, codes = split(data, 2 * math.prod(scale_shape), coded_bytes)
+        scales = get_scales(raw, torch.bfloat16, scale_shape)
         codes = codes.view(torch.int8).view(shape)
-        out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
+        out = torch.empty(shape, dtype=torch_dtype(destination), device=data.device)
         if loops := loops_for(codes, destination):
             keys, values = loops.int8_decode_keys, loops.int8_decode_values
             (keys if part is Part.KEY else values)(words(codes), words(scales), words(out))
@@ -149,11 +146,4 @@ def _runs(shape: Shape) -> Iterator[tuple[int, int]]:
         yield whole, tokens
 
 
-def _scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
-    heads, tokens, dims = shape
-    return (heads, -(-tokens // SUPER_PAGE), dims) if part is Part.KEY else (heads, tokens)
-
-
-def _scale_bytes(part: Part, shape: Shape) -> int:
-    heads, tokens, dims = shape
-    return 2 * heads * (-(-tokens // SUPER_PAGE) * dims if part is Part.KEY else tokens)
+INT8 = Int8()

@@ -14,10 +14,11 @@ import numpy as np
 from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
 from pd_connector.codec.jit import compiled
+from pd_connector.kv import coding
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
 # numba keeps what it has compiled for as long as this file stays as it is, constants included.
-_SUPER_PAGE = int8.SUPER_PAGE
+_SUPER_PAGE = coding.SUPER_PAGE
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = np.uint16(0x7F80)
 _SMALLEST_SCALE = np.float32(int8.SMALLEST_SCALE)

@@ -3,18 +3,15 @@
 
 import torch
 
-from pd_connector.codec.base import Part, Shape, check_block, check_bytes, elements_in
-from pd_connector.codec.elements import Elements, as_dtype, convert
+from pd_connector.codec.base import check_block, check_bytes
+from pd_connector.codec.elements import as_dtype, convert, torch_dtype
+from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
 
 
 class Raw:
     """Exact between caches that store alike; else exactly what converting in place would give."""
 
-    name = "raw"
-    error_bound = 0.0
-
-    def coded_bytes(self, part: Part, shape: Shape, source: Elements) -> int:
-        return elements_in(shape) * source.nbytes
+    coding = CODINGS["raw"]
 
     def encode(
         self,
@@ -37,10 +34,13 @@ class Raw:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        check_bytes(data, self.coded_bytes(part, shape, source))
-        stored = as_dtype(data, source.torch_dtype).view(shape)
+        check_bytes(data, self.coding.coded_bytes(part, shape, source))
+        stored = as_dtype(data, torch_dtype(source)).view(shape)
         if source.same_bits(destination):
             return stored
-        out = torch.empty(shape, dtype=destination.torch_dtype, device=data.device)
+        out = torch.empty(shape, dtype=torch_dtype(destination), device=data.device)
         convert(stored, source, destination, out)
         return out
+
+
+RAW = Raw()

@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pd_connector.control.addresses import bound_port, endpoint, numeric, readable
 from pd_connector.control.keys import CurveKeys
 from pd_connector.errors import Cause, PDConnectorError
-from pd_connector.protocol.messages import MAX_MESSAGE_BYTES
+from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

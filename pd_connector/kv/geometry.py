@@ -97,6 +97,20 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.shard.heads(group.heads)
 
 
+def page_span(first_token: int, stop_token: int, page_size: int) -> range:
+    """Pages of a sequence, of `page_size` tokens each, that hold tokens [first_token, stop_token).
+    The first and the last may hold others, too.
+
+    >>> page_span(20, 40, page_size=16)
+    range(1, 3)
+    """
+    return range(first_token // page_size, -(-stop_token // page_size))
+
+
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages of `page_size` tokens that hold `tokens` tokens; the last may be partly filled."""
-    return -(-tokens // page_size)
+    """Pages of `page_size` tokens that hold `tokens` tokens; the last may be partly filled.
+
+    >>> pages_for(40, page_size=16)
+    3
+    """
+    return len(page_span(0, tokens, page_size))

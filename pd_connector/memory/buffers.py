@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of one rank that its transports work with."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pd_connector.config import Config
 from pd_connector.memory.pins import Pins
-from pd_connector.memory.shared_cache import SharedCache, Span
 from pd_connector.memory.slab import Slab
 
 if TYPE_CHECKING:
@@ -14,29 +12,21 @@ if TYPE_CHECKING:
 
 
 class Buffers:
-    """Slots, and the cache as far as peers may look at it.
+    """Landing and send slots.
 
     Attributes:
         landing: slots that peers write into.
         sending: slots that chunks are gathered into.
-        pins: what of it is pinned for the cache's GPU.
-        cache: what peers on this machine may read of the cache; None where that is nothing.
+        pins: slots that are pinned for the cache's GPU.
 
     Args:
         device: where the cache lies.
-        storages: the memory in which peers may look at it; empty where they may not.
-        produces: consumers will read from here.
-        consumes: producers will write here.
+        produces: whether chunks are gathered into the send slots.
+        consumes: whether chunks arrive in the landing slots.
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: "torch.device",
-        storages: Sequence[Span],
-        *,
-        produces: bool,
-        consumes: bool,
+        self, config: Config, device: "torch.device", *, produces: bool, consumes: bool
     ) -> None:
         shared = "shm" in config.transports
         self.landing = Slab(config.slots, config.slot_bytes, shared=shared)
@@ -46,12 +36,9 @@ class Buffers:
             self.pins.add(self.landing.memory, "landing slots")
         if produces:
             self.pins.add(self.sending.memory, "send slots")
-        self.cache = SharedCache.of(storages) if storages else None
 
     def close(self) -> None:
-        """Give up pins and descriptors; see `Slab.close`, `SharedCache.close`."""
+        """Give up pins and descriptors (see `Slab.close`)."""
         self.pins.release()
         self.landing.close()
         self.sending.close()
-        if self.cache:
-            self.cache.close()

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of memory in this process and in another of the same machine, and how they come from there to
-here: by the kernel (`process_vm_readv`, Linux' cross-memory attach), or from where the other's memory is
-mapped.
+"""Pieces of memory, copied from another process of the same machine into this one, and their checksum.
+
+The kernel copies (`process_vm_readv`, Linux' cross-memory attach). Both processes need the same user, and some
+systems forbid it: containers without CAP_SYS_PTRACE, `kernel.yama.ptrace_scope`.
 """
 
 import ctypes
 import os
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pd_connector.compiler import Compiler
-
 Addresses = npt.NDArray[np.uint64]
 
-LOOPS = Compiler("pd_connector.memory.piece_loops", "sums of pages")
-
-_VECTORS = 1024
-"""Vectors to a call: the kernel's limit."""
-_BATCH_BYTES = 1 << 20
-"""Copied before the sum is taken, which then finds it in the core's cache."""
+_MAX_VECTORS = 1024
+"""Pieces that the kernel takes in one call."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes that are copied before they are summed: the sum then finds them in the processor's cache."""
 
 _readv = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _readv is not None:
@@ -35,14 +31,12 @@ class Pieces(NamedTuple):
     """Memory in the order of a payload, in pieces of one size.
 
     Attributes:
-        addresses: uint64 `[pieces]`.
-        piece_bytes: bytes of each.
-        lanes: whether their checksum is formed by compiled loops (`piece_loops.py`), and not by XXH3.
+        addresses: uint64 `[pieces]`, each in the memory of the process that the pieces belong to.
+        piece_bytes: bytes of each piece.
     """
 
     addresses: Addresses
     piece_bytes: int
-    lanes: bool = False
 
     def __bool__(self) -> bool:
         return len(self.addresses) > 0
@@ -51,140 +45,55 @@ class Pieces(NamedTuple):
     def nbytes(self) -> int:
         return len(self.addresses) * self.piece_bytes
 
-    def in_lanes(self) -> "Pieces":
-        """The same, with `lanes` if that can be done here: it takes no time beside a copy."""
-        loops = LOOPS.loops
-        return self._replace(lanes=loops is not None and self.piece_bytes % loops.ROW_BYTES == 0)
-
     def checksum(self) -> bytes:
-        """Of all bytes, which must be this process': 16 bytes, for accidents and not against
-        forgery, and nothing that a GPU could form on the way. Raises OSError if it cannot be formed."""
-        summing = _summing(self)
-        summing.add(self)
-        return summing.digest()
+        """XXH3 of all bytes in order: 16 bytes. The pieces must be memory of this process.
+
+        It finds accidents, it does not stop forgery; and no GPU could form it while it copies, so that
+        only pages in host memory have it (`kv/checksum.py` is the checksum of payloads).
+        """
+        digest = xxhash.xxh3_128()
+        self._add_to(digest)
+        return digest.digest()
+
+    def _add_to(self, digest: xxhash.xxh3_128) -> None:
+        piece = ctypes.c_uint8 * self.piece_bytes
+        for address in self.addresses.tolist():
+            digest.update(piece.from_address(address))
 
 
 def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
-    """Copy pieces of another process into those of this one; returns the checksum, as `theirs` is
-    summed, of what lies here afterwards. Python's lock is free while memory is copied.
+    """Copy pieces of another process into pieces of this one. Python's lock is free meanwhile.
 
     Args:
         pid: the process, as this process numbers it.
-        ours: as many pieces of the same size.
+        theirs: memory of that process.
+        ours: as many pieces of the same size, in this process.
+
+    Returns:
+        The checksum of what lies in `ours` afterwards (see `Pieces.checksum`).
 
     Raises:
         OSError: the kernel forbids it, the process is gone, or its memory is not there. Some of
             the pieces may have been filled.
         ValueError: pieces differ in number or size.
     """
-    _check_alike(theirs, ours)
-    summing = _summing(theirs)
-    step = min(_VECTORS, max(1, _BATCH_BYTES // ours.piece_bytes))
-    scratch = _Scratch(step, ours.piece_bytes) if theirs.lanes else None
-    there, here = _vectors(theirs), _vectors(ours)
-    for first in range(0, len(here), step):
-        part = slice(first, first + step)
-        to = ours._replace(addresses=ours.addresses[part])
-        if scratch is None:
-            _copy(pid, there[part], here[part])
-            summing.add(to)
-        else:  # the loops write past the cache, which the kernel does not
-            between = scratch.pieces(len(to.addresses))
-            _copy(pid, there[part], _vectors(between))
-            summing.copy(between, to)
-    return summing.digest()
-
-
-def copy_memory(theirs: Pieces, ours: Pieces) -> bytes:
-    """As `read_memory`, from memory that is mapped in this process."""
-    _check_alike(theirs, ours)
-    summing = _summing(theirs)
-    summing.copy(theirs, ours)
-    return summing.digest()
-
-
-class _Scratch:
-    """Memory for a few pieces, which stays in the core's cache."""
-
-    def __init__(self, count: int, piece_bytes: int) -> None:
-        self._memory = np.empty(count * piece_bytes, np.uint8)
-        self._piece_bytes = piece_bytes
-
-    def pieces(self, count: int) -> Pieces:
-        offsets = np.arange(count, dtype=np.uint64) * np.uint64(self._piece_bytes)
-        return Pieces(offsets + np.uint64(self._memory.ctypes.data), self._piece_bytes)
-
-
-class _Xxh3:
-    """XXH3 of the bytes in order."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_128()
-
-    def add(self, pieces: Pieces) -> None:
-        piece = ctypes.c_uint8 * pieces.piece_bytes
-        for address in pieces.addresses.tolist():
-            self._digest.update(piece.from_address(address))
-
-    def copy(self, there: Pieces, here: Pieces) -> None:
-        _move(there, here)
-        self.add(here)
-
-    def digest(self) -> bytes:
-        return self._digest.digest()
-
-
-class _Lanes:
-    """XXH3 of lanes' sums, for pieces of whole rows."""
-
-    def __init__(self, loops: ModuleType) -> None:
-        self._loops = loops
-        self._nbytes = 0
-        self._sums = np.zeros(2 * loops.LANES, np.uint64)
-
-    def add(self, pieces: Pieces) -> None:
-        self._nbytes += pieces.nbytes
-        self._loops.sum_pieces(pieces.addresses, pieces.piece_bytes, self._sums)
-
-    def copy(self, there: Pieces, here: Pieces) -> None:
-        if (here.addresses % self._loops.VECTOR_BYTES).any():
-            _move(there, here)
-            self.add(here)
-        else:
-            self._nbytes += here.nbytes
-            size = here.piece_bytes
-            self._loops.copy_pieces(there.addresses, here.addresses, size, self._sums)
-
-    def digest(self) -> bytes:
-        summed = self._nbytes.to_bytes(8, "little") + self._sums.tobytes()
-        return xxhash.xxh3_128(summed).digest()
-
-
-def _summing(pieces: Pieces) -> _Xxh3 | _Lanes:
-    """What forms the checksum of these. Raises OSError if this process cannot."""
-    if not pieces.lanes:
-        return _Xxh3()
-    loops = LOOPS.loops
-    if loops is None or pieces.piece_bytes % loops.ROW_BYTES:
-        raise OSError(f"pieces of {pieces.piece_bytes} bytes cannot be summed in lanes here")
-    return _Lanes(loops)
-
-
-def _check_alike(theirs: Pieces, ours: Pieces) -> None:
     if len(theirs.addresses) != len(ours.addresses) or theirs.piece_bytes != ours.piece_bytes:
         raise ValueError(
             f"{len(theirs.addresses)} pieces of {theirs.piece_bytes} bytes there, "
             f"{len(ours.addresses)} of {ours.piece_bytes} here"
         )
-
-
-def _move(there: Pieces, here: Pieces) -> None:
-    for source, target in zip(there.addresses.tolist(), here.addresses.tolist(), strict=True):
-        ctypes.memmove(target, source, here.piece_bytes)
+    digest = xxhash.xxh3_128()
+    there, here = _vectors(theirs), _vectors(ours)
+    step = min(_MAX_VECTORS, max(1, _BLOCK_BYTES // ours.piece_bytes))
+    for first in range(0, len(here), step):
+        block = slice(first, first + step)
+        _copy(pid, there[block], here[block])
+        ours._replace(addresses=ours.addresses[block])._add_to(digest)
+    return digest.digest()
 
 
 def _vectors(pieces: Pieces) -> Addresses:
-    """As `iovec` has them: `[pieces, (address, bytes)]`."""
+    """Pieces as the kernel's `iovec`: uint64 `[pieces, (address, bytes)]`."""
     found = np.empty((len(pieces.addresses), 2), np.uint64)
     found[:, 0] = pieces.addresses
     found[:, 1] = pieces.piece_bytes

@@ -107,7 +107,7 @@ class SlotPool:
         del self._holder[slot]
         self._quarantine[slot] = until
 
-    def absolve(self, slots: list[int]) -> None:
+    def release_quarantined(self, slots: list[int]) -> None:
         """Free quarantined slots now: their writer confirmed that it has stopped."""
         for slot in slots:
             if self._quarantine.pop(slot, None) is not None:
@@ -115,4 +115,4 @@ class SlotPool:
 
     def tick(self, now: float) -> None:
         """Free the quarantined slots whose time has passed."""
-        self.absolve([slot for slot, until in self._quarantine.items() if until <= now])
+        self.release_quarantined([slot for slot, until in self._quarantine.items() if until <= now])

@@ -9,7 +9,7 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.tiles import dims_of, is_tiled, tokens_of
-from pd_connector.plan.chunks import token_bytes
+from pd_connector.plan.sizes import token_bytes
 
 
 class LayerPages(NamedTuple):

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_connector.codec import CODECS, Elements, Part
+from pd_connector.codec import load_codec
+from pd_connector.kv.coding import Elements, Part
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
-from pd_connector.memory.shared_cache import Span
 from pd_connector.pages.copies import (
     Copier,
     DeviceCopier,
@@ -29,8 +29,9 @@ from pd_connector.pages.copies import (
 from pd_connector.pages.grid import Index, Words
 from pd_connector.pages.layer import LayerPages, check_layer
 from pd_connector.pages.tiles import tokens_of
-from pd_connector.plan.chunks import Block, Chunk, blocks, page_part_bytes, token_bytes
+from pd_connector.plan.chunks import Block, Chunk, blocks
 from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import page_part_bytes, token_bytes
 
 if TYPE_CHECKING:
     from pd_connector.pages.device import DevicePages
@@ -86,13 +87,6 @@ class PagedCache:
     def on_host(self) -> bool:
         """Whether pages are read and written by this machine's processors themselves."""
         return self._stream is None and self._kernels is None
-
-    @property
-    def storages(self) -> list[Span]:
-        """The memory that holds it, each piece once."""
-        views = [v for layer in self._layers.values() for v in (layer.key, layer.value)]
-        held = [view.untyped_storage() for view in views if view is not None]
-        return sorted({Span(storage.data_ptr(), storage.nbytes()) for storage in held})
 
     @property
     def largest_page_bytes(self) -> int:
@@ -256,7 +250,7 @@ class PagedCache:
             self._copier.read(view, where, x)
             coded = out if self._stream is None else torch.empty_like(out, device=self._device)
             source, wanted = _elements(route.source, block), _elements(route.destination, block)
-            CODECS[route.codec].encode(block.part, x, source, wanted, coded)
+            load_codec(route.codec).encode(block.part, x, source, wanted, coded)
             if coded is not out:
                 out.copy_(coded, non_blocking=True)
 
@@ -269,7 +263,7 @@ class PagedCache:
             return
         for block in blocks(route, chunk):
             coded = as_tensor(buffer[block.offset : block.offset + block.nbytes])
-            decoded = CODECS[route.codec].decode(
+            decoded = load_codec(route.codec).decode(
                 block.part,
                 coded.to(self._device, non_blocking=True),
                 block.shape,

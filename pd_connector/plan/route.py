@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pd_connector.codec import CODECS, DTYPES, Elements, negotiate
 from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.kv.coding import ELEMENT_BYTES, RAW, Elements, negotiate
 from pd_connector.kv.geometry import Geometry, Group, Shard
 
 
@@ -49,6 +49,9 @@ def served(source: Shard, destination: Shard, heads: int) -> range:
 
     Where several ranks of the producer hold the same heads, the consumer's replicas spread over
     them; see also `shared_layers`.
+
+    >>> served(Shard(0, 2, tp_rank=0, tp_size=2), Shard(0, 2, tp_rank=1, tp_size=4), heads=8)
+    range(2, 4)
     """
     here, there = source.heads(heads), destination.heads(heads)
     common = range(max(here.start, there.start), min(here.stop, there.stop))
@@ -93,6 +96,17 @@ def routes(
     Raises:
         UnsupportedGeometryError: the two cannot be brought together; the message has both sides'
             values.
+
+    >>> from pd_connector.kv.geometry import Geometry, Group, Shard
+    >>> group = Group(kind="attention", layers=(0, 1), heads=8, key_dim=64, value_dim=64,
+    ...               page_size=16, window=0, dtype="bfloat16", layout="NHD", heads_apart=True)
+    >>> whole = Geometry(Shard(first_layer=0, stop_layer=2, tp_rank=0, tp_size=1), (group,))
+    >>> half = Geometry(Shard(first_layer=0, stop_layer=2, tp_rank=1, tp_size=2), (group,))
+    >>> [route] = routes(whole, half, offered=["int8", "raw"], accepted=["raw"])
+    >>> route.layers, route.heads, route.source_head, route.destination_head
+    ((0, 1), range(4, 8), 4, 0)
+    >>> route.codec, route.verbatim
+    ('raw', True)
     """
     return _routes(source, destination, tuple(offered), tuple(accepted))
 
@@ -135,8 +149,10 @@ def _routes(
             if not layers or not heads:
                 continue
             codec = _codec(ours, theirs, offered, accepted)
-            verbatim = codec == "raw" and _alike(source, destination, ours, theirs, layers, heads)
-            if not verbatim and ours.dtype not in DTYPES:
+            verbatim = codec == RAW.name and _alike(
+                source, destination, ours, theirs, layers, heads
+            )
+            if not verbatim and ours.dtype not in ELEMENT_BYTES:
                 held = len(source.heads(ours)), len(destination.heads(theirs))
                 raise UnsupportedGeometryError(
                     f"layers {layers[0]}-{layers[-1]}: pages of {ours.dtype} with "
@@ -200,23 +216,21 @@ def _unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
             f"{where}: producer keeps a window of {ours.window} tokens, consumer wants {wanted}; "
             "start both engines with the hybrid KV cache manager, or both without it"
         )
-    known = ours.dtype in DTYPES and theirs.dtype in DTYPES
+    known = ours.dtype in ELEMENT_BYTES and theirs.dtype in ELEMENT_BYTES
     same = [getattr(ours, n) == getattr(theirs, n) for n in ("dtype", "layout", "page_size")]
     if not known and not all(same):
         return (
             f"{where}: cache dtype {ours.dtype} / {theirs.dtype}, layout {ours.layout} / "
             f"{theirs.layout}, page size {ours.page_size} / {theirs.page_size}: "
-            f"only {', '.join(DTYPES)} can be converted, others must be alike"
+            f"only {', '.join(ELEMENT_BYTES)} can be converted, others must be alike"
         )
     return ""
 
 
 def _codec(ours: Group, theirs: Group, offered: Sequence[str], accepted: Sequence[str]) -> str:
-    if ours.dtype not in DTYPES:
-        return "raw"
-    chosen = negotiate(offered, accepted, Elements(ours.dtype), Elements(theirs.dtype))
-    assert chosen.name in CODECS
-    return chosen.name
+    if ours.dtype not in ELEMENT_BYTES:
+        return RAW.name
+    return negotiate(offered, accepted, Elements(ours.dtype), Elements(theirs.dtype)).name
 
 
 def _alike(

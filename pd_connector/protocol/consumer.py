@@ -15,20 +15,19 @@ from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import uncovered
 from pd_connector.protocol import messages
 from pd_connector.protocol.grants import Grants
+from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import (
     Action,
     Dial,
     Finished,
     Held,
-    IncomingTransfer,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
-    streams,
 )
+from pd_connector.protocol.incoming_transfer import IncomingTransfer, streams
+from pd_connector.protocol.peers import Peer, Source
 
 
 class Consumer:
@@ -55,8 +54,8 @@ class Consumer:
         self._one_sided = one_sided
         self._transfers: dict[str, IncomingTransfer] = {}
         self._sessions: dict[Source, ProducerSession] = {}
-        # For producers whose session does not stand yet.
-        self._farewells: dict[Source, list[messages.Message]] = {}
+        # Last messages to producers whose session does not stand yet.
+        self._unsent: dict[Source, list[messages.Message]] = {}
 
     @property
     def transfers(self) -> int:
@@ -90,7 +89,7 @@ class Consumer:
         if incoming is not None and (incoming.load or incoming.request != load.request):
             return [Finished(load.request, Cause.DUPLICATE, transfer)]
         incoming = incoming or self._new(load.request, transfer, load.peers)
-        if any(self._grants.ends(transfer, source) for source in incoming.streams):
+        if any(self._grants.is_ending(transfer, source) for source in incoming.streams):
             self._transfers.pop(transfer, None)
             detail = f"{transfer}: its last load still ends"
             return [Finished(load.request, Cause.DUPLICATE, detail)]
@@ -118,7 +117,7 @@ class Consumer:
     def session_up(self, source: Source, session: ProducerSession, now: float) -> list[Action]:
         """A session stands: open what waited for it."""
         self._sessions[source] = session
-        actions = self._say_farewells(source)
+        actions = self._send_unsent(source)
         for incoming in list(self._transfers.values()):
             if source in incoming.streams:
                 actions += self._ask(incoming, source, now)
@@ -138,9 +137,9 @@ class Consumer:
             incoming = self._transfers[transfer]
             slots += incoming.streams[source].slots
             actions += self._finish(incoming, cause, detail, now)
-        self._grants.lost(source, slots, silenced=silenced or not self._one_sided)
+        self._grants.session_lost(source, slots, silenced=silenced or not self._one_sided)
         # Also where the two did not agree: pages need not be kept for who will not take them.
-        return self._say_farewells(source) + actions + self._grants.deal(now)
+        return self._send_unsent(source) + actions + self._grants.grant_free(now)
 
     def ready(self, source: Source, transfer: str) -> list[Action]:
         """The prefill of a watched transfer has begun."""
@@ -177,8 +176,8 @@ class Consumer:
 
     def cancelled(self, source: Source, transfer: str, now: float) -> list[Action]:
         """The producer confirms that it writes nothing for this transfer any more."""
-        self._grants.stopped(transfer, source)
-        return self._grants.deal(now)
+        self._grants.confirmed(transfer, source)
+        return self._grants.grant_free(now)
 
     def granted(self, source: Source, transfer: str, slot: int) -> bool:
         """Whether this slot was granted to this producer, for a chunk of this transfer."""
@@ -186,7 +185,7 @@ class Consumer:
 
     def landed(
         self,
-        header: messages.ChunkHeader,
+        header: ChunkHeader,
         slot: int,
         payload: memoryview | Pieces,
         now: float,
@@ -244,13 +243,32 @@ class Consumer:
                 actions += self._finish(incoming, Cause.WAIT_TIMEOUT, detail, now)
                 continue
             for stream in incoming.streams.values():
-                if stream.over or (stream.complete and not stream.slots):
+                if stream.received or (stream.complete and not stream.slots):
                     stream.deadline = now + self._config.stall_timeout_s  # it waits for us
                 if stream.deadline <= now:
                     actions += self._finish(incoming, *stream.timeout, now)
                     break
         self._grants.tick(now)
-        return actions + self._grants.deal(now)
+        return actions + self._grants.grant_free(now)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if a transfer is in no legal state, or a slot is not in exactly one
+        place."""
+        streams = {}
+        for transfer, incoming in self._transfers.items():
+            try:
+                if incoming.transfer != transfer:
+                    raise RuntimeError(f"is kept as {transfer}")
+                incoming.check_integrity()
+                for source, stream in incoming.streams.items():
+                    if stream.opened and source not in self._sessions:
+                        raise RuntimeError(f"{source} was asked for KV, and has no session")
+                    streams[transfer, source] = stream
+            except RuntimeError as error:
+                raise RuntimeError(f"transfer {incoming.transfer}: {error}") from None
+        if unsent := self._unsent.keys() & self._sessions.keys():
+            raise RuntimeError(f"messages to {sorted(unsent)} are kept back, and sessions stand")
+        self._grants.check_integrity(streams)
 
     def _new(self, request: str, transfer: str, peers: Sequence[Peer]) -> IncomingTransfer:
         return IncomingTransfer(request, transfer, streams(peers, self._geometry, self._shards))
@@ -281,19 +299,19 @@ class Consumer:
         # A prefill that has not ended would only sit on its slots.
         wanted = 0 if load.wait else stream.planned
         slots = self._grants.take(load.transfer, source, stream, wanted)
-        return [Tell(source, session.opening(load, stream, slots))]
+        return [Tell(source, stream.opening(load, session, slots))]
 
     def _go_on(self, incoming: IncomingTransfer, source: Source, now: float) -> list[Action]:
         """Let a rank send more. When all have sent their parts the load has ended."""
         stream = incoming.streams[source]
-        if not stream.over:
-            self._grants.want(incoming.transfer, source, stream)
-            return self._grants.deal(now)
+        if not stream.received:
+            self._grants.wait(incoming.transfer, source, stream)
+            return self._grants.grant_free(now)
         if stream.burst:
             seconds = now - stream.first_landed
             self._sessions[source].measured(stream.nbytes_after_first, seconds)
-        if not incoming.over:
-            return self._grants.deal(now)
+        if not incoming.received:
+            return self._grants.grant_free(now)
         known = tuple(self._sessions[source].routes for source in incoming.streams)
         if missing := uncovered(known, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
@@ -308,19 +326,19 @@ class Consumer:
         until = now + self._config.lease_s
         actions: list[Action] = []
         for source, stream in incoming.streams.items():
-            farewell = incoming.farewell(source, cause)
+            message = incoming.last_message(source, cause)
             if source in self._sessions:
-                actions.append(Tell(source, farewell))
+                actions.append(Tell(source, message))
             else:
-                self._farewells.setdefault(source, []).append(farewell)
+                self._unsent.setdefault(source, []).append(message)
             cancelled = cause is not None and source in self._sessions
-            self._grants.over(transfer, source, stream, until, cancelled=cancelled)
-        return actions + incoming.outcome(cause, detail, now) + self._grants.deal(now)
+            self._grants.end(transfer, source, stream, until, cancelled=cancelled)
+        return actions + incoming.outcome(cause, detail, now) + self._grants.grant_free(now)
 
-    def _say_farewells(self, source: Source) -> list[Action]:
-        return [Tell(source, message) for message in self._farewells.pop(source, [])]
+    def _send_unsent(self, source: Source) -> list[Action]:
+        return [Tell(source, message) for message in self._unsent.pop(source, [])]
 
-    def _writer(self, header: messages.ChunkHeader, slot: int) -> Source | None:
+    def _writer(self, header: ChunkHeader, slot: int) -> Source | None:
         """The producer that calls itself so and has this slot, for this transfer. One producer
         may be known by several names, of which each has a session."""
         incoming = self._transfers.get(header.transfer)

@@ -2,15 +2,18 @@
 """Streams that a producer has ended while writes of theirs were under way."""
 
 from pd_connector.protocol import messages
-from pd_connector.protocol.outgoing import Action, OutgoingStream, Reply, SessionId
+from pd_connector.protocol.outgoing import Action, Reply, SessionId
+from pd_connector.protocol.outgoing_stream import OutgoingStream
 
 Key = tuple[SessionId, str]
 """A stream: the consumer it goes to, and the transfer."""
 
 
 class Draining:
-    """Until the last write of such a stream has ended, its slots are not the consumer's own
-    again. Used by one thread."""
+    """Streams with writes that have not ended, and who waits for that. Used by one thread.
+
+    A consumer may use the slots of such a stream again when the last write into them has ended.
+    """
 
     def __init__(self) -> None:
         self._writing: dict[Key, int] = {}
@@ -20,12 +23,12 @@ class Draining:
         return key in self._writing
 
     def add(self, session: SessionId, transfer: str, stream: OutgoingStream) -> None:
-        """This stream is over; nothing, if none of its writes is under way."""
+        """This stream has ended. Nothing is kept of it if none of its writes is under way."""
         if stream.writing:
             self._writing[session, transfer] = stream.writing
 
     def written(self, session: SessionId, transfer: str) -> list[Action]:
-        """A write has ended of a stream that is over; with the last, who waits is told."""
+        """A write of an ended stream has ended. With the last one, who waits is told."""
         key = session, transfer
         if key not in self._writing:
             return []
@@ -39,8 +42,8 @@ class Draining:
         return [Reply(session, messages.Cancelled(transfer))]
 
     def confirm(self, session: SessionId, transfer: str) -> list[Action]:
-        """Tell the consumer that nothing is written for this transfer any more: now, or when it
-        has come true."""
+        """Tell the consumer that nothing is written for this transfer any more: now, or as soon as
+        that is so."""
         key = session, transfer
         if key not in self._writing:
             return [Reply(session, messages.Cancelled(transfer))]
@@ -50,3 +53,10 @@ class Draining:
     def lost(self, session: SessionId) -> None:
         """Nobody is there to be told."""
         self._waiting = {key for key in self._waiting if key[0] != session}
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if counts disagree."""
+        if idle := [key for key, writing in self._writing.items() if writing < 1]:
+            raise RuntimeError(f"streams {idle} drain, but have no writes")
+        if unknown := self._waiting - self._writing.keys():
+            raise RuntimeError(f"{unknown} wait for streams that do not drain")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which landing slots a consumer grants to which producer, and when they are its own again."""
 
+from collections.abc import Mapping
+
 from pd_connector.config import Config
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Action, IncomingStream, Source, Tell
+from pd_connector.protocol.incoming import Action, Tell
+from pd_connector.protocol.incoming_stream import IncomingStream
+from pd_connector.protocol.peers import Source
 
-_PATIENT_SLOTS = 2
-"""Slots of a stream whose prefill is still under way; it would only sit on more."""
+_SLOTS_DURING_PREFILL = 2
+"""Slots of a stream whose prefill is still under way, at most: more would lie unused."""
 
 Key = tuple[str, Source]
 """A stream: the transfer, and who sends its part of it."""
@@ -19,15 +23,16 @@ class Grants:
     def __init__(self, config: Config, pool: SlotPool) -> None:
         self._config = config
         self._pool = pool
-        self._hungry: dict[Key, IncomingStream] = {}  # in the order in which they are served
-        # Streams that were cancelled, and their slots: quarantined until `Cancelled` comes, or
-        # until that time has passed. Until then the same transfer is not loaded again, for a
-        # `Cancelled` does not say which of two ends it confirms.
+        # Streams that can use more slots, in the order in which they are served.
+        self._waiting: dict[Key, IncomingStream] = {}
+        # Streams that were cancelled, with their slots and a time. The slots are quarantined until
+        # `Cancelled` comes or the time has passed. Until then the same transfer is not loaded
+        # again: a `Cancelled` does not say which of two loads it confirms the end of.
         self._ending: dict[Key, tuple[list[int], float]] = {}
 
-    def want(self, transfer: str, source: Source, stream: IncomingStream) -> None:
-        """This stream could do with more slots, as far as it has chunks for them."""
-        self._hungry[transfer, source] = stream
+    def wait(self, transfer: str, source: Source, stream: IncomingStream) -> None:
+        """This stream can use more slots, as far as it has chunks for them."""
+        self._waiting[transfer, source] = stream
 
     def take(self, transfer: str, source: Source, stream: IncomingStream, wanted: int) -> list[int]:
         """Grant as many slots as there are, up to `wanted`."""
@@ -46,7 +51,7 @@ class Grants:
         stream.slots.remove(slot)
         self._pool.give_back(slot)
 
-    def over(
+    def end(
         self,
         transfer: str,
         source: Source,
@@ -55,30 +60,30 @@ class Grants:
         *,
         cancelled: bool,
     ) -> None:
-        """A stream has ended. What may still be written into its slots until `until` harms
-        nobody; one that was `cancelled` says when it has stopped."""
-        self._hungry.pop((transfer, source), None)
+        """A stream has ended. Its slots are quarantined until `until`, because its producer may still
+        write into them; the producer of one that was `cancelled` says when it has stopped."""
+        self._waiting.pop((transfer, source), None)
         for slot in stream.slots:
             self._pool.quarantine(slot, until)
         if cancelled:
             self._ending[transfer, source] = stream.slots, until
 
-    def ends(self, transfer: str, source: Source) -> bool:
+    def is_ending(self, transfer: str, source: Source) -> bool:
         """Whether this stream was cancelled and has not confirmed it yet."""
         return (transfer, source) in self._ending
 
-    def stopped(self, transfer: str, source: Source) -> None:
+    def confirmed(self, transfer: str, source: Source) -> None:
         """The producer writes nothing for this transfer any more."""
         slots, _ = self._ending.pop((transfer, source), ([], 0.0))
-        self._pool.absolve(slots)
+        self._pool.release_quarantined(slots)
 
-    def lost(self, source: Source, slots: list[int], *, silenced: bool) -> None:
-        """The producer will confirm nothing any more. If it is `silenced` it writes nothing any
-        more either, into `slots` or those of its cancelled streams."""
+    def session_lost(self, source: Source, slots: list[int], *, silenced: bool) -> None:
+        """The producer will confirm nothing any more. If it is `silenced`, it also writes nothing
+        any more into `slots` and the slots of its cancelled streams."""
         keys = [key for key in self._ending if key[1] == source]
         ending = [slot for key in keys for slot in self._ending.pop(key)[0]]
         if silenced:
-            self._pool.absolve(slots + ending)
+            self._pool.release_quarantined(slots + ending)
 
     def tick(self, now: float) -> None:
         """Free the slots whose quarantine is over."""
@@ -86,26 +91,55 @@ class Grants:
         for key in [key for key, (_, until) in self._ending.items() if until <= now]:
             del self._ending[key]
 
-    def deal(self, now: float) -> list[Action]:
+    def grant_free(self, now: float) -> list[Action]:
         """Grant free slots, one at a time in turn, to the streams that want some."""
         granted: dict[Key, list[int]] = {}
         progress = True
         while progress and self._pool.free:
             progress = False
-            for key, stream in list(self._hungry.items()):
+            for key, stream in list(self._waiting.items()):
                 if len(stream.slots) >= len(stream.missing):
-                    del self._hungry[key]
+                    del self._waiting[key]
                 elif self._pool.free and len(stream.slots) < self._most(stream):
                     if stream.complete and not stream.slots:
                         stream.deadline = now + self._config.stall_timeout_s
                     granted.setdefault(key, []).extend(self.take(*key, stream, 1))
                     # Behind those that have had none yet.
-                    self._hungry[key] = self._hungry.pop(key)
+                    self._waiting[key] = self._waiting.pop(key)
                     progress = True
         return [
             Tell(source, messages.Credit(transfer, slots))
             for (transfer, source), slots in granted.items()
         ]
+
+    def check_integrity(self, streams: Mapping[Key, IncomingStream]) -> None:
+        """Raises RuntimeError unless every slot is in exactly one place.
+
+        Args:
+            streams: all that have not ended.
+        """
+        if self._pool.free + self._pool.held != self._config.slots:
+            raise RuntimeError(
+                f"landing slots: {self._pool.free} free and {self._pool.held} not, "
+                f"wanted {self._config.slots}"
+            )
+        granted: dict[int, Key] = {}
+        for key, stream in streams.items():
+            for slot in stream.slots:
+                if other := granted.get(slot):
+                    raise RuntimeError(f"slot {slot} is granted to {other} and {key}")
+                if not self._pool.holds(key, slot):
+                    raise RuntimeError(f"slot {slot} is granted to {key}, which does not hold it")
+                granted[slot] = key
+        if len(granted) > self._pool.held:
+            raise RuntimeError(f"{len(granted)} slots are granted, {self._pool.held} are held")
+        for key, (slots, _) in self._ending.items():
+            if twice := granted.keys() & set(slots):
+                raise RuntimeError(f"slots {sorted(twice)} are granted, and {key} still ends")
+            if key in streams and streams[key].opened:
+                raise RuntimeError(f"{key} is loaded again while its last load still ends")
+        if unknown := self._waiting.keys() - streams.keys():
+            raise RuntimeError(f"{unknown} wait for slots, and have ended")
 
     def _most(self, stream: IncomingStream) -> int:
         """How many slots a stream may have now."""
@@ -113,4 +147,4 @@ class Grants:
             return len(stream.missing)
         # What only waits must leave room for what can move.
         crowded = self._pool.free * 2 <= self._config.slots + 1
-        return min(len(stream.missing), len(stream.slots) if crowded else _PATIENT_SLOTS)
+        return min(len(stream.missing), len(stream.slots) if crowded else _SLOTS_DURING_PREFILL)

@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer knows of one transfer, and what it may do about it."""
+"""What a consumer is asked for, what it has others do, and what it knows of a producer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.kv.geometry import Geometry, Shard
-from pd_connector.memory.pieces import LOOPS, Pieces
-from pd_connector.plan.chunks import Chunk, chunk_limit, plan
-from pd_connector.plan.route import Route, meet
+from pd_connector.memory.pieces import Pieces
+from pd_connector.plan.chunks import Chunk
+from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
-
-
-class Source(NamedTuple):
-    """Where a producer is reached. The engine id, if known, must be the one found there."""
-
-    host: str
-    port: int
-    engine_id: str
-
-
-class Peer(NamedTuple):
-    """One rank of a producer, and what it is said to hold."""
-
-    source: Source
-    shard: Shard
+from pd_connector.protocol.header import ChunkHeader, header_of
+from pd_connector.protocol.peers import Peer, Source
 
 
 class Load(NamedTuple):
@@ -60,18 +46,18 @@ class Tell(NamedTuple):
 
 
 class PlaceChunk(NamedTuple):
-    """A chunk fits the plan: bring it into these pages, verify its checksum, then call `placed`."""
+    """A chunk fits the plan: copy it into these pages, verify its checksum, then call `placed`."""
 
     source: Source
-    header: messages.ChunkHeader
+    header: ChunkHeader
     route: Route
     chunk: Chunk
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
 
-    def problem(self, wanted: messages.ChunkHeader) -> tuple[Cause, str] | None:
-        """Why this is not what the plan wants, or None. The checksum is left to whoever places."""
+    def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
+        """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
         chunk, nbytes = self.chunk, self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:
             return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
@@ -114,164 +100,21 @@ class ProducerSession:
     direct: bool = False  # and leased pages of it, where they lie
     bytes_per_s: float | None = None
 
-    def header(self, load: Load, chunk: Chunk, checksum: bytes) -> messages.ChunkHeader:
+    def header(self, load: Load, chunk: Chunk, checksum: bytes) -> ChunkHeader:
         """What the header of this chunk must say."""
         route = self.routes[chunk.route]
-        return messages.chunk_header(
-            load.transfer,
-            self.epoch,
-            load.identity,
+        return header_of(
             chunk,
-            route.codec,
-            chunk.nbytes(route),
-            checksum,
-        )
-
-    def opening(self, load: Load, stream: "IncomingStream", slots: list[int]) -> messages.Open:
-        """What asks its producer for this stream, into these slots to begin with."""
-        return messages.Open(
             transfer=load.transfer,
+            epoch=self.epoch,
             identity=load.identity,
-            first_token=load.first_token,
-            stop_token=load.stop_token,
-            wait=load.wait,
-            slots=slots,
-            chunk_bytes=stream.chunk_bytes,
-            readers=stream.readers,
-            bytes_per_s=int(self.bytes_per_s or 0),
-            direct=self.direct,
-            lanes=LOOPS.loops is not None,
+            codec=route.codec,
+            nbytes=chunk.nbytes(route),
+            checksum=checksum,
         )
 
     def measured(self, nbytes: int, seconds: float) -> None:
-        """A transfer that had to wait for nothing took so long."""
+        """A transfer that never waited for a prefill took this long, after its first chunk."""
         if nbytes and seconds > 0:
             rate = nbytes / seconds
             self.bytes_per_s = rate if self.bytes_per_s is None else (self.bytes_per_s + rate) / 2
-
-
-@dataclass(slots=True)
-class IncomingStream:
-    """What one rank of the producer sends."""
-
-    readers: int  # ranks of this engine that read from it
-    deadline: float = float("inf")
-    opened: bool = False
-    accepted: bool = False
-    complete: bool = False  # the prefill has ended
-    burst: bool = False  # it had ended before anything was sent
-    slots: list[int] = field(default_factory=list)
-    chunk_bytes: int = 0  # at most
-    planned: int = 0
-    missing: dict[int, Chunk] = field(default_factory=dict)
-    first_landed: float = 0.0
-    nbytes_after_first: int = 0
-
-    @property
-    def over(self) -> bool:
-        return self.accepted and not self.missing
-
-    @property
-    def timeout(self) -> tuple[Cause, str]:
-        """What a passed deadline means."""
-        if not self.opened:
-            return Cause.UNREACHABLE, "no session within connect_timeout_s"
-        if not self.complete:
-            return Cause.WAIT_TIMEOUT, "the prefill did not end in time"
-        return Cause.STALLED, "no chunk within stall_timeout_s"
-
-    def prepare(
-        self, load: Load, session: ProducerSession, slot_bytes: int
-    ) -> tuple[Cause, str] | None:
-        """Plan chunks that fit the slots of both sides; returns why there is no plan, if so."""
-        span = load.first_token, load.stop_token
-        self.chunk_bytes = chunk_limit(
-            session.routes,
-            load.stop_token - load.first_token,
-            min(session.slot_bytes, slot_bytes),
-            session.bytes_per_s,
-            read=session.read,
-            direct=session.direct,
-        )
-        try:
-            chunks = plan(session.routes, *span, self.chunk_bytes, streamed=load.wait)
-        except ValueError as error:
-            return Cause.GEOMETRY, str(error)
-        self.missing = {chunk.sequence: chunk for chunk in chunks}
-        self.planned = len(chunks)
-        return None
-
-    def landed(self, nbytes: int, now: float) -> None:
-        """Take note of the link's speed: of what came after the first chunk."""
-        if self.first_landed:
-            self.nbytes_after_first += nbytes
-        else:
-            self.first_landed = now
-
-
-@dataclass(slots=True)
-class IncomingTransfer:
-    """One transfer of one request, from all ranks that hold a part of it."""
-
-    request: str
-    transfer: str
-    streams: dict[Source, IncomingStream]
-    load: Load | None = None  # None: only held, no pages allocated yet
-    watched: bool = False  # the engine wants to hear when there is something to load
-    began: float = 0.0
-    deadline: float = float("inf")  # of a watched hold
-    nbytes: int = 0
-    chunks: int = 0
-
-    @property
-    def over(self) -> bool:
-        return all(stream.over for stream in self.streams.values())
-
-    def accepted(self, source: Source, complete: bool, now: float) -> bool:
-        """A rank has KV to send, or has computed all of it; returns whether that is news."""
-        stream = self.streams[source]
-        news = complete and not stream.complete
-        if news:
-            stream.complete = True
-            stream.burst = not stream.accepted
-            if self.load is not None and self.load.wait:
-                self.began = now  # the prefill took until now, not the transfer
-        stream.accepted = True
-        return news
-
-    def placed(self, source: Source, header: messages.ChunkHeader) -> None:
-        """A chunk is in its pages, and was right."""
-        del self.streams[source].missing[header.sequence]
-        self.nbytes += header.nbytes
-        self.chunks += 1
-
-    def farewell(self, source: Source, cause: Cause | None) -> messages.Message:
-        """What a rank is told at the end."""
-        if cause is None:
-            return messages.Done(self.transfer)
-        return messages.Cancel(self.transfer, cause, self.streams[source].readers)
-
-    def outcome(self, cause: Cause | None, detail: str, now: float) -> list[Action]:
-        """What the engine is told at the end."""
-        if self.load is not None:
-            numbers = self.nbytes, self.chunks, now - self.began
-            return [Finished(self.request, cause, detail, *numbers)]
-        return [Held(self.request, cause, detail)] if self.watched else []
-
-
-def streams(
-    peers: Sequence[Peer], geometry: Geometry, shards: Sequence[Shard]
-) -> dict[Source, IncomingStream]:
-    """A stream of each rank of a producer that holds a part of what this rank holds.
-
-    Args:
-        peers: all ranks of the producer.
-        geometry: of this rank.
-        shards: what all ranks of this engine hold.
-    """
-    heads = frozenset(group.heads for group in geometry.groups)
-    return {
-        peer.source: IncomingStream(sum(meet(peer.shard, shard, heads) for shard in shards))
-        for peer in peers
-        if meet(peer.shard, geometry.shard, heads)
-    }

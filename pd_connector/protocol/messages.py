@@ -6,36 +6,28 @@ Schema history (a peer one version back is accepted, once there is a released on
     2  routes between unlike geometries, codecs, streaming, both directions
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
-version. Messages are msgpack maps tagged with their type. Bytes from a socket are decoded here,
-against these structs and with these limits, and nowhere else.
+version. Messages are msgpack maps tagged with their type; fields that a peer does not know are
+passed over.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from pd_connector.config import MAX_SLOTS
-from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry
-from pd_connector.plan.chunks import Chunk
+from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 
 SCHEMA = 2
 OLDEST_SCHEMA = 2
-MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 1 << 14
-"""Of a chunk that is read from pages."""
+"""Pieces of a chunk that is read from pages, at most."""
 
-T = TypeVar("T")
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Fingerprint = Annotated[bytes, msgspec.Meta(max_length=64)]
-Name = Annotated[str, msgspec.Meta(max_length=512)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Slot = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Slots = Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
 Codecs = Annotated[list[Name], msgspec.Meta(max_length=16)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-Header = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]  # an encoded `ChunkHeader`
+Header = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]  # an encoded `header.ChunkHeader`
 Transfers = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 
@@ -105,8 +97,7 @@ class Open(Message, frozen=True):
     the prefill may not have started yet. `slots` are granted at once; a chunk has
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 where it was not. With `direct` the consumer can read the producer's pages, and with `lanes`
-    form their checksum of lanes' sums.
+    move, 0 where it was not. With `direct` the consumer can read the producer's pages.
     """
 
     transfer: Name
@@ -119,7 +110,6 @@ class Open(Message, frozen=True):
     readers: Readers = 1
     bytes_per_s: Count = 0
     direct: bool = False
-    lanes: bool = False
 
 
 class Accept(Message, frozen=True):
@@ -165,8 +155,7 @@ class OfferedPages(Message, frozen=True):
     there, on account of the landing slot that was granted.
 
     `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
-    little-endian words of 64 bits. With `lanes` their checksum is formed of lanes' sums, which the
-    consumer has said it can.
+    little-endian words of 64 bits. Their checksum is XXH3.
     """
 
     transfer: Name
@@ -175,7 +164,6 @@ class OfferedPages(Message, frozen=True):
     piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     addresses: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PIECES)]
     header: Header
-    lanes: bool = False
 
 
 class Taken(Message, frozen=True):
@@ -216,54 +204,6 @@ class Pulse(Message, frozen=True):
     epoch: Count
 
 
-class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Travels with the bytes of one chunk; the consumer checks every field before it believes.
-
-    `identity` is the fingerprint of the tokens whose KV this is, `epoch` the producer
-    process's, `checksum` that of the `nbytes` coded bytes. `route`, layers and tokens are those of
-    the plan's chunk with this sequence number.
-    """
-
-    transfer: Name
-    epoch: Count
-    sequence: Count
-    identity: Fingerprint
-    route: Count
-    first_layer: Count
-    stop_layer: Count
-    first_token: Count
-    stop_token: Count
-    codec: Name
-    nbytes: Count
-    checksum: Fingerprint
-
-
-def chunk_header(
-    transfer: str,
-    epoch: int,
-    identity: bytes,
-    chunk: Chunk,
-    codec: str,
-    nbytes: int,
-    checksum: bytes,
-) -> ChunkHeader:
-    """The header of the plan's `chunk`: what a producer says, and what a consumer wants to hear."""
-    return ChunkHeader(
-        transfer,
-        epoch,
-        chunk.sequence,
-        identity,
-        chunk.route,
-        chunk.first_layer,
-        chunk.stop_layer,
-        chunk.first_token,
-        chunk.stop_token,
-        codec,
-        nbytes,
-        checksum,
-    )
-
-
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
 ProducerMessage = (
     Welcome | Reject | Ready | Accept | Offered | OfferedPages | Refuse | Cancelled | Pulse
@@ -272,38 +212,24 @@ ProducerMessage = (
 _encoder = msgspec.msgpack.Encoder()
 _from_consumer: msgspec.msgpack.Decoder[ConsumerMessage] = msgspec.msgpack.Decoder(ConsumerMessage)
 _from_producer: msgspec.msgpack.Decoder[ProducerMessage] = msgspec.msgpack.Decoder(ProducerMessage)
-_header = msgspec.msgpack.Decoder(ChunkHeader)
 
 
-def encode(message: Message | ChunkHeader) -> bytes:
+def encode(message: Message) -> bytes:
+    """A msgpack map, tagged with the message's type."""
     return _encoder.encode(message)
 
 
 def decode_consumer_message(data: bytes) -> ConsumerMessage:
     """Decode what a consumer sent. Raises MalformedMessageError."""
-    return _decode(_from_consumer, data)
+    return decode(_from_consumer, data)
 
 
 def decode_producer_message(data: bytes) -> ProducerMessage:
     """Decode what a producer sent. Raises MalformedMessageError."""
-    return _decode(_from_producer, data)
-
-
-def decode_chunk_header(data: bytes) -> ChunkHeader:
-    """Decode the header of a chunk. Raises MalformedMessageError."""
-    return _decode(_header, data)
+    return decode(_from_producer, data)
 
 
 def common_schema(newest: int, oldest: int) -> int | None:
     """The schema version to speak with a peer that offers these, or None."""
     version = min(newest, SCHEMA)
     return version if version >= max(oldest, OLDEST_SCHEMA) else None
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise MalformedMessageError(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedMessageError(f"{len(data)} bytes that are no message: {error}") from None

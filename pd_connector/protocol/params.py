@@ -3,6 +3,13 @@
 
 Names and meanings are those of vLLM's NixlConnector, so that proxies written for it work
 unchanged. `transfer_id`, `describe` and `remote_ranks` are additions; all are optional.
+
+    who                   writes                          reads
+    proxy, to prefill     `prefill_params`                `parse`
+    prefill, to proxy     `response`                      `parse_address`
+    proxy, to decode      `decode_params`                 `parse`
+    proxy, to prefill     `describe_params`               `parse`
+    prefill, to proxy     `description`                   `parse_address`
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from pd_connector.kv.geometry import MAX_LAYERS, Shard
-from pd_connector.protocol.incoming import Peer, Source
+from pd_connector.protocol.peers import Peer, Source
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -62,6 +69,34 @@ class TransferParams(msgspec.Struct, frozen=True):
         return self.remote_block_ids is None
 
 
+class ProducerAddress(NamedTuple):
+    """Where a producer is reached: its answer to `describe`, and a part of every response."""
+
+    engine_id: str
+    peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
+
+    @property
+    def host(self) -> str:
+        return self.peers[0].source.host
+
+    @property
+    def port(self) -> int:
+        return self.peers[0].source.port
+
+    def fields(self) -> dict[str, Any]:
+        """The address as fields of `kv_transfer_params`."""
+        return {
+            "remote_engine_id": self.engine_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_ranks": [
+                [source.host, source.port, shard.first_layer, shard.stop_layer, shard.tp_rank]
+                for source, shard in self.peers
+            ],
+            "tp_size": self.peers[0].shard.tp_size,
+        }
+
+
 def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
     """Read a request's `kv_transfer_params`; None where it asks for nothing.
 
@@ -83,42 +118,82 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
     return parsed if parsed.do_remote_prefill or parsed.do_remote_decode else None
 
 
-class ProducerAddress(NamedTuple):
-    """Where a producer is reached: what it answers to `describe`, and part of every response."""
+def parse_address(params: object) -> ProducerAddress | None:
+    """The address in the `kv_transfer_params` of a prefill engine's answer.
 
-    engine_id: str
-    peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
+    Args:
+        params: that field of the answer as JSON gave it, of any type.
 
-    def fields(self) -> dict[str, Any]:
-        first = self.peers[0]
-        stages = {peer.shard.first_layer for peer in self.peers}
-        return {
-            "remote_engine_id": self.engine_id,
-            "remote_host": first.source.host,
-            "remote_port": first.source.port,
-            "remote_ranks": [
-                [source.host, source.port, shard.first_layer, shard.stop_layer, shard.tp_rank]
-                for source, shard in self.peers
-            ],
-            "tp_size": first.shard.tp_size,
-            "pp_size": len(stages),
-        }
+    Returns:
+        None where it names no engine, host or port, or a field has a wrong type: another
+        connector, or none, answers there.
+    """
+    try:
+        parsed = msgspec.convert(params, TransferParams)
+    except msgspec.ValidationError:
+        return None
+    if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
+        return None
+    return ProducerAddress(parsed.remote_engine_id, parsed.peers())
+
+
+def prefill_params(transfer: str | None = None) -> dict[str, Any]:
+    """Parameters of a prefill request whose KV will be fetched.
+
+    Args:
+        transfer: a name for the KV, at most 256 characters, so that the decode engine can be
+            told at the same time. Without it the engine chooses one and says it in its answer.
+    """
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    return asked if transfer is None else {**asked, "transfer_id": transfer}
+
+
+def decode_params(address: ProducerAddress, transfer: str) -> dict[str, Any]:
+    """Parameters of a decode request whose prompt's KV `address` has, or will have.
+
+    Args:
+        address: of the prefill engine.
+        transfer: what `prefill_params` of the prefill request named the KV.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": transfer,
+        "remote_block_ids": None,  # the prefill may not have begun: open the transfer and wait
+        **address.fields(),
+    }
+
+
+def describe_params() -> dict[str, Any]:
+    """Parameters of a request to which a prefill engine answers with its address. It keeps
+    nothing for it."""
+    return {**prefill_params(), "describe": True}
 
 
 def response(
     address: ProducerAddress, *, transfer: str, pages: Sequence[Sequence[int]], tokens: int
 ) -> dict[str, Any]:
-    """What a prefill answers; a proxy puts it into the decode request as it is."""
+    """What a prefill answers; a proxy puts it into the decode request as it is.
+
+    Args:
+        address: of this engine.
+        transfer: the name of the KV.
+        pages: page ids by page table.
+        tokens: tokens of the prompt.
+    """
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_request_id": transfer,
+        **decode_params(address, transfer),
         "remote_block_ids": [list(table) for table in pages],
         "remote_num_tokens": tokens,
-        **address.fields(),
+        "pp_size": _stages(address),
     }
 
 
 def description(address: ProducerAddress) -> dict[str, Any]:
-    """The answer to `describe`."""
-    return {"describe": True, **address.fields()}
+    """The answer to `describe_params`."""
+    return {"describe": True, **address.fields(), "pp_size": _stages(address)}
+
+
+def _stages(address: ProducerAddress) -> int:
+    """Pipeline stages of a producer."""
+    return len({peer.shard.first_layer for peer in address.peers})

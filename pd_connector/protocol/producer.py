@@ -19,18 +19,18 @@ from pd_connector.protocol.outgoing import (
     Action,
     Free,
     Offer,
-    OutgoingStream,
-    OutgoingTransfer,
     Reply,
     Send,
     SessionId,
     Step,
 )
+from pd_connector.protocol.outgoing_stream import OutgoingStream
+from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
+from pd_connector.protocol.past_transfers import PastTransfers
 
 LAYERS_PAY_S = 0.005
-"""From how long a step's KV would take the link at its end, in seconds, it is sent layer by layer
-while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
-_REMEMBERED_ENDS = 1024
+"""If the link would need this long for a step's KV after its end, in seconds, or longer, the KV is
+sent layer by layer while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
 
 
 class Producer:
@@ -41,10 +41,7 @@ class Producer:
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._ready: dict[tuple[str, SessionId], None] = {}
         self._draining = Draining()
-        # Ended lately: whoever opens one of them need not wait for a prefill that will not come.
-        self._ended: dict[str, None] = {}
-        # Cancelled before their prefill ended: the last offer, when it comes, is freed at once.
-        self._unwanted: dict[str, float] = {}
+        self._past = PastTransfers()
 
     @property
     def transfers(self) -> int:
@@ -58,19 +55,19 @@ class Producer:
 
     def expect(self, transfer: str, now: float) -> None:
         """A request with this transfer has been queued here: openings may wait for it."""
-        if transfer in self._unwanted:
+        if self._past.is_unwanted(transfer):
             return
-        self._ended.pop(transfer, None)
+        self._past.begin_again(transfer)
         outgoing = self._known(transfer, 0.0)
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
         """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
-        if offer.transfer in self._unwanted:
+        if self._past.is_unwanted(offer.transfer):
             if not offer.final:
                 return []
-            del self._unwanted[offer.transfer]
+            self._past.forget_unwanted(offer.transfer)
             return [Free(offer.request, Cause.ABORTED)]
         outgoing = self._known(offer.transfer, 0.0)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
@@ -81,7 +78,7 @@ class Producer:
             self.expect(offer.transfer, now)
         if offer.final:
             outgoing.expires = now + self._config.lease_s
-            if outgoing.all_over:
+            if outgoing.all_finished:
                 return self._end(outgoing, outgoing.cause, "")
         actions = outgoing.tell_watchers()
         for session in list(outgoing.streams):
@@ -115,7 +112,7 @@ class Producer:
 
     def withdraw(self, transfer: str, request: str) -> list[Action]:
         """The request, which had this transfer, has ended and offers no pages."""
-        self._unwanted.pop(transfer, None)
+        self._past.forget_unwanted(transfer)
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final:
             return []
@@ -127,7 +124,7 @@ class Producer:
         """A consumer wants to hear when the prefill has begun."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
-            if transfer in self._ended or transfer in self._unwanted:
+            if self._past.has_ended(transfer) or self._past.is_unwanted(transfer):
                 detail = "no such KV here (any more)"
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, detail)]
             outgoing = self._known(transfer, now + self._config.lease_s)
@@ -143,7 +140,7 @@ class Producer:
         if (session, transfer) in self._draining:
             return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
         if outgoing is None:
-            if not message.wait or transfer in self._ended:
+            if not message.wait or self._past.has_ended(transfer):
                 return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such KV here")]
             outgoing = self._known(transfer, now + self._config.lease_s)
         if session in outgoing.streams or outgoing.full(message.readers):
@@ -202,14 +199,14 @@ class Producer:
         if outgoing is None or session not in outgoing.streams:
             return []
         told: list[Action] = [_refusal(session, transfer, cause, detail)]
-        return told + self._reader_over(outgoing, session, cause)
+        return told + self._reader_finished(outgoing, session, cause)
 
     def done(self, session: SessionId, transfer: str) -> list[Action]:
         """The consumer has verified and placed everything."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None or session not in outgoing.streams:
             return []
-        return self._reader_over(outgoing, session, None)
+        return self._reader_finished(outgoing, session, None)
 
     def cancel(
         self, session: SessionId, transfer: str, cause: Cause, now: float, readers: int = 1
@@ -220,19 +217,19 @@ class Producer:
             if (session, transfer) in self._draining:
                 return self._draining.confirm(session, transfer)
             if readers == 1:
-                self._unwanted[transfer] = now + self._config.lease_s
+                self._past.unwant(transfer, now + self._config.lease_s)
                 return [Reply(session, messages.Cancelled(transfer))]
             outgoing = self._known(transfer, now + self._config.lease_s)
         outgoing.watchers.discard(session)
         if session not in outgoing.streams:
-            known = session in outgoing.refused or session in outgoing.over
+            known = session in outgoing.refused or session in outgoing.finished
             if known or outgoing.full(readers):
                 outgoing.refused.discard(session)
                 return self._draining.confirm(session, transfer)
         outgoing.readers = max(outgoing.readers, readers)
-        if not outgoing.final and len(outgoing.over) + 1 >= outgoing.readers:
-            self._unwanted[transfer] = now + self._config.wait_timeout_s
-        actions = self._reader_over(outgoing, session, cause)
+        if not outgoing.final and len(outgoing.finished) + 1 >= outgoing.readers:
+            self._past.unwant(transfer, now + self._config.wait_timeout_s)
+        actions = self._reader_finished(outgoing, session, cause)
         return actions + self._draining.confirm(session, transfer)
 
     def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
@@ -249,7 +246,7 @@ class Producer:
             outgoing.watchers.discard(session)
             outgoing.refused.discard(session)
             if session in outgoing.streams:
-                actions += self._reader_over(outgoing, session, Cause.SESSION_LOST)
+                actions += self._reader_finished(outgoing, session, Cause.SESSION_LOST)
         self._draining.lost(session)
         return actions
 
@@ -259,8 +256,32 @@ class Producer:
         for outgoing in list(self._transfers.values()):
             if outgoing.expires <= now:
                 actions += self._end(outgoing, *outgoing.expiry)
-        self._unwanted = {t: until for t, until in self._unwanted.items() if until > now}
+        self._past.tick(now)
         return actions
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if a transfer is in no legal state, or counts disagree."""
+        leased: dict[str, str] = {}
+        for transfer, outgoing in self._transfers.items():
+            try:
+                if outgoing.transfer != transfer:
+                    raise RuntimeError(f"is kept as {transfer}")
+                outgoing.check_integrity()
+            except RuntimeError as error:
+                raise RuntimeError(f"transfer {outgoing.transfer}: {error}") from None
+            if outgoing.offer is not None and outgoing.final:
+                other = leased.setdefault(outgoing.offer.request, transfer)
+                if other != transfer:
+                    raise RuntimeError(
+                        f"request {outgoing.offer.request} is leased to {other} and {transfer}"
+                    )
+            for session in outgoing.streams:
+                if (session, transfer) in self._draining:
+                    raise RuntimeError(
+                        f"transfer {transfer}: reader {session!r} reads it while its last opening "
+                        "still ends"
+                    )
+        self._draining.check_integrity()
 
     def _known(self, transfer: str, expires: float) -> OutgoingTransfer:
         """This transfer; one that was not heard of before is kept until `expires`."""
@@ -285,7 +306,7 @@ class Producer:
             return []
         return [Reply(session, messages.Accept(transfer, stream.planned, offer.final))]
 
-    def _reader_over(
+    def _reader_finished(
         self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
     ) -> list[Action]:
         """One consumer rank needs nothing more; with the last one the transfer is over."""
@@ -293,20 +314,18 @@ class Producer:
         stream = outgoing.streams.pop(session, None)
         if stream is not None:
             self._draining.add(session, transfer, stream)
-        outgoing.over[session] = cause
-        if not outgoing.all_over:
+        outgoing.finished[session] = cause
+        if not outgoing.all_finished:
             return []
         # A prefill that is under way goes on to its end, where its pages are freed at once.
-        if outgoing.final or transfer in self._unwanted or not outgoing.expected:
+        if outgoing.final or self._past.is_unwanted(transfer) or not outgoing.expected:
             return self._end(outgoing, outgoing.cause, "")
         return []
 
     def _end(self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str) -> list[Action]:
         transfer = outgoing.transfer
         del self._transfers[transfer]
-        self._ended[transfer] = None
-        if len(self._ended) > _REMEMBERED_ENDS:
-            del self._ended[next(iter(self._ended))]
+        self._past.end(transfer)
         for session, stream in outgoing.streams.items():
             self._draining.add(session, transfer, stream)
         actions: list[Action] = []

@@ -22,7 +22,7 @@ def make_transports(
 
             made.append(NixlTransport(landing, sending, config.host))
         elif name == "shm":
-            made.append(ShmTransport(landing, sending, buffers.pins, buffers.cache))
+            made.append(ShmTransport(landing, sending, buffers.pins))
         elif name == "ucx":
             from pd_connector.transport.ucx import UcxTransport
 

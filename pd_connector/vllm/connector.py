@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
-from pd_connector.protocol.incoming import Peer, Source
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log

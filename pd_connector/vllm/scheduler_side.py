@@ -18,8 +18,9 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
-from pd_connector.protocol.incoming import Load, Peer
+from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.streaming import Streaming, fingerprint, kept_pages

@@ -33,7 +33,7 @@ from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Peer, Source
+from pd_connector.protocol.peers import Peer, Source
 
 __all__ = ["ranks"]
 

@@ -28,7 +28,7 @@ from pd_connector.agent import inbox, outbox
 from pd_connector.agent.commands import Drop, Expect, Revoke
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause, TransportError
-from pd_connector.protocol import messages
+from pd_connector.protocol.header import decode_header, encode_header
 
 __all__ = ["ranks"]
 
@@ -58,8 +58,8 @@ def swallowed(header: bytes, payload: bytes, slot: int) -> Written:
 
 def with_header(**fields: Any) -> Meddle:
     def meddle(header: bytes, payload: bytes, slot: int) -> Written:
-        changed = msgspec.structs.replace(messages.decode_chunk_header(header), **fields)
-        return messages.encode(changed), payload, slot
+        changed = msgspec.structs.replace(decode_header(header), **fields)
+        return encode_header(changed), payload, slot
 
     return meddle
 

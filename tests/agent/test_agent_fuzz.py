@@ -31,7 +31,8 @@ from support.agents import (
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Source
+from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
+from pd_connector.protocol.peers import Source
 
 __all__ = ["ranks"]
 
@@ -157,7 +158,7 @@ def test_messages_that_are_none_cost_their_sender_the_session_only(
 def test_a_message_above_the_limit_is_not_even_received(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(LONG, consumes=False)
     for _ in range(3):
-        LyingConsumer(context, producer.agent.port).say(bytes(messages.MAX_MESSAGE_BYTES + 1))
+        LyingConsumer(context, producer.agent.port).say(bytes(MAX_MESSAGE_BYTES + 1))
     assert_serves_on(ranks, producer)
     assert producer.count("rejected_sessions", cause=Cause.MALFORMED_MESSAGE) == 0
 
@@ -248,7 +249,7 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
         liar.say(messages.Done(f"nothing {i}"))
     until(lambda: producer.gauge("outgoing_transfers") == 1000)
     until(lambda: producer.gauge("outgoing_transfers") == 0)
-    until(lambda: not producer.agent._loop.producer_side._producer._unwanted)
+    until(lambda: not producer.agent._loop.producer_side._producer._past._unwanted)
     assert_serves_on(ranks, producer)
 
 

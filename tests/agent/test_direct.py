@@ -3,31 +3,20 @@
 
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from support.agents import LONG, SHORT, Rank, Ranks, assert_pages, geometry_of, ranks, until
 from support.children import Children, children, nursery
 from support.faulty_transport import Corrupt, Fail, FaultPlan, FaultTransport
-from support.memory import shared_mappings
 
 from pd_connector.agent.commands import Expect
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
-from pd_connector.memory.pieces import LOOPS, Pieces
-from pd_connector.memory.shared_cache import SharedCache, Span
-from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.incoming import ProducerSession
+from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.shm.transport import ShmTransport
 
 __all__ = ["children", "nursery", "ranks"]
 
 DIRECT: dict[str, Any] = {"transports": ("shm",)}
-LARGE: dict[str, Any] = {
-    "geometry": geometry_of(page_size=256, key_dim=128, value_dim=128),
-    "pages": 66,  # of 512 KiB
-    "alone": True,
-}
 
 
 def moved(ranks: Ranks, settings: dict[str, Any], here: Any, there: Any) -> float:
@@ -140,13 +129,9 @@ def _unsummed(pull: Any) -> Any:
     return pulled
 
 
-@pytest.mark.parametrize("cache", [{}, LARGE], ids=["by system calls", "shared"])
-def test_pages_whose_lease_has_ended_are_not_believed(
-    ranks: Ranks, monkeypatch: Any, cache: dict[str, Any]
-):
+def test_pages_whose_lease_has_ended_are_not_believed(ranks: Ranks, monkeypatch: Any):
     """The engine reuses a page between the offer and the read."""
-    producer, consumer = ranks.pair(SHORT | DIRECT, **cache)
-    LOOPS.wait()
+    producer, consumer = ranks.pair(SHORT | DIRECT)
     pull = ShmTransport.pull
 
     def late(*arguments: Any) -> bytes:
@@ -165,99 +150,21 @@ def forbidden(*arguments: Any) -> bytes:
 
 
 def test_where_the_kernel_forbids_it_slots_are_used(ranks: Ranks, monkeypatch: Any):
-    monkeypatch.setattr(SharedCache, "of", lambda storages: None)
-    monkeypatch.setattr("pd_connector.transport.shm.transport.read_memory", forbidden)
+    monkeypatch.setattr("pd_connector.transport.shm.consumer_half.read_memory", forbidden)
     assert moved(ranks, LONG | DIRECT, geometry_of(), geometry_of()) == 0
 
 
-def test_a_large_cache_is_shared_and_read_without_system_calls(ranks: Ranks, monkeypatch: Any):
-    monkeypatch.setattr("pd_connector.transport.shm.transport.read_memory", forbidden)
-    producer, consumer = ranks.pair(LONG | DIRECT, **LARGE)
-    if LOOPS.wait():
-        monkeypatch.setattr("pd_connector.memory.pieces._Xxh3", forbidden)
-    for transfer, here, there in (("t", [5, 65, 17], [2, 0, 4]), ("u", [0, 64], [3, 65])):
-        producer.offer(transfer, here)
-        consumer.load([producer.peer], transfer, there)
-        assert consumer.loaded(transfer).cause is None
-        assert_pages(producer, here, consumer, there)
-    assert consumer.count("pulled_pieces") == (3 + 2) * 2
-
-
-@pytest.mark.parametrize("who", ["producer", "consumer"])
-def test_where_one_side_has_no_compiled_loops_sums_are_the_old_ones(
-    ranks: Ranks, monkeypatch: Any, who: str
-):
-    producer, consumer = ranks.pair(LONG | DIRECT, **LARGE)
-    LOOPS.wait()
-    if who == "consumer":
-        opening = ProducerSession.opening
-        unable = lambda *a: msgspec.structs.replace(opening(*a), lanes=False)  # noqa: E731
-        monkeypatch.setattr(ProducerSession, "opening", unable)
-    else:
-        monkeypatch.setattr(Pieces, "in_lanes", lambda pieces: pieces)
-    producer.offer("t", [5, 3])
-    consumer.load([producer.peer], "t", [2, 9])
-    assert consumer.loaded("t").cause is None
-    assert_pages(producer, [5, 3], consumer, [2, 9])
-    assert consumer.count("pulled_pieces") == 2 * 2
-
-
-def test_a_producer_that_tells_other_spans_than_it_shares_is_read_by_system_calls(
-    ranks: Ranks, monkeypatch: Any
-):
-    of = SharedCache.of
-
-    def lying(storages: Any) -> Any:
-        shared = of(storages)
-        assert shared is not None
-        shared.spans = (*shared.spans, Span(4096, 4096))
-        return shared
-
-    monkeypatch.setattr(SharedCache, "of", lying)
-    monkeypatch.setattr("pd_connector.transport.shm.transport.copy_memory", forbidden)
-    producer, consumer = ranks.pair(LONG | DIRECT, **LARGE)
-    producer.offer("t", [5, 3])
-    consumer.load([producer.peer], "t", [2, 9])
-    assert consumer.loaded("t").cause is None
-    assert_pages(producer, [5, 3], consumer, [2, 9])
-    assert consumer.count("pulled_pieces") == 2 * 2
-
-
-def test_pages_that_were_not_shared_fail_their_load(ranks: Ranks, monkeypatch: Any):
-    producer, consumer = ranks.pair(LONG | DIRECT, **LARGE)
-    pieces = PagedCache.pieces
-
-    def elsewhere(*arguments: Any) -> Any:
-        found = pieces(*arguments)
-        assert found is not None
-        return found._replace(addresses=found.addresses + np.uint64(1 << 40))
-
-    monkeypatch.setattr(Pieces, "checksum", lambda found: bytes(16))
-    monkeypatch.setattr(PagedCache, "pieces", elsewhere)
-    producer.offer("t", [5])
-    consumer.load([producer.peer], "t", [2])
-    loaded = consumer.loaded("t")
-    assert loaded.cause is Cause.TRANSPORT
-    assert "not in the memory that the producer has shared" in loaded.detail
-
-
-@pytest.mark.parametrize("cache", [{}, LARGE], ids=["by system calls", "shared"])
-def test_another_process_is_read_and_its_death_fails_the_load(
-    ranks: Ranks, children: Children, cache: dict[str, Any]
-):
+def test_another_process_is_read_and_its_death_fails_the_load(ranks: Ranks, children: Children):
     settings = SHORT | DIRECT | {"session_timeout_s": 30.0, "stall_timeout_s": 30.0}
-    producer = children(settings, consumes=False, seed=4, **cache)
-    consumer = ranks(settings, produces=False, **cache)
+    producer = children(settings, consumes=False, seed=4)
+    consumer = ranks(settings, produces=False)
     producer.call("offer", "t", [11, 12])
     source = producer.call("source")
-    others = shared_mappings()
     consumer.load(source, "t", [1, 2])
     assert consumer.loaded("t").cause is None
     assert consumer.count("pulled_pieces") == 4
     assert consumer.page(1) == producer.call("page", 11)
     producer.call("offer", "u", [11, 12])
-    assert shared_mappings() == others + bool(cache)
     producer.kill()
     consumer.load(source, "u", [1, 2])
     assert consumer.loaded("u").cause in (Cause.SESSION_LOST, Cause.UNREACHABLE)
-    until(lambda: shared_mappings() == others, "the dead producer's memory is let go")

@@ -26,7 +26,9 @@ from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
-from pd_connector.protocol.outgoing import Offer, OutgoingStream
+from pd_connector.protocol.header import ChunkHeader
+from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.outgoing_stream import OutgoingStream
 
 SHAPES = {
     "one to one": ((WHOLE,), (WHOLE,)),
@@ -137,7 +139,7 @@ def test_without_the_comparison_of_headers_other_tokens_would_be_counted(
     world, link, _ = opened(tokens=2)
     flight = world.flights[0]
     flight.header = msgspec.structs.replace(flight.header, identity=b"other tokens")
-    monkeypatch.setattr(messages.ChunkHeader, "__ne__", lambda self, other: False)
+    monkeypatch.setattr(ChunkHeader, "__ne__", lambda self, other: False)
     world.land(flight)
     assert len(link.received) == 1
 
@@ -316,8 +318,8 @@ def test_a_chunk_is_sent_when_it_is_computed_and_without_that_wrong_kv_would_be(
     world, _, prefill, _ = streaming()
     world.compute(prefill, 3)
     (stream,) = world.producer._transfers["transfer0"].streams.values()
-    first = next(iter(stream.lanes.values()))
-    monkeypatch.setattr(OutgoingStream, "next_lane", lambda self, outgoing: first)
+    first = next(iter(stream.queues.values()))
+    monkeypatch.setattr(OutgoingStream, "next_queue", lambda self, offer, step: first)
     assert world.send() is not None
     monkeypatch.undo()
     world.finish(prefill)

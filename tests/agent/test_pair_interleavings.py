@@ -289,8 +289,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_somewhere(self) -> None:
-        for link in self.world.links:
-            assert link.pool.free + link.pool.held == CONFIG.slots
+        self.world.check_integrity()
         for rank in self.world.ranks:
             left = [prefill for prefill in rank.prefills.values() if prefill.final]
             assert rank.producer.leased_pages == sum(len(prefill.pages) for prefill in left)
@@ -325,6 +324,7 @@ def test_long_walks_with_a_fault_now_and_then(seed: int, shape: int, one_sided: 
     for _ in range(steps):
         kind = chance.choices([begin, go_on, move, fault], [3, 15, 150, 1])[0]
         kind(chance, world, len(shards))
+        world.check_integrity()
     world.settle()
 
 

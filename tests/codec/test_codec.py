@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.codecs import WAYS, computed
 
 from pd_connector.codec import CODECS, DTYPES, Elements, Part, elements
+from pd_connector.codec.elements import torch_dtype
 
 BF16, F16, F32, FP8 = (Elements(name) for name in DTYPES)
 FLOATS = (BF16, F16, F32)
@@ -50,7 +51,7 @@ def block(
         -4, 5, (shape[0], 1, shape[2]), generator=chance
     )
     values[0, 0, 0] = 0.0
-    x = values.clamp(-400, 400).to(source.torch_dtype)
+    x = values.clamp(-400, 400).to(torch_dtype(source))
     if layout == "token first":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "dim first":
@@ -67,7 +68,7 @@ def encode(
     name: str, part: Part, x: torch.Tensor, source: Elements, destination: Elements
 ) -> torch.Tensor:
     """The coded block, at an odd address, from memory that was not zero before."""
-    nbytes = CODECS[name].coded_bytes(part, tuple(x.shape), source)
+    nbytes = CODECS[name].coding.coded_bytes(part, tuple(x.shape), source)
     memory = torch.full((nbytes + 2,), 0xA5, dtype=torch.uint8)
     before = x.clone()
     CODECS[name].encode(part, x, source, destination, memory[1:-1])
@@ -83,7 +84,7 @@ def carried(
     data = encode(name, part, x, source, destination)
     back = CODECS[name].decode(part, data, tuple(x.shape), source, destination)
     assert back.shape == x.shape
-    assert back.dtype == destination.torch_dtype
+    assert back.dtype == torch_dtype(destination)
     assert back.is_contiguous()
     return back
 
@@ -155,7 +156,7 @@ def test_sizes_follow_from_the_shape_and_padding_is_zero(name: str):
         }[name]
         start = -(-scale_bytes // 16) * 16
         wanted = start + 3 * 200 * 32 * (2 if name == "raw" else 1)
-        assert CODECS[name].coded_bytes(part, shape, source) == wanted
+        assert CODECS[name].coding.coded_bytes(part, shape, source) == wanted
         data = encode(name, part, block(shape, source), source, source)
         assert not data[scale_bytes:start].any()
 
@@ -212,7 +213,7 @@ def test_an_fp8_cache_gets_the_nearest_codes_and_the_same_from_raw_and_fp8(
     edges = torch.cat([CODES[:127].float(), (CODES[:126].float() + CODES[1:127].float()) / 2])
     values = torch.cat([edges, -edges, edges * 1.01, edges * 0.99, torch.tensor([1e4, -1e4])])
     x = torch.nn.functional.pad(values * scale, (0, 1024 - len(values))).view(1, 32, 32)
-    x = x.to(source.torch_dtype)
+    x = x.to(torch_dtype(source))
     direct = carried("fp8_e4m3", Part.VALUE, x, source, destination)
     assert same_bits(direct, carried("raw", Part.VALUE, x, source, destination))
     quotients = (x.float() / torch.tensor(scale)).flatten().tolist()
@@ -223,7 +224,7 @@ def test_an_fp8_cache_gets_the_nearest_codes_and_the_same_from_raw_and_fp8(
 @pytest.mark.parametrize("power", [-12, 0, 5])
 def test_what_fp8_can_hold_comes_back_from_the_fp8_wire_bit_for_bit(source: Elements, power: int):
     codes = CODES[(CODES.float().abs() >= 2.0**-5)][:192].float()
-    x = (codes * 2.0**power).to(source.torch_dtype).view(2, 3, 32)
+    x = (codes * 2.0**power).to(torch_dtype(source)).view(2, 3, 32)
     assert same_bits(carried("fp8_e4m3", Part.KEY, x, source, source), x)
     again = carried("fp8_e4m3", Part.KEY, x, source, FP8)
     if power == 0:
@@ -259,7 +260,7 @@ def test_ints_under_a_power_of_two_scale_come_back_from_int8_bit_for_bit():
     x = torch.randint(-127, 128, (2, 260, 32), generator=torch.Generator().manual_seed(0))
     x[:, ::128, :], x[:, :, 0] = 127, -127
     for source, part in itertools.product(FLOATS, Part):
-        exact = (x * 2.0**-5).to(source.torch_dtype)
+        exact = (x * 2.0**-5).to(torch_dtype(source))
         assert same_bits(carried("int8", part, exact, source, source), exact)
 
 
@@ -268,7 +269,7 @@ def test_int8_to_a_float_cache_rounds_code_times_scale_once():
     product = carried("int8", Part.KEY, x, F32, F32)
     for destination in (BF16, F16):
         back = carried("int8", Part.KEY, x, F32, destination)
-        assert same_bits(back, product.to(destination.torch_dtype))
+        assert same_bits(back, product.to(torch_dtype(destination)))
 
 
 @pytest.mark.parametrize("source", FLOATS, ids=lambda e: e.dtype)
@@ -305,7 +306,7 @@ def test_every_bfloat16_is_divided_by_its_heads_power_as_in_float32(power: int) 
     x[0] = fits
     x = x[None]
     codec = CODECS["fp8_e4m3"]
-    out = torch.zeros(codec.coded_bytes(Part.KEY, tuple(x.shape), BF16), dtype=torch.uint8)
+    out = torch.zeros(codec.coding.coded_bytes(Part.KEY, tuple(x.shape), BF16), dtype=torch.uint8)
     codec.encode(Part.KEY, x, BF16, BF16, out)
     wanted = (x.float() / 2.0**power).to(torch.float8_e4m3fn)
     codes = out[-x.numel() :].view(torch.float8_e4m3fn).view(x.shape)

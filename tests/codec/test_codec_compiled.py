@@ -50,7 +50,9 @@ def block(shape: tuple[int, int, int], seed: int, kind: str) -> torch.Tensor:
 
 def coded(way: str, name: str, part: Part, x: torch.Tensor) -> torch.Tensor:
     """At an odd address."""
-    memory = torch.full((CODECS[name].coded_bytes(part, tuple(x.shape), BF16) + 1,), 0xA5).byte()
+    memory = torch.full(
+        (CODECS[name].coding.coded_bytes(part, tuple(x.shape), BF16) + 1,), 0xA5
+    ).byte()
     with computed(way):
         CODECS[name].encode(part, x, BF16, BF16, memory[1:])
     return memory[1:]
@@ -85,7 +87,7 @@ def test_blocks_decoded_from_any_bytes_are_the_same(
     name: str, part: Part, shape: tuple[int, int, int], seed: int
 ) -> None:
     chance = torch.Generator().manual_seed(seed)
-    nbytes = CODECS[name].coded_bytes(part, shape, BF16)
+    nbytes = CODECS[name].coding.coded_bytes(part, shape, BF16)
     data = torch.randint(0, 256, (nbytes + 1,), generator=chance).byte()[1:]
     found = []
     for way in ("by numba", "by torch"):

@@ -64,7 +64,9 @@ def over(name: str, destination: Elements = BF16, source: Elements = BF16) -> Ca
         arrived = []
         for block in x.split(BLOCK_TOKENS, 1):
             shape = tuple(block.shape)
-            data = torch.empty(CODECS[name].coded_bytes(part, shape, source), dtype=torch.uint8)
+            data = torch.empty(
+                CODECS[name].coding.coded_bytes(part, shape, source), dtype=torch.uint8
+            )
             CODECS[name].encode(part, block, source, destination, data)
             stored = CODECS[name].decode(part, data, shape, source, destination)
             arrived.append(stored.float() * destination.scale)
@@ -84,17 +86,17 @@ CASES = list(itertools.product(("gauss", "outliers"), SHARP))
 @pytest.mark.parametrize(("kind", "sharp"), CASES)
 @pytest.mark.parametrize("name", CODECS)
 def test_the_error_of_attention_is_within_the_codecs_bound(name: str, kind: str, sharp: int):
-    assert error(over(name), kind, sharp) <= CODECS[name].error_bound
+    assert error(over(name), kind, sharp) <= CODECS[name].coding.error_bound
 
 
 @pytest.mark.parametrize("sharp", SHARP)
 def test_int8_with_one_scale_for_all_is_not(sharp: int):
-    assert error(int8_per_tensor, "outliers", sharp) > 1.5 * CODECS["int8"].error_bound
+    assert error(int8_per_tensor, "outliers", sharp) > 1.5 * CODECS["int8"].coding.error_bound
 
 
 def test_strong_outliers_under_sharp_attention_leave_fp8s_bound_but_not_int8s():
-    assert error(over("fp8_e4m3"), "strong", 4) > CODECS["fp8_e4m3"].error_bound
-    assert error(over("int8"), "strong", 4) <= CODECS["int8"].error_bound
+    assert error(over("fp8_e4m3"), "strong", 4) > CODECS["fp8_e4m3"].coding.error_bound
+    assert error(over("int8"), "strong", 4) <= CODECS["int8"].coding.error_bound
 
 
 @pytest.mark.parametrize(("kind", "sharp"), CASES)

@@ -12,7 +12,7 @@ SHAPE = (1, 3, 32)
 
 def test_int8_refuses_an_fp8_cache():
     x = torch.zeros(SHAPE, dtype=torch.float8_e4m3fn)
-    out = torch.zeros(CODECS["int8"].coded_bytes(Part.KEY, SHAPE, FP8), dtype=torch.uint8)
+    out = torch.zeros(CODECS["int8"].coding.coded_bytes(Part.KEY, SHAPE, FP8), dtype=torch.uint8)
     with pytest.raises(ValueError, match="use raw"):
         CODECS["int8"].encode(Part.KEY, x, FP8, BF16, out)
 
@@ -20,7 +20,7 @@ def test_int8_refuses_an_fp8_cache():
 @pytest.mark.parametrize("name", CODECS)
 def test_tensors_that_do_not_fit_are_refused(name: str):
     codec, x = CODECS[name], torch.ones(SHAPE, dtype=torch.bfloat16)
-    size = codec.coded_bytes(Part.KEY, SHAPE, BF16)
+    size = codec.coding.coded_bytes(Part.KEY, SHAPE, BF16)
     out = torch.zeros(size, dtype=torch.uint8)
     short, sparse = out[1:], torch.zeros(2 * size, dtype=torch.uint8)[::2]
     for bad in (short, sparse, out.view(torch.int8)):

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from support.agents import KEY, until
+from support.waits import until
 
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.control.sockets import Connection, Context, Listener
 from pd_connector.errors import Cause, PDConnectorError
+
+KEY = "a key of more than sixteen characters"
 
 
 @pytest.fixture

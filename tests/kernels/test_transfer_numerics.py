@@ -8,7 +8,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from kernel_caches import DTYPES, chunk_of, side, sloppy
-from support.caches import LAYOUTS, Layer, Model, Rank, Setup
+from support.caches import LAYOUTS, Rank
+from support.setups import Layer, Model, Setup
 
 from pd_connector.kv.checksum import checksum
 from pd_connector.plan.chunks import Chunk as PlannedChunk

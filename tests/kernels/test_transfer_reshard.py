@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from support.caches import LATENT, Layer, Model, Rank, Setup, everything
+from support.caches import Rank, everything
+from support.setups import LATENT, Layer, Model, Setup
 
 from pd_connector.plan.chunks import Chunk as PlannedChunk
 from pd_connector.plan.route import routes

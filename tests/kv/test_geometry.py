@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.caches import Layer, Setup
+from support.setups import Layer, Setup
 
 from pd_connector.kv.geometry import Geometry, Shard, pages_for
 

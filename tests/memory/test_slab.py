@@ -52,8 +52,8 @@ class Pool(RuleBasedStateMachine):
         self.quarantined[slot] = self.now + seconds
 
     @rule(slots=st.lists(st.integers(0, SLOTS)))
-    def absolve(self, slots: list[int]) -> None:
-        self.pool.absolve(slots)
+    def release_quarantined(self, slots: list[int]) -> None:
+        self.pool.release_quarantined(slots)
         for slot in slots:
             self.quarantined.pop(slot, None)
 

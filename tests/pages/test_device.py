@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, geometry_of, ranks
-from support.caches import LATENT, LAYOUTS, Layer, Model, Setup
+from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
+from support.setups import LATENT, Layer, Model, Setup
 
 from pd_connector.agent import inbox, outbox
 from pd_connector.codec import DTYPES
@@ -24,8 +25,9 @@ from pd_connector.errors import Cause
 from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.plan.chunks import Chunk, page_part_bytes, plan
+from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.sizes import page_part_bytes
 
 pytest.importorskip("triton")
 __all__ = ["ranks"]

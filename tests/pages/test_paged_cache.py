@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.caches import LATENT, LAYOUTS, ON_THE_HOST, Layer, Model, Rank, Setup, everything
+from support.caches import LAYOUTS, ON_THE_HOST, Rank, everything
+from support.setups import LATENT, Layer, Model, Setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_connector.codec import DTYPES
@@ -22,8 +23,9 @@ from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import pages_for
 from pd_connector.pages.copies import DeviceCopier, HostCopier, Where
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.plan.chunks import Chunk, page_part_bytes, plan
+from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.sizes import page_part_bytes
 
 CODECS = ("fp8_e4m3", "int8", "raw")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

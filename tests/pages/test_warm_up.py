@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
-from support.caches import Layer, Setup
+from support.setups import Layer, Setup
 
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
@@ -22,7 +22,7 @@ from pd_connector.pages import warm_up
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.route import Route, routes
-from pd_connector.protocol.incoming import Peer
+from pd_connector.protocol.peers import Peer
 
 pytest.importorskip("triton")
 __all__ = ["ranks"]

@@ -11,22 +11,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.caches import LATENT, Layer, Model, Setup, pairs
+from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.kv.geometry import Geometry, Group, pages_for
-from pd_connector.plan.chunks import (
-    EDGE_CUTS,
-    EDGE_PIECES,
-    MIN_CHUNK_TOKENS,
-    SPARE_BYTES,
-    Chunk,
-    blocks,
-    bytes_per_token,
-    chunk_limit,
-    page_part_bytes,
-    plan,
-)
+from pd_connector.plan.chunks import Chunk, blocks, chunk_limit, plan
+from pd_connector.plan.cuts import EDGE_CUTS, EDGE_PIECES, MIN_CHUNK_TOKENS, SPARE_BYTES
 from pd_connector.plan.route import Route, meet, routes, uncovered
+from pd_connector.plan.sizes import bytes_per_token, page_part_bytes
 
 CODECS = ("fp8_e4m3", "int8", "raw")
 MIB = 1 << 20
@@ -171,7 +162,7 @@ def test_every_wanted_element_arrives_once_and_no_other_does(
     tightness: int,
     spare_bytes: int,
 ) -> None:
-    with mock.patch("pd_connector.plan.chunks.SPARE_BYTES", spare_bytes):
+    with mock.patch("pd_connector.plan.cuts.SPARE_BYTES", spare_bytes):
         event(f"whole pages: {assert_exact(pair, request, accepted, tightness)}")
 
 

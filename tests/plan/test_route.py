@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.caches import LATENT, Layer, Model, Setup, pairs
+from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Shard

@@ -26,17 +26,17 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import (
     Dial,
     Finished,
     Held,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
+from pd_connector.protocol.peers import Peer, Source
 
 SOURCE = Source("127.0.0.1", 1, "engine")
 SECOND = Source("127.0.0.1", 2, "engine")
@@ -87,12 +87,12 @@ class Bench:
 
     def header(
         self, sequence: int, transfer: str = "t", source: Source = SOURCE, **changes: Any
-    ) -> messages.ChunkHeader:
+    ) -> ChunkHeader:
         chunk = self.consumer._transfers[transfer].streams[source].missing[sequence]
         number = next(i for i, peer in enumerate(self.peers) if peer.source == source)
         nbytes = chunk.nbytes(routes_of(self.peers[number].shard, self.shard)[0])
         tokens = identity_of("t")
-        header = messages.ChunkHeader(
+        header = ChunkHeader(
             transfer, EPOCH + number, sequence, tokens, *chunk[1:6], "raw", nbytes, b"sum"
         )
         return msgspec.structs.replace(header, **changes)

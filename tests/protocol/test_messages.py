@@ -13,20 +13,22 @@ from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.protocol import messages
+from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
+from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
 
 GROUP = Group("attention", (0, 1, 2, 3), 4, 64, 64, 32, 0, "bfloat16", "NHD", True)
 GEOMETRY = Geometry(Shard(0, 4, 0, 1), (GROUP,))
 HELLO = messages.Hello(
     2, 2, "engine", "", b"model", GEOMETRY, ["raw"], {"tcp": b"address"}, ["shm"]
 )
-HEADER = messages.ChunkHeader("t", 1, 2, b"identity", 0, 0, 4, 0, 8, "raw", 65536, b"checksum")
+HEADER = ChunkHeader("t", 1, 2, b"identity", 0, 0, 4, 0, 8, "raw", 65536, b"checksum")
 OPEN = messages.Open("t", b"i", 0, 4, True, [0, 1], 65536)
 CONSUMER_TYPES = get_args(messages.ConsumerMessage)
 PRODUCER_TYPES = get_args(messages.ProducerMessage)
 DECODERS = [
     messages.decode_consumer_message,
     messages.decode_producer_message,
-    messages.decode_chunk_header,
+    decode_header,
 ]
 
 
@@ -69,12 +71,12 @@ def test_what_a_producer_says_arrives_as_it_was_said(message: messages.Message) 
         messages.decode_consumer_message(messages.encode(message))
 
 
-@given(_messages(messages.ChunkHeader))
-def test_chunk_headers_arrive_as_they_were_sent(header: messages.ChunkHeader) -> None:
-    assert messages.decode_chunk_header(messages.encode(header)) == header
+@given(_messages(ChunkHeader))
+def test_chunk_headers_arrive_as_they_were_sent(header: ChunkHeader) -> None:
+    assert decode_header(encode_header(header)) == header
     for decode in DECODERS[:2]:
         with pytest.raises(MalformedMessageError):
-            decode(messages.encode(header))
+            decode(encode_header(header))
 
 
 def _decode_all(data: bytes) -> None:
@@ -161,11 +163,11 @@ def test_values_beyond_their_limits_are_malformed(message: messages.Message) -> 
 
 
 def test_a_message_that_is_too_large_is_malformed_before_it_is_read() -> None:
-    almost = {"tcp": bytes(messages.MAX_MESSAGE_BYTES - 1000)}
+    almost = {"tcp": bytes(MAX_MESSAGE_BYTES - 1000)}
     largest = msgspec.structs.replace(HELLO, transports=almost)
     assert messages.decode_consumer_message(messages.encode(largest)) == largest
-    data = messages.encode(messages.Done("t")).ljust(messages.MAX_MESSAGE_BYTES + 1, b"\0")
-    with pytest.raises(MalformedMessageError, match=f"at most {messages.MAX_MESSAGE_BYTES}"):
+    data = messages.encode(messages.Done("t")).ljust(MAX_MESSAGE_BYTES + 1, b"\0")
+    with pytest.raises(MalformedMessageError, match=f"at most {MAX_MESSAGE_BYTES}"):
         messages.decode_consumer_message(data)
 
 
@@ -178,9 +180,19 @@ def test_a_field_that_a_later_release_adds_is_passed_over() -> None:
     known = msgspec.msgpack.decode(messages.encode(messages.Done("t")))
     later = msgspec.msgpack.encode({**known, "reason": "new"})
     assert messages.decode_consumer_message(later) == messages.Done("t")
-    header = msgspec.msgpack.decode(messages.encode(HEADER))
+    header = msgspec.msgpack.decode(encode_header(HEADER))
     later = msgspec.msgpack.encode([*header, "extra"])
-    assert messages.decode_chunk_header(later) == HEADER
+    assert decode_header(later) == HEADER
+
+
+def test_an_older_consumer_that_asks_for_sums_in_lanes_is_understood_and_gets_none() -> None:
+    """Until this version a consumer could ask that pages be summed in lanes; both fields are gone."""
+    open_ = msgspec.msgpack.decode(messages.encode(OPEN))
+    older = msgspec.msgpack.encode({**open_, "lanes": True})
+    assert messages.decode_consumer_message(older) == OPEN
+    pages = messages.OfferedPages("t", 0, 1, 8, b"\0" * 8, b"header")
+    answer = msgspec.msgpack.decode(messages.encode(pages))
+    assert "lanes" not in answer, "which an older consumer takes for false"
 
 
 def test_a_geometry_with_a_field_we_do_not_know_is_malformed() -> None:

@@ -2,8 +2,7 @@
 """Agents with small caches of random bytes, and what must be back when a test ends."""
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,9 +13,10 @@ from pd_connector.agent.agent import Agent, Outcome
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.protocol.incoming import Finished, Held, Load, Peer, Source
+from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.outgoing import Free, Offer
-from support.memory import alone_in_memory
+from pd_connector.protocol.peers import Peer, Source
+from support.waits import until
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
 
@@ -84,15 +84,6 @@ def views(layer: torch.Tensor, group: Group) -> LayerPages:
     )
 
 
-def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 30.0) -> Any:
-    """Wait until `condition()` is true; returns what it returned."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
-        time.sleep(0.005)
-    return found
-
-
 class Rank:
     """An agent, its cache, and every outcome it has reported."""
 
@@ -107,12 +98,9 @@ class Rank:
         engine_id: str = "engine",
         produces: bool = True,
         consumes: bool = True,
-        alone: bool = False,
         **options: Any,
     ) -> None:
         self.layers = make_layers(geometry, pages, seed)
-        if alone:
-            self.layers = {n: alone_in_memory(layer) for n, layer in self.layers.items()}
         self.geometry = geometry
         self.engine_id = engine_id
         self.ended: dict[str, Outcome] = {}

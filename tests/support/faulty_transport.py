@@ -144,7 +144,7 @@ class FaultTransport(Transport):
             return found
         piece, offset = divmod(fault.offset, ours.piece_bytes)
         ctypes.c_uint8.from_address(int(ours.addresses[piece]) + offset).value ^= 0xFF
-        return ours._replace(lanes=theirs.lanes).checksum()
+        return ours.checksum()
 
     def silenced(self, source: Hashable) -> bool:
         return self.inner.silenced(source)

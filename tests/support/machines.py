@@ -20,20 +20,20 @@ from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import Route, routes
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import Action as ConsumerAction
 from pd_connector.protocol.incoming import (
     Dial,
     Finished,
     Held,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
 from pd_connector.protocol.outgoing import Action as ProducerAction
 from pd_connector.protocol.outgoing import Free, Offer, Send
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.protocol.producer import Producer
 
 LAYERS, HEADS, PAGE_TOKENS, TOKEN_BYTES = 2, 2, 2, 4
@@ -102,7 +102,7 @@ class Flight:
     """A chunk that has left the producer and not landed yet."""
 
     link: "Link"
-    header: messages.ChunkHeader
+    header: ChunkHeader
     payload: bytes
     slot: int
 
@@ -370,6 +370,7 @@ class World:
                 for line in link.lines:
                     if line.session == action.session:
                         line.to_consumer.append(action.message)
+        rank.producer.check_integrity()
 
     def restart_producer(self, number: int = 0) -> None:
         rank = self.ranks[number]
@@ -464,6 +465,14 @@ class World:
                     link.held[held.request] = held
                 case Finished() as finished:
                     self._finish(link, finished)
+        link.consumer.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Every machine's books agree."""
+        for rank in self.ranks:
+            rank.producer.check_integrity()
+        for link in self.links:
+            link.consumer.check_integrity()
 
     def _place(self, link: Link, place: PlaceChunk) -> list[ConsumerAction]:
         if self.verifies and checksum(place.payload) != place.header.checksum:
@@ -586,7 +595,7 @@ class World:
             for head in send.route.heads
         )
         chunk = send.chunk
-        header = messages.ChunkHeader(
+        header = ChunkHeader(
             transfer=send.transfer,
             epoch=rank.epoch,
             sequence=chunk.sequence,
@@ -695,7 +704,7 @@ class World:
             assert rank.producer.leased_pages == 0
             assert rank.producer._draining._writing == {}
             assert rank.producer._draining._waiting == set()
-            assert rank.producer._unwanted == {}
+            assert rank.producer._past._unwanted == {}
             assert sorted(rank.free_pages) == list(range(PRODUCER_PAGES))
         for link in self.links:
             assert link.lent == {}, "every load ends in one Finished"
@@ -704,6 +713,6 @@ class World:
             assert link.pool.held == 0, "every slot comes home"
             assert link.pool.free == self.config.slots
             assert link.consumer._grants._ending == {}
-            assert link.consumer._farewells == {}
-            assert link.consumer._grants._hungry == {}
+            assert link.consumer._unsent == {}
+            assert link.consumer._grants._waiting == {}
             assert sorted(link.free_pages) == list(range(CONSUMER_PAGES))

@@ -25,6 +25,9 @@ from transport_kinds import READABLE_KINDS
 from transport_peer import Peer
 
 from pd_connector.errors import TransportError
+from pd_connector.memory.slab import Slab
+from pd_connector.transport.shm.address import read_address
+from pd_connector.transport.shm.rendezvous import connect
 
 MakeEnd = Callable[..., End]
 
@@ -309,6 +312,25 @@ class TestOverSharedMemory:
         source = consumer.transport.expect(msgspec.msgpack.encode(older))
         with pytest.raises(TransportError, match="the producer has 0 slots"):
             consumer.transport.read(source, 0, 1, 0, b"")
+
+    def test_a_version_that_shares_its_cache_as_well_is_read_and_leaves_nothing_open(
+        self, make_end: MakeEnd
+    ) -> None:
+        producer, consumer = make_end(), make_end()
+        newer = msgspec.msgpack.decode(producer.transport.address())
+        newer.append([[4096, 1 << 20], [1 << 30, 4096]])  # where its cache lies
+        source = consumer.transport.expect(msgspec.msgpack.encode(newer))
+        before = len(os.listdir("/proc/self/fd"))
+        listener = read_address(consumer.transport.address()).listener
+        cache = Slab(1, 4096, shared=True)
+        link = connect(listener, newer[1], [producer.sending.handle, cache.handle])
+        consumer.transport.read(source, 3, producer.offer(3, b"payload"), 0, b"header")
+        drive(consumer, until=lambda: bool(consumer.landed))
+        assert consumer.landed == [Arrival(b"header", 0, b"payload")]
+        consumer.transport.dismiss(source)
+        link.close()
+        cache.close()
+        assert len(os.listdir("/proc/self/fd")) <= before + 1, "the mapping's own"
 
 
 @pytest.mark.parametrize("which", ["tcp", "tcp+curve"])

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pd_connector.codec import CODECS, COMPILER, Elements, Part
-from pd_connector.codec.base import Shape
+from pd_connector.codec import CODECS, COMPILER, Elements, Part, Shape
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
@@ -48,7 +47,7 @@ def measure(runs: int, shape: Shape = SHAPE) -> list[Comparison]:
 def _calls(name: str, part: Part, shape: Shape) -> Iterator[tuple[str, Callable[[], object], int]]:
     codec = CODECS[name]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    coded = torch.empty(codec.coded_bytes(part, shape, _BFLOAT16), dtype=torch.uint8)
+    coded = torch.empty(codec.coding.coded_bytes(part, shape, _BFLOAT16), dtype=torch.uint8)
     yield "encode", lambda: codec.encode(part, x, _BFLOAT16, _BFLOAT16, coded), x.nbytes
     yield "decode", lambda: codec.decode(part, coded, shape, _BFLOAT16, _BFLOAT16), x.nbytes
 

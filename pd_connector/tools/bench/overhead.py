@@ -12,18 +12,18 @@ from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import routes
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import Action as ConsumerAction
 from pd_connector.protocol.incoming import (
     Finished,
     Load,
-    Peer,
     PlaceChunk,
     ProducerSession,
-    Source,
     Tell,
 )
 from pd_connector.protocol.outgoing import Action as ProducerAction
 from pd_connector.protocol.outgoing import Offer, Reply, Send
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.protocol.producer import Producer
 
 _LAYERS = 32
@@ -100,7 +100,7 @@ class _Pair:
     def _deliver(self, send: Send) -> None:
         chunk = send.chunk
         nbytes = self._timed("producer", chunk.nbytes, send.route)
-        header = messages.ChunkHeader(
+        header = ChunkHeader(
             send.transfer,
             1,
             chunk.sequence,

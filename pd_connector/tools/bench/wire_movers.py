@@ -11,8 +11,9 @@ from typing import Any
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import PDConnectorError
-from pd_connector.protocol.incoming import Finished, Load, Peer, Source
+from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.tools.bench.wire_cache import WireCache
 
 POLL_S = 0.0005

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other installed packages add to this one, by entry points (Python's packaging term: a name, and the
+object of a module that it stands for). Each group of entry points is one kind of addition.
+
+| group | one entry is |
+|---|---|
+| `pd_connector.transports` | a function that makes a transport (`transport/registry.py`) |
+| `pd_connector.codecs` | a codec (`codec/negotiate.py`) |
+| `pd_connector.commands` | a command of `pd-connector` |
+| `scheduler_plugins.policies` | a policy of the queue or of the router |
+"""
+
+import functools
+import threading
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any
+
+from pd_connector.errors import ConfigError
+
+
+class Extension:
+    """One entry point. Its module is imported by the first `load`, and not before.
+
+    Attributes:
+        name: how users call it, as in a configuration.
+        group: the kind of addition; see the module.
+        source: the package that adds it, and the object there, for messages.
+    """
+
+    def __init__(self, name: str, group: str, points: Iterable[EntryPoint]) -> None:
+        self.name = name
+        self.group = group
+        self._points = tuple(points)
+        self.source = " and ".join(_source(point) for point in self._points)
+        self._lock = threading.Lock()
+        self._loaded: list[Any] = []
+
+    def load(self) -> Any:
+        """The object. Imported once; later calls return the same.
+
+        Raises:
+            ConfigError: its module cannot be imported, has no such object, or two packages add
+                different objects under this name.
+        """
+        with self._lock:
+            if not self._loaded:
+                self._loaded.append(self._import())
+            return self._loaded[0]
+
+    def _import(self) -> Any:
+        if len(self._points) > 1:
+            raise ConfigError(
+                f"{self.name!r} is added by {self.source} (entry point group {self.group}): uninstall "
+                "one of them"
+            )
+        try:
+            return self._points[0].load()
+        except Exception as error:  # another package's module may raise anything
+            raise ConfigError(
+                f"{self.name!r}, which {self.source} adds (entry point group {self.group}), cannot be "
+                f"loaded: {error!r}. Repair or uninstall that package, or do not name {self.name!r}"
+            ) from error
+
+
+@functools.cache
+def load_entry_points(group: str) -> Mapping[str, Extension]:
+    """The entry points of a group by name. Reads the metadata of installed packages, once a process;
+    imports none of them (see `Extension.load`)."""
+    points: dict[str, dict[str, EntryPoint]] = {}
+    for point in entry_points(group=group):
+        points.setdefault(point.name, {}).setdefault(point.value, point)
+    return MappingProxyType(
+        {name: Extension(name, group, found.values()) for name, found in sorted(points.items())}
+    )
+
+
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], group: str, config_key: str
+) -> ConfigError:
+    """The error for a name that neither this package nor another one has.
+
+    Args:
+        kind: what the name is of, such as "transport".
+        known: the names of this package's own; those of `group` are added.
+        config_key: where the name was found.
+    """
+    names = ", ".join(dict.fromkeys([*known, *load_entry_points(group)]))
+    return ConfigError(
+        f"{kind} {name!r} is not known: there are {names} (config key {config_key}); other packages "
+        f"add one by an entry point of group {group}"
+    )
+
+
+def _source(point: EntryPoint) -> str:
+    package = f"package {point.dist.name!r}" if point.dist else "a package"
+    return f"{package} ({point.value})"

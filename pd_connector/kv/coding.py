@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How elements are stored in a cache and coded on the wire: names, sizes and error bounds, and which
+codec a pair of caches uses. No tensors: `pd_connector.codec` works on these.
+
+A chunk's payload is a row of coded blocks, `[layer][K|V]`. A block is one layer's K or V of a head
+range and a token range, in wire order `[head][token][dim]`, coded as `[scales, zeros up to a
+multiple of 16 bytes][codes]`. Sizes depend on shapes only, so both sides know every offset.
+docs/codecs.md has the formats byte by byte.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from pd_connector.errors import ConfigError
+from pd_connector.extensions import load_entry_points, unknown_name
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
+"""Bytes of an element, of every dtype that codecs convert. `fp8_e4m3` is OCP's E4M3 (torch's
+`float8_e4m3fn`); other kinds of FP8 have other names."""
+
+CODEC_GROUP = "pd_connector.codecs"
+"""The entry points by which other packages add codecs. Each is a `Coding`."""
+
+SECTION_BYTES = 16
+"""Codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once."""
+SUPER_PAGE = 128
+"""Tokens that share K's scales in `int8`, counted from the block's first token."""
+
+Shape = tuple[int, int, int]  # heads, tokens, dims
+
+
+class Part(enum.StrEnum):
+    """Which half of a layer's cache a block is from. An MLA latent counts as KEY."""
+
+    KEY = "key"
+    VALUE = "value"
+
+
+class Elements(NamedTuple):
+    """How a cache stores one part of one layer: value = stored * scale.
+
+    What a peer says of its cache goes through `checked` before anything else.
+
+    Attributes:
+        dtype: a key of `ELEMENT_BYTES`.
+        scale: used by FP8 caches only; finite and above zero.
+    """
+
+    dtype: str
+    scale: float = 1.0
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == "fp8_e4m3"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one element. Raises ValueError for a dtype that no codec knows."""
+        if self.dtype not in ELEMENT_BYTES:
+            known = ", ".join(ELEMENT_BYTES)
+            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {known}")
+        return ELEMENT_BYTES[self.dtype]
+
+    def checked(self) -> "Elements":
+        """Itself. Raises ValueError for a dtype no codec knows, or a scale that cannot be one."""
+        if not (self.nbytes and math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"cache scale {self.scale}: must be finite and above zero")
+        return self
+
+    def same_bits(self, other: "Elements") -> bool:
+        """Whether every element means the same in both, so that bits can be copied."""
+        return self.dtype == other.dtype and (not self.is_fp8 or self.scale == other.scale)
+
+
+class Coding(NamedTuple):
+    """What is known of a codec without its tensor work.
+
+    Attributes:
+        name: what the two sides call it.
+        error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
+        element_bits: bits of a coded element, without scales; 0 for those of the source's element.
+        coded_bytes: bytes of a block on the wire, scales and padding included, of its part, its
+            shape and how the producer's cache stores it.
+        codec: where the tensor work is, as `module:object`; the object is a
+            `pd_connector.codec.base.Codec`.
+    """
+
+    name: str
+    error_bound: float
+    element_bits: int
+    coded_bytes: Callable[[Part, Shape, Elements], int]
+    codec: str
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole sections.
+
+    >>> padded(4), padded(32)
+    (16, 32)
+    """
+    return -(-nbytes // SECTION_BYTES) * SECTION_BYTES
+
+
+def int8_scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
+    """Shape of the bfloat16 scales of a block in `int8`: K has one per channel and super-page, V
+    one per token."""
+    heads, tokens, dims = shape
+    return (heads, -(-tokens // SUPER_PAGE), dims) if part is Part.KEY else (heads, tokens)
+
+
+def _raw_bytes(_part: Part, shape: Shape, source: Elements) -> int:
+    return math.prod(shape) * source.nbytes
+
+
+def _fp8_bytes(_part: Part, shape: Shape, _source: Elements) -> int:
+    return padded(4 * shape[0]) + math.prod(shape)
+
+
+def _int8_bytes(part: Part, shape: Shape, _source: Elements) -> int:
+    return padded(2 * math.prod(int8_scale_shape(part, shape))) + math.prod(shape)
+
+
+RAW = Coding("raw", 0.0, 0, _raw_bytes, "pd_connector.codec.raw:RAW")
+FP8_E4M3 = Coding("fp8_e4m3", 0.10, 8, _fp8_bytes, "pd_connector.codec.fp8:FP8_E4M3")
+INT8 = Coding("int8", 0.02, 8, _int8_bytes, "pd_connector.codec.int8:INT8")
+
+CODINGS = {coding.name: coding for coding in (FP8_E4M3, INT8, RAW)}
+"""This package's own: fewest bytes of scales first, raw last."""
+
+
+def coding(name: str) -> Coding:
+    """The codec of this name: one of this package, or one that another package adds.
+
+    Raises:
+        ConfigError: there is none, or its package is broken.
+
+    >>> coding("int8").coded_bytes(Part.VALUE, (8, 512, 128), Elements("bfloat16"))
+    532480
+    """
+    if name in CODINGS:
+        return CODINGS[name]
+    added = load_entry_points(CODEC_GROUP).get(name)
+    if added is None:
+        raise unknown_name("codec", name, ("auto", *CODINGS), CODEC_GROUP, "codec")
+    found = added.load()
+    if not isinstance(found, Coding) or found.name != name:
+        raise ConfigError(
+            f"codec {name!r}, which {added.source} adds, is {found!r}: must be a "
+            "pd_connector.kv.coding.Coding of this name"
+        )
+    return found
+
+
+def permitted(setting: str, max_error: float) -> tuple[str, ...]:
+    """The names of the codecs that a side's configuration permits, fastest over a link first.
+
+    Args:
+        setting: `auto`, or a codec's name, which permits that codec whatever its error. `auto`
+            takes none of other packages: these must be named.
+        max_error: for `auto`, the largest relative L2 error of the attention output.
+
+    Raises:
+        ConfigError: no codec has this name, or its package is broken.
+
+    >>> permitted("auto", max_error=0.02)
+    ('int8', 'raw')
+    >>> permitted("fp8_e4m3", max_error=0.02)
+    ('fp8_e4m3', 'raw')
+    """
+    if setting == "auto":
+        return tuple(name for name, each in CODINGS.items() if each.error_bound <= max_error)
+    return tuple(dict.fromkeys((coding(setting).name, RAW.name)))
+
+
+def negotiate(
+    mine: Sequence[str], theirs: Sequence[str], source: Elements, destination: Elements
+) -> Coding:
+    """The codec of fewest bits an element that both sides permit; of equal ones the more accurate.
+
+    Scales, at most 3 percent of a long block, are not counted: they must not make the less accurate
+    codec win. An FP8 source is sent raw, which is one byte an element already. To an FP8 destination
+    a float source sends that cache's own codes: it would store the same bits from `raw`, so this
+    needs no permission.
+
+    Args:
+        mine: names from `permitted`.
+        theirs: the other side's; names this version does not know are passed over.
+        source: how the producer's cache stores elements.
+        destination: how the consumer's cache stores them.
+
+    Raises:
+        ValueError: a dtype that no codec knows, or a scale that cannot be one.
+
+    >>> half = Elements("bfloat16")
+    >>> negotiate(["int8", "raw"], ["fp8_e4m3", "int8", "raw"], half, half).name
+    'int8'
+    >>> negotiate(["int8", "raw"], ["raw"], half, half).name
+    'raw'
+    >>> negotiate(["raw"], ["raw"], half, Elements("fp8_e4m3", scale=0.5)).name
+    'fp8_e4m3'
+    """
+    if source.checked().is_fp8:
+        return RAW
+    if destination.checked().is_fp8:
+        return FP8_E4M3
+    smaller = [c for c in _common(mine, theirs) if 0 < c.element_bits < 8 * source.nbytes]
+    return min(smaller, key=lambda c: (c.element_bits, c.error_bound, c.name), default=RAW)
+
+
+def _common(mine: Sequence[str], theirs: Sequence[str]) -> Iterator[Coding]:
+    """Codecs that both name and this process knows."""
+    for name in set(mine) & set(theirs):
+        if name in CODINGS or name in load_entry_points(CODEC_GROUP):
+            yield coding(name)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes tokens, pages and layers take in a chunk's payload. Pure functions."""
+
+import functools
+from collections.abc import Sequence
+
+from pd_connector.kv.coding import ELEMENT_BYTES, Elements, Part, coding
+from pd_connector.kv.geometry import Group, pages_for
+from pd_connector.plan.route import Route
+
+CHUNK_TOKENS = 512
+"""Tokens of a chunk where there is room: several to a prefill step, so that they stream."""
+
+
+def parts(group: Group) -> tuple[tuple[Part, int], ...]:
+    """K and V, or K alone, of a layer, each with its elements per token and head."""
+    if group.value_dim:
+        return (Part.KEY, group.key_dim), (Part.VALUE, group.value_dim)
+    return ((Part.KEY, group.key_dim),)
+
+
+def token_bytes(group: Group) -> int:
+    """Bytes of one token of one head in one layer as the cache stores it, K and V together. Where
+    the dtype is not known, the group's dims count bytes."""
+    return (group.key_dim + group.value_dim) * ELEMENT_BYTES.get(group.dtype, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def page_part_bytes(route: Route) -> int:
+    """Bytes of the route's heads in one page of one layer, in the source's cache."""
+    return len(route.heads) * route.source.page_size * token_bytes(route.source)
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_bytes(route: Route, tokens: int) -> int:
+    """Bytes of so many tokens of one layer, coded by the route's codec."""
+    if route.source.dtype not in ELEMENT_BYTES:
+        return len(route.heads) * tokens * token_bytes(route.source)
+    coded_bytes, elements = coding(route.codec).coded_bytes, Elements(route.source.dtype)
+    return sum(
+        coded_bytes(part, (len(route.heads), tokens, dim), elements)
+        for part, dim in parts(route.source)
+    )
+
+
+def span_bytes(route: Route, verbatim: bool, tokens: int) -> int:
+    """Bytes of so many tokens of one layer, from the start of a page on: as whole pages if
+    `verbatim`, else coded."""
+    if verbatim:
+        return pages_for(tokens, route.source.page_size) * page_part_bytes(route)
+    return layer_bytes(route, tokens)
+
+
+def bytes_per_token(routes: Sequence[Route]) -> float:
+    """Bytes on the wire of a token in all layers, in chunks of the usual length."""
+    return sum(len(r.layers) * layer_bytes(r, CHUNK_TOKENS) for r in routes) / CHUNK_TOKENS

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a peer's shared-memory transport is told of this one, over the control channel."""
+
+from typing import Annotated
+
+import msgspec
+
+from pd_connector.errors import TransportError
+
+_Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+_SlotBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transport listens, and what it shares. A msgpack array: fields are only added at its end, and
+    those that a later or an earlier version has there are passed over (some versions had the engine's
+    cache there).
+
+    Attributes:
+        listener: the abstract name of its Unix socket.
+        token: what it presents when it connects.
+        slots, slot_bytes: of its landing slab.
+        send_slots, send_slot_bytes: of its sending slab; no slots where that is not shared.
+        token_address: where the token lies in its memory, for a peer that tries whether the kernel lets
+            it read that memory; 0 where it is not told.
+    """
+
+    listener: str
+    token: bytes
+    slots: _Slots
+    slot_bytes: _SlotBytes
+    send_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
+    send_slot_bytes: _SlotBytes = 1
+    token_address: _Address = 0
+
+
+def read_address(address: bytes) -> ShmAddress:
+    """A peer's `Transport.address()`. Raises TransportError if it cannot be decoded."""
+    try:
+        return msgspec.msgpack.decode(address, type=ShmAddress)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(f"shm address of a peer cannot be read: {error}") from None
