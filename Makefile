@@ -2,7 +2,8 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
 # Tests that only compute run side by side; those that wait for sockets and deadlines do not.
-COMPUTING := tests/kernels tests/scheduler_plugins/queue
+COMPUTING := tests/kernels tests/scheduler_plugins/cost tests/scheduler_plugins/qos \
+	tests/scheduler_plugins/order tests/scheduler_plugins/queue tests/scheduler_plugins/sim
 
 .PHONY: setup demo doctor lint fast engine test clean
 
@@ -19,6 +20,7 @@ lint: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 
 fast: setup
 	$(PYTEST) -m "not engine" --timeout=300 -n 2 $(COMPUTING)

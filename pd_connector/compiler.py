@@ -1,19 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of loops that numba compiles when they are imported, and whether they can be used yet. Where numba
-is missing (vLLM brings it), and until they are compiled, whoever wants them has a slower way."""
+"""Compilation in the background: nobody waits for a compiler who has a slower way, or other work, meanwhile."""
 
 import contextlib
 import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 logger = logging.getLogger("pd_connector.compiler")
 
 
+class BackgroundCompile:
+    """One compilation, in a thread of its own, begun once.
+
+    Attributes:
+        problem: what the compiler raised, once it has ended; None if it went well.
+
+    Args:
+        compile_it: compiles. What it raises becomes `problem`.
+        name: of the thread.
+        turn: compilations that share this lock run one after the other.
+        daemon: whether the process may end while it runs. A compiler that writes files or forks
+            may take the process with it if it is ended midway.
+    """
+
+    def __init__(
+        self,
+        compile_it: Callable[[], object],
+        name: str,
+        *,
+        turn: "threading.Lock | None" = None,
+        daemon: bool,
+    ) -> None:
+        self.problem: Exception | None = None
+        self._compile_it = compile_it
+        self._turn = turn or threading.Lock()
+        self._begin = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
+        self._begun = False
+
+    @property
+    def begun(self) -> bool:
+        return self._begun
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was begun and has ended, well or not."""
+        return self._begun and not self._thread.is_alive()
+
+    def begin(self) -> None:
+        """Compile, unless that has begun. Returns at once. Any thread may call."""
+        with self._begin:
+            if not self._begun:
+                self._thread.start()
+                self._begun = True
+
+    def wait(self) -> bool:
+        """Compile to the end; returns whether it went well."""
+        self.begin()
+        self._thread.join()
+        return self.problem is None
+
+    def _run(self) -> None:
+        try:
+            with self._turn:
+                self._compile_it()
+        except Exception as error:
+            self.problem = error
+
+
 class Compiler:
-    """Compiles once a process, in a thread of its own: nobody waits for it.
+    """A module of loops that numba compiles when it is imported, and whether they can be used yet. Where numba
+    is missing (vLLM brings it), and until they are compiled, callers have a slower way.
 
     Args:
         module: the name of the module.
@@ -23,9 +82,8 @@ class Compiler:
     def __init__(self, module: str, what: str) -> None:
         self._module = module
         self._what = what
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._loops: ModuleType | None = None
+        self._work = BackgroundCompile(self._compile, f"pd-compile-{what}", daemon=True)
 
     @property
     def loops(self) -> ModuleType | None:
@@ -34,17 +92,11 @@ class Compiler:
 
     def begin(self) -> None:
         """Compile, if that has not begun. Returns at once."""
-        with self._lock:
-            if self._thread is None:
-                name = f"pd-compile-{self._what}"
-                self._thread = threading.Thread(target=self._compile, name=name, daemon=True)
-                self._thread.start()
+        self._work.begin()
 
     def wait(self) -> bool:
         """Compile to the end; returns whether there are loops."""
-        self.begin()
-        assert self._thread is not None
-        self._thread.join()
+        self._work.wait()
         return self._loops is not None
 
     @contextlib.contextmanager

@@ -13,12 +13,17 @@ from typing import Any, Literal
 import msgspec
 
 from pd_connector.errors import ConfigError
+from pd_connector.extensions import load_entry_points, unknown_name
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
 MIN_KEY_CHARACTERS = 16
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
+
+TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
+TRANSPORT_GROUP = "pd_connector.transports"
+"""The entry points by which other packages add transports (`transport/registry.py`)."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,7 +36,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
-    transports: tuple[Literal["shm", "tcp", "nixl", "ucx"], ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = ("shm", "tcp")
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
     needs nothing installed, `nixl` and `ucx` need the extra of that name."""
@@ -123,6 +128,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(
                 'transports []: must name at least one, such as ["tcp"] (config key transports)'
             )
+        for name in self.transports:
+            if name not in TRANSPORTS and name not in load_entry_points(TRANSPORT_GROUP):
+                raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
         if len(set(self.transports)) < len(self.transports):
             raise ConfigError(
                 f"transports {list(self.transports)}: must name each one once "

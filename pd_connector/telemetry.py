@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank counts and observes, handed from the agent's thread to the engine's metrics."""
+"""Counts, observations and gauges of one rank, on their way from the agent's thread to the engine's metrics."""
 
 import threading
 from collections import defaultdict
@@ -17,7 +17,7 @@ class Snapshot(NamedTuple):
 
 
 class Telemetry:
-    """Written by one thread, taken by another."""
+    """Counts, observations and gauges. One thread writes them, another takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

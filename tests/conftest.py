@@ -31,8 +31,8 @@ for number in (signal.SIGHUP, signal.SIGTERM):
 @pytest.fixture
 def compiled_kernels() -> None:
     """Skips a test that launches kernels on a GPU in a process whose kernels are interpreted."""
-    copying = sys.modules.get("pd_kernels.transfer.copying")
-    if copying is not None and type(copying.copy_pages).__name__ == "InterpretedFunction":
+    copy_kernel = sys.modules.get("pd_kernels.transfer.copy_kernel")
+    if copy_kernel is not None and type(copy_kernel.copy_pages).__name__ == "InterpretedFunction":
         pytest.skip(
             "tests/kernels runs in this process, with Triton's interpreter: run this file alone"
         )

@@ -54,7 +54,7 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("host", 7, "Expected `str`"),
         ("lease_s", "30s", "Expected `float`"),
         ("transports", "tcp", "Expected `array`"),
-        ("transports", ["tpc"], "Invalid enum value 'tpc'"),
+        ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
         ("codec", "zip", "Invalid enum value 'zip'"),
         ("overlap", True, "Expected `str`"),
@@ -72,6 +72,15 @@ def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
     assert wanted in message
     assert f"{key} {value!r}" in message
     assert f"config key {key}" in message
+
+
+def test_an_unknown_transport_is_named_with_those_that_exist_and_how_to_add_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(transports=["shm", "tpc"])
+    message = str(caught.value)
+    for said in ("transport 'tpc'", "shm, tcp, nixl, ucx", "config key transports"):
+        assert said in message
+    assert "pd_connector.transports" in message
 
 
 @pytest.mark.parametrize(

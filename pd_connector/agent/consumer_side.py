@@ -81,7 +81,7 @@ class ConsumerSide:
 
     @property
     def parts_with_integrity(self) -> list[HasIntegrity]:
-        return [self._consumer]
+        return [self._pool, self._consumer]
 
     def gauges(self) -> dict[str, float]:
         return {

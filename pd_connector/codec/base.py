@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 
 from pd_connector.codec.elements import torch_dtype
-from pd_connector.kv.coding import Coding, Elements, Part, Shape, padded
+from pd_connector.kv.coding import Coding, Elements, Part, Shape
+from pd_connector.kv.payload import padded
 
 
 class Codec(Protocol):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the codecs' compiled loops can be used. Without them torch computes the same, several times as slowly."""
+"""Whether the codecs' compiled loops can be used. Without them torch computes the same bits, several times
+more slowly."""
 
 from types import ModuleType
 

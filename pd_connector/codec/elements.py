@@ -111,15 +111,15 @@ def _table(source: Elements, destination: Elements) -> Words:
 
 @functools.lru_cache(maxsize=32)
 def _pairs(source: Elements, destination: Elements) -> Words:
-    """What every two codes that lie side by side become, of one byte each, in two: half the
-    look-ups. 256 KiB, which a core's cache holds."""
+    """What every pair of neighbouring one-byte codes becomes. One look-up converts two codes. The
+    table has 256 KiB, which fit a core's cache."""
     each = _table(source, destination).astype("<u4")
     pairs: Words = each[:, None] << 16 | each
     return pairs.reshape(-1)
 
 
 def _pairs_up(array: Words) -> bool:
-    """Whether elements can be seen two at a time."""
+    """Whether elements can be looked up two at a time."""
     dense = array.ndim > 0 and array.strides[-1] == array.itemsize and array.shape[-1] % 2 == 0
     return dense and sys.byteorder == "little"
 

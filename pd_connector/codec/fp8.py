@@ -7,7 +7,8 @@ import torch
 from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
-from pd_connector.kv.coding import CODINGS, Elements, Part, Shape, padded
+from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
+from pd_connector.kv.payload import FP8_SCALE_BYTES, padded
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
 
@@ -35,7 +36,7 @@ class Fp8E4M3:
         check_block(x, source)
         heads, tokens, dims = x.shape
         check_bytes(out, self.coding.coded_bytes(part, (heads, tokens, dims), source))
-        codes = out[padded(4 * heads) :].view(torch.float8_e4m3fn).view(x.shape)
+        codes = out[padded(FP8_SCALE_BYTES * heads) :].view(torch.float8_e4m3fn).view(x.shape)
         if source.is_fp8 or destination.is_fp8:
             own = source.scale if source.is_fp8 else destination.scale
             scales = torch.full((heads,), own, dtype=torch.float32, device=x.device)
@@ -52,7 +53,9 @@ class Fp8E4M3:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        scales, codes = split(data, 4 * shape[0], self.coding.coded_bytes(part, shape, source))
+        scales, codes = split(
+            data, FP8_SCALE_BYTES * shape[0], self.coding.coded_bytes(part, shape, source)
+        )
         stored = codes.view(torch.float8_e4m3fn).view(shape)
         if destination.is_fp8 and (not source.is_fp8 or source.same_bits(destination)):
             return stored

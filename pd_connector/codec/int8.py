@@ -13,15 +13,8 @@ import torch
 from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
-from pd_connector.kv.coding import (
-    CODINGS,
-    SUPER_PAGE,
-    Elements,
-    Part,
-    Shape,
-    int8_scale_shape,
-    padded,
-)
+from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
+from pd_connector.kv.payload import SUPER_PAGE, padded, super_pages
 
 _RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
 CODE_MAX = 127.0
@@ -50,7 +43,7 @@ class Int8:
         check_block(x, source)
         shape = (x.shape[0], x.shape[1], x.shape[2])
         check_bytes(out, self.coding.coded_bytes(part, shape, source))
-        scales = torch.empty(int8_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
+        scales = torch.empty(_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
         codes = out[padded(scales.nbytes) :].view(torch.int8).view(shape)
         if loops := loops_for(x, source):
             keys, values = loops.int8_encode_keys, loops.int8_encode_values
@@ -67,7 +60,7 @@ class Int8:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        scale_shape = int8_scale_shape(part, shape)
+        scale_shape = _scale_shape(part, shape)
         coded_bytes = self.coding.coded_bytes(part, shape, source)
         raw, codes = split(data, 2 * math.prod(scale_shape), coded_bytes)
         scales = get_scales(raw, torch.bfloat16, scale_shape)
@@ -144,6 +137,12 @@ def _runs(shape: Shape) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, whole)
     if whole < tokens:
         yield whole, tokens
+
+
+def _scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
+    """Shape of a block's bfloat16 scales: K has one per channel and super-page, V one per token."""
+    heads, tokens, dims = shape
+    return (heads, super_pages(tokens), dims) if part is Part.KEY else (heads, tokens)
 
 
 INT8 = Int8()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How numba compiles the loops of this package. Imported by modules of loops only: numba may be missing."""
+"""How numba compiles the codecs' loops. Only the module of loops imports this, because numba may be missing."""
 
 from collections.abc import Callable
 from typing import Any

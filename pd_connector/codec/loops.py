@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs' inner loops for bfloat16 on a CPU: one pass over a block, which numba makes vector code of.
+"""The codecs' inner loops for bfloat16 on a CPU. Each makes one pass over a block; numba compiles them to
+vector code.
 
-Importing this compiles them, which takes seconds where numba has not kept them from before; see `compiled`.
-Elements are bfloat16's bits. Results are those of the codecs' torch operations, bit by bit, but for
-the payload of a NaN that is decoded.
+Importing this module compiles them. That takes seconds, unless numba has kept them from an earlier
+process; see `compiled`. Elements are given as bfloat16's bits. Results are those of the codecs' torch
+operations, bit by bit, except for the payload of a NaN that is decoded.
 """
 
 from typing import Any
@@ -14,11 +15,11 @@ import numpy as np
 from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
 from pd_connector.codec.jit import compiled
-from pd_connector.kv import coding
+from pd_connector.kv.payload import SUPER_PAGE
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
 # numba keeps what it has compiled for as long as this file stays as it is, constants included.
-_SUPER_PAGE = coding.SUPER_PAGE
+_SUPER_PAGE = SUPER_PAGE
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = np.uint16(0x7F80)
 _SMALLEST_SCALE = np.float32(int8.SMALLEST_SCALE)

@@ -23,7 +23,7 @@ class CurveKeys(NamedTuple):
 
     @classmethod
     def derive(cls, shared: str) -> "CurveKeys":
-        """Derive both pairs from the shared secret; whoever lacks it has neither."""
+        """Derive both pairs from the shared secret. Who does not know the secret has neither of them."""
         if not zmq.has("curve"):
             raise ConfigError(
                 "key is set, but this pyzmq was built without CURVE: install pyzmq's own wheel"
@@ -46,9 +46,9 @@ class CurveKeys(NamedTuple):
 
 
 class Gatekeeper:
-    """Answers libzmq's question (ZAP, RFC 27) whether a client's public key is ours.
+    """Tells libzmq whether a client's public key is ours (ZAP, ZeroMQ's RFC 27).
 
-    Served by the agent's own thread: `socket` goes into its poller, `answer` is called when it
+    The agent's own thread serves it: `socket` goes into its poller, and `answer` is called when the socket
     is readable.
     """
 

@@ -23,7 +23,7 @@ _LOST: dict[int, tuple[Cause, str]] = {
 }
 _WATCHED = sum(_LOST)
 _MAX_BATCH = 256
-"""Messages taken at a time: who floods one socket does not keep the thread from the others."""
+"""Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
 
 
 class Listener:
@@ -48,7 +48,8 @@ class Listener:
         self.port = bound_port(self.socket)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """What waits, as (sender, bytes); more than one frame counts as malformed."""
+        """Messages that wait, as (sender, bytes). A message of several frames counts as malformed: its bytes
+        are empty."""
         arrived: list[tuple[bytes, bytes]] = []
         while len(arrived) < _MAX_BATCH and readable(self.socket):
             sender, *frames = self.socket.recv_multipart()
@@ -56,7 +57,7 @@ class Listener:
         return arrived
 
     def send(self, receiver: bytes, data: bytes) -> bool:
-        """Send, unless the receiver is gone or does not read; returns whether it was sent."""
+        """Send a message, unless the receiver is gone or does not read; returns whether it was sent."""
         try:
             self.socket.send_multipart([receiver, data], flags=zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -68,8 +69,8 @@ class Listener:
 
 
 class Connection:
-    """A consumer's control socket to one producer. Never reconnects by itself: a producer that
-    comes back is another one, with which a new session must be agreed."""
+    """A consumer's control socket to one producer. It never connects again by itself: a producer that comes
+    back knows nothing of the session, and a new one must be agreed with it."""
 
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys | None) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -103,7 +104,7 @@ class Connection:
         return None
 
     def send(self, data: bytes) -> None:
-        """Queue a message; what cannot be queued is lost, and silence will tell."""
+        """Queue a message. One that cannot be queued is lost: the session's timeout notices that."""
         try:
             self.socket.send(data, flags=zmq.DONTWAIT)
         except zmq.Again:

@@ -6,38 +6,52 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-_COLUMNS = 256
+COLUMNS = 256
+"""Words of a row of the matrix that is summed."""
+ROW_BYTES = 8 * COLUMNS
+
 _BLOCK_ROWS = 256
-"""Rows summed at a time, both ways: 512 KiB, which the second pass finds in the core's cache."""
+"""Rows that are summed at a time, 512 KiB. Their row sums are formed first, then their column sums,
+which find the rows in the core's cache."""
 
 
 def checksum(data: memoryview) -> bytes:
-    """Checksum of a contiguous buffer: 8 bytes, for accidents and not against forgery.
+    """Checksum of a contiguous buffer: 8 bytes. It finds accidents; it does not stop forgery.
 
-    The buffer, zero-padded, is a matrix of 64-bit little-endian words in rows of 256. All row
-    sums and all column sums (modulo 2^64) and the length are hashed. Sums wrap and commute, so
-    that a GPU can form them in any order in the pass that gathers; one changed word always
-    changes a row sum, and words that change places change a row or a column sum.
+    The buffer is padded with zeros and read as a matrix of 64-bit little-endian words, 256 to a
+    row. The row sums, the column sums (modulo 2^64) and the length are hashed. Sums can be formed
+    in any order, so a GPU forms them in the pass that gathers. One changed word changes its row
+    sum; words that change places change a row sum or a column sum.
 
     Args:
         data: contiguous bytes, any length.
     """
     flat = np.frombuffer(data, dtype=np.uint8)
-    whole = len(flat) // (8 * _COLUMNS) * (8 * _COLUMNS)
-    body = flat[:whole].view("<u8").reshape(-1, _COLUMNS)
+    whole = len(flat) // ROW_BYTES * ROW_BYTES
+    body = flat[:whole].view("<u8").reshape(-1, COLUMNS)
     rows: npt.NDArray[np.uint64] = np.empty(len(body), np.uint64)
-    columns: npt.NDArray[np.uint64] = np.zeros(_COLUMNS, np.uint64)
+    columns: npt.NDArray[np.uint64] = np.zeros(COLUMNS, np.uint64)
     for first in range(0, len(body), _BLOCK_ROWS):
         block = body[first : first + _BLOCK_ROWS]
         block.sum(axis=1, dtype=np.uint64, out=rows[first : first + _BLOCK_ROWS])
         columns += block.sum(axis=0, dtype=np.uint64)
     if whole < len(flat):
-        tail = np.zeros(8 * _COLUMNS, dtype=np.uint8)
+        tail = np.zeros(ROW_BYTES, dtype=np.uint8)
         tail[: len(flat) - whole] = flat[whole:]
         last = tail.view("<u8")
         rows = np.append(rows, last.sum(dtype=np.uint64))
         columns = columns + last
-    digest = hashlib.blake2b(len(flat).to_bytes(8, "little"), digest_size=8)
+    return digest_of(len(flat), rows, columns)
+
+
+def digest_of(nbytes: int, rows: npt.NDArray[np.uint64], columns: npt.NDArray[np.uint64]) -> bytes:
+    """The checksum, from the sums of a buffer of `nbytes` bytes: what kernels that sum on a device call.
+
+    Args:
+        rows: uint64 `[rows]`, the sum of each row of 256 words, modulo 2^64.
+        columns: uint64 `[256]`, the sum of each column.
+    """
+    digest = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=8)
     digest.update(rows.tobytes())
     digest.update(columns.tobytes())
     return digest.digest()

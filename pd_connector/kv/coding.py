@@ -2,10 +2,7 @@
 """How elements are stored in a cache and coded on the wire: names, sizes and error bounds, and which
 codec a pair of caches uses. No tensors: `pd_connector.codec` works on these.
 
-A chunk's payload is a row of coded blocks, `[layer][K|V]`. A block is one layer's K or V of a head
-range and a token range, in wire order `[head][token][dim]`, coded as `[scales, zeros up to a
-multiple of 16 bytes][codes]`. Sizes depend on shapes only, so both sides know every offset.
-docs/codecs.md has the formats byte by byte.
+`payload.py` has the sizes of what is coded; docs/codecs.md has the formats byte by byte.
 """
 
 import enum
@@ -15,6 +12,7 @@ from typing import NamedTuple
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.kv.payload import block_bytes
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 """Bytes of an element, of every dtype that codecs convert. `fp8_e4m3` is OCP's E4M3 (torch's
@@ -22,11 +20,6 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 
 CODEC_GROUP = "pd_connector.codecs"
 """The entry points by which other packages add codecs. Each is a `Coding`."""
-
-SECTION_BYTES = 16
-"""Codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once."""
-SUPER_PAGE = 128
-"""Tokens that share K's scales in `int8`, counted from the block's first token."""
 
 Shape = tuple[int, int, int]  # heads, tokens, dims
 
@@ -94,37 +87,18 @@ class Coding(NamedTuple):
     codec: str
 
 
-def padded(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole sections.
+def _bytes_of(codec: str) -> Callable[[Part, Shape, Elements], int]:
+    """`Coding.coded_bytes` of a codec of this package."""
 
-    >>> padded(4), padded(32)
-    (16, 32)
-    """
-    return -(-nbytes // SECTION_BYTES) * SECTION_BYTES
+    def coded_bytes(part: Part, shape: Shape, source: Elements) -> int:
+        return block_bytes(codec, part is Part.KEY, *shape, source.nbytes).total
 
-
-def int8_scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
-    """Shape of the bfloat16 scales of a block in `int8`: K has one per channel and super-page, V
-    one per token."""
-    heads, tokens, dims = shape
-    return (heads, -(-tokens // SUPER_PAGE), dims) if part is Part.KEY else (heads, tokens)
+    return coded_bytes
 
 
-def _raw_bytes(_part: Part, shape: Shape, source: Elements) -> int:
-    return math.prod(shape) * source.nbytes
-
-
-def _fp8_bytes(_part: Part, shape: Shape, _source: Elements) -> int:
-    return padded(4 * shape[0]) + math.prod(shape)
-
-
-def _int8_bytes(part: Part, shape: Shape, _source: Elements) -> int:
-    return padded(2 * math.prod(int8_scale_shape(part, shape))) + math.prod(shape)
-
-
-RAW = Coding("raw", 0.0, 0, _raw_bytes, "pd_connector.codec.raw:RAW")
-FP8_E4M3 = Coding("fp8_e4m3", 0.10, 8, _fp8_bytes, "pd_connector.codec.fp8:FP8_E4M3")
-INT8 = Coding("int8", 0.02, 8, _int8_bytes, "pd_connector.codec.int8:INT8")
+RAW = Coding("raw", 0.0, 0, _bytes_of("raw"), "pd_connector.codec.raw:RAW")
+FP8_E4M3 = Coding("fp8_e4m3", 0.10, 8, _bytes_of("fp8_e4m3"), "pd_connector.codec.fp8:FP8_E4M3")
+INT8 = Coding("int8", 0.02, 8, _bytes_of("int8"), "pd_connector.codec.int8:INT8")
 
 CODINGS = {coding.name: coding for coding in (FP8_E4M3, INT8, RAW)}
 """This package's own: fewest bytes of scales first, raw last."""

@@ -21,8 +21,11 @@ Kind = Literal["attention", "latent", "recurrent"]
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of the model one rank holds: layers [first_layer, stop_layer) of a pipeline stage,
-    and its share of every layer's KV heads, told by its rank in the tensor-parallel group."""
+    """The part of the model that one rank holds.
+
+    It holds layers [first_layer, stop_layer), those of its pipeline stage. Its rank in the
+    tensor-parallel group says which KV heads of these layers it holds.
+    """
 
     first_layer: Count
     stop_layer: Count
@@ -30,8 +33,8 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp_size: Positive
 
     def heads(self, total: int) -> range:
-        """The KV heads held of a layer that has `total`. Each is held by `replicas(total)`
-        neighbouring ranks where there are more ranks than heads."""
+        """The KV heads that this rank holds, of a layer with `total`. If there are more ranks than
+        heads, `replicas(total)` neighbouring ranks hold the same head."""
         if self.tp_size <= total:
             share = total // self.tp_size
             return range(self.tp_rank * share, (self.tp_rank + 1) * share)
@@ -43,12 +46,12 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(1, self.tp_size // total)
 
     def replica(self, total: int) -> int:
-        """Which of these replicas this rank is."""
+        """This rank's place among the ranks that hold the same heads, from 0."""
         return self.tp_rank % self.replicas(total)
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers of one kind that share a page table. Groups may share one, too.
+    """Layers of one kind that share a page table. Several groups may have the same page table.
 
     Attributes:
         kind: `attention` (K and V of each head), `latent` (MLA: one vector a token, the same on

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that is pinned for a GPU: its copy engines reach it by themselves, at the bus' full speed and
-while the calling thread goes on. Memory that is not takes the driver's own buffers on its way.
+"""Host memory that is pinned (page-locked) for a GPU. The GPU's copy engines read and write pinned memory by
+themselves, at the full speed of the bus, while the calling thread goes on. Other memory is copied through the
+driver's own buffers first.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ Memory = npt.NDArray[np.uint8]
 
 
 class Pins:
-    """What one agent has pinned. Where its cache is not on a GPU it pins nothing.
+    """The memory that one agent has pinned. An agent whose cache is not on a GPU pins nothing.
 
     Args:
-        device: of the cache; None for the host's memory.
+        device: where the cache lies; None for the host's memory.
     """
 
     def __init__(self, device: "torch.device | None" = None) -> None:
@@ -34,15 +35,16 @@ class Pins:
         self._held: list[weakref.finalize[Any, Memory]] = []
 
     def add(self, memory: Memory, what: str, *, read_only: bool = False) -> None:
-        """Pin memory, until `release` or until its last view goes, whichever comes first: always before
-        it is unmapped, or whatever is mapped there next would be taken for it.
+        """Pin memory until `release`, or until its last view goes, whichever comes first.
 
-        All of it becomes resident. Where it cannot be pinned that is a warning: copies are slower then.
+        Memory must not be unmapped while it is pinned: CUDA would take whatever is mapped there next
+        for it. All of it becomes resident. Memory that cannot be pinned gives a warning; copies
+        from and to it are slower.
 
         Args:
             memory: an array that owns its memory, or the whole of a mapping.
-            what: it is, for the warning.
-            read_only: it is mapped for reading only.
+            what: its name in the warning.
+            read_only: whether it is mapped for reading only.
         """
         if self._device is None or not len(memory):
             return
@@ -57,7 +59,9 @@ class Pins:
                 "the %s (%d bytes) cannot be pinned (cudaHostRegister: error %d): copies between it and the "
                 "GPU are slower. Raise the limit of locked memory (ulimit -l unlimited, or --ulimit "
                 "memlock=-1), or have fewer or smaller slots (config keys slots, slot_mib)",
-                *(what, memory.nbytes, code),
+                what,
+                memory.nbytes,
+                code,
             )
             return
         undo = weakref.finalize(memory, _unpin, address, self._device)
@@ -65,7 +69,7 @@ class Pins:
         self._held = [held for held in self._held if held.alive] + [undo]
 
     def release(self) -> None:
-        """Undo all of it. No copy may be under way. Harmless to repeat."""
+        """Unpin all memory. No copy may be under way. May be called again."""
         for held in self._held:
             held()
         self._held.clear()
@@ -73,7 +77,7 @@ class Pins:
 
 @contextlib.contextmanager
 def _current(device: "torch.device") -> Any:
-    """CUDA's runtime, with this device current in the calling thread."""
+    """Make the device current in the calling thread; yields CUDA's runtime."""
     import torch
 
     with torch.cuda.device(device):
@@ -91,8 +95,11 @@ def _unpin(address: int, device: "torch.device") -> None:
 
 
 def _forget_error(device: "torch.device") -> None:
-    """The runtime keeps a call's error until it is asked, and torch asks after each launch of a kernel,
-    whose error it would then seem to be: of the engine's next one, if not of this."""
+    """Clear the error that a failed call has left in CUDA's runtime.
+
+    The runtime keeps an error until somebody asks for it. torch asks after each kernel launch, so that the
+    engine's next kernel would seem to have failed. A small kernel is launched here to take the error.
+    """
     import torch
 
     with contextlib.suppress(RuntimeError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs, their slots, and who holds which slot."""
+"""Slabs, which are buffers of equal slots, and pools, which say who holds which slot."""
 
 import fcntl
 import mmap
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Shared slabs keep their size, so that nobody who maps one can be hurt by its owner."""
+"""A shared slab keeps its size: a process that maps it would be killed on an access behind its end."""
 
 
 class Slab:
@@ -19,10 +19,14 @@ class Slab:
 
     Memory is reserved, not touched: untouched slots cost no physical memory.
 
+    Attributes:
+        handle: descriptor of the memory, for another process to map; -1 if it is not shared, or
+            closed.
+
     Args:
         slots: how many.
         slot_bytes: size of each.
-        shared: back it with memory that can be handed to another process (`handle`).
+        shared: whether another process may map it.
     """
 
     def __init__(self, slots: int, slot_bytes: int, *, shared: bool = False) -> None:
@@ -73,6 +77,7 @@ class SlotPool:
     """
 
     def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._free = deque(range(slots))
         self._holder: dict[int, Hashable] = {}
         self._quarantine: dict[int, float] = {}
@@ -116,3 +121,15 @@ class SlotPool:
     def tick(self, now: float) -> None:
         """Free the quarantined slots whose time has passed."""
         self.release_quarantined([slot for slot, until in self._quarantine.items() if until <= now])
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every slot is exactly once free, held or quarantined, and the
+        counts agree."""
+        known = sorted([*self._free, *self._holder, *self._quarantine])
+        assert known == list(range(self._slots)), (
+            f"slots free {sorted(self._free)}, held {self._holder}, quarantined {self._quarantine}: "
+            f"each of {self._slots} slots must be there once"
+        )
+        assert self.free + self.held == self._slots, (
+            f"{self.free} slots free, {self.held} not: {self._slots} wanted"
+        )

@@ -13,7 +13,7 @@ from pd_connector.plan.sizes import token_bytes
 
 
 class LayerPages(NamedTuple):
-    """One layer's cache, seen as K and V. A page here may be a part of the engine's page.
+    """One layer's cache, seen as K and V. A page of these views may be a part of the engine's page.
 
     Attributes:
         key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,

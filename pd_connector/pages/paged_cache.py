@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-The calling thread waits for them: on CPU it copies itself; on a GPU kernels do on a stream of their
-own (`device_pages.py`), or torch's operations where Triton is missing or a chunk is not for kernels.
+The calling thread waits for them. On CPU it copies itself (`block_copies.py`). On a GPU kernels do it, on a stream of
+their own (`kernel_pages.py`); where Triton is missing, or a chunk is not for kernels, torch's operations do.
 """
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,26 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_connector.codec import load_codec
-from pd_connector.kv.coding import Elements, Part
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
-from pd_connector.pages.copies import (
-    Copier,
-    DeviceCopier,
-    HostCopier,
-    Where,
-    as_tensor,
-)
-from pd_connector.pages.grid import Index, Words
-from pd_connector.pages.layer import LayerPages, check_layer
-from pd_connector.pages.tiles import tokens_of
-from pd_connector.plan.chunks import Block, Chunk, blocks
+from pd_connector.pages.block_copies import BlockCopies
+from pd_connector.pages.cache_layers import CacheLayers
+from pd_connector.pages.layer import LayerPages
+from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_connector.plan.sizes import page_part_bytes, token_bytes
+from pd_connector.plan.sizes import token_bytes
 
 if TYPE_CHECKING:
-    from pd_connector.pages.device import DevicePages
+    from pd_connector.pages.kernel_pages import KernelPages
 
 __all__ = ["LayerPages", "PagedCache"]
 
@@ -45,8 +35,8 @@ class PagedCache:
     """The cache of one rank. One thread gathers and scatters.
 
     Attributes:
-        checksum: of the payload that the last `gather` wrote, or of what the last `scatter` brought
-            into pages, where a kernel has summed it on the way; None where the caller has to.
+        checksum: of the payload that the last `gather` wrote, or that the last `scatter` brought into
+            pages, if a kernel has summed it on the way; None if the caller has to sum it.
 
     Args:
         layers: what each layer, by its number in the model, looks like; not copied.
@@ -67,16 +57,13 @@ class PagedCache:
     ) -> None:
         self.geometry = geometry
         self.checksum: bytes | None = None
-        self._layers = dict(layers)
-        for group in geometry.groups:
-            for layer in group.layers:
-                check_layer(layer, self._layers[layer], geometry, group)
-        self._device = next(iter(self._layers.values())).key.device
+        self._layers = CacheLayers(layers, geometry)
+        self._copies = BlockCopies(self._layers)
+        self._device = self._layers.device
         on_gpu = self._device.type == "cuda"
-        self._copier: Copier = DeviceCopier() if on_gpu else HostCopier()
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         wanted = on_gpu if by_kernels is None else by_kernels
-        self._kernels = _kernels(self._layers, self._device) if wanted else None
+        self._kernels = _kernels(self._layers.by_number, self._device) if wanted else None
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +124,7 @@ class PagedCache:
             if self._kernels is not None:
                 self.checksum = self._kernels.gather_to_host(route, chunk, pages, filled)
             if self.checksum is None:
-                self._gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
+                self._copies.gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
         return filled
 
     def scatter(
@@ -166,7 +153,7 @@ class PagedCache:
             if self._kernels is not None:
                 self.checksum = self._kernels.scatter_from_host(route, chunk, pages, payload)
             if self.checksum is None:
-                self._scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
+                self._copies.scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
@@ -184,38 +171,14 @@ class PagedCache:
         """
         if not self.on_host or not chunk.verbatim:
             return None
-        heads = slice(first_head, first_head + len(route.heads))
-        found: list[Index] = []
-        piece_bytes = 0
-        for layer in chunk.layers(route):
-            rows, index = self._row_range(layer, group, heads, pages)
-            _, parts, piece_bytes = rows.shape
-            addresses = rows.data_ptr() + index * rows.stride(0)
-            if rows.stride(1) == piece_bytes:  # the heads lie side by side
-                piece_bytes *= parts
-            elif parts > 1:
-                addresses = (addresses[:, None] + np.arange(parts) * rows.stride(1)).reshape(-1)
-            found.append(addresses)
-        return Pieces(np.concatenate(found).astype(np.uint64), piece_bytes)
+        return self._layers.pieces(group, first_head, route, chunk, pages)
 
     def in_place(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
         """The chunk's payload where it lies in the cache, if it is one run of full pages of one
         layer there; None where it has to be gathered."""
-        group = route.source
-        one_run = all(b - a == 1 for a, b in itertools.pairwise(pages))
-        whole = len(route.heads) == len(self.geometry.heads(group))
-        full = chunk.stop_token % group.page_size == 0
-        if not (self.on_host and chunk.verbatim and one_run and whole and full):
+        if not (self.on_host and chunk.verbatim):
             return None
-        if chunk.stop_layer - chunk.first_layer != 1:
-            return None
-        (layer,) = chunk.layers(route)
-        rows = self._rows(layer)
-        parts = self._parts_per_page(layer, group)
-        first, count = pages[0] * parts, len(pages) * parts
-        self._check_pages(pages, rows.shape[0] // parts)
-        run = rows[first : first + count]
-        return memoryview(run.reshape(-1).numpy()) if run.is_contiguous() else None
+        return self._layers.run_of_pages(route, chunk, pages)
 
     @contextlib.contextmanager
     def _streamed(self, fence: torch.cuda.Event | None) -> Iterator[None]:
@@ -232,104 +195,11 @@ class PagedCache:
             if self._stream is not None:
                 self._stream.synchronize()
 
-    def _gather(self, route: Route, chunk: Chunk, pages: Sequence[int], buffer: Words) -> None:
-        heads = slice(route.source_head, route.source_head + len(route.heads))
-        if chunk.verbatim:
-            for layer, part in self._verbatim(route, chunk, buffer):
-                rows, index = self._row_range(layer, route.source, heads, pages)
-                self._copier.take_rows(rows, index, part)
-            return
-        for block in blocks(route, chunk):
-            where = self._where(chunk, block.layer, route.source, pages)
-            view = self._view(block)[:, heads]
-            out = torch.from_numpy(buffer[block.offset : block.offset + block.nbytes])
-            if route.codec == "raw" and self._stream is None:  # the bits as they are
-                self._copier.read(view, where, out.view(view.dtype).view(block.shape))
-                continue
-            x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
-            self._copier.read(view, where, x)
-            coded = out if self._stream is None else torch.empty_like(out, device=self._device)
-            source, wanted = _elements(route.source, block), _elements(route.destination, block)
-            load_codec(route.codec).encode(block.part, x, source, wanted, coded)
-            if coded is not out:
-                out.copy_(coded, non_blocking=True)
 
-    def _scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], buffer: Words) -> None:
-        heads = slice(route.destination_head, route.destination_head + len(route.heads))
-        if chunk.verbatim:
-            for layer, part in self._verbatim(route, chunk, buffer):
-                rows, index = self._row_range(layer, route.destination, heads, pages)
-                self._copier.put_rows(rows, index, part)
-            return
-        for block in blocks(route, chunk):
-            coded = as_tensor(buffer[block.offset : block.offset + block.nbytes])
-            decoded = load_codec(route.codec).decode(
-                block.part,
-                coded.to(self._device, non_blocking=True),
-                block.shape,
-                _elements(route.source, block),
-                _elements(route.destination, block),
-            )
-            where = self._where(chunk, block.layer, route.destination, pages)
-            self._copier.write(self._view(block)[:, heads], where, decoded)
-
-    def _view(self, block: Block) -> torch.Tensor:
-        layer = self._layers[block.layer]
-        view = layer.value if block.part is Part.VALUE else layer.key
-        assert view is not None
-        return view
-
-    def _where(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> Where:
-        """The chunk's tokens in the pages of the layer's view."""
-        view = self._layers[layer].key
-        self._check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
-        tokens = chunk.first_token, chunk.stop_token
-        return Where(tuple(pages), *tokens, group.page_size, tokens_of(view))
-
-    def _row_range(
-        self, layer: int, group: Group, heads: slice, pages: Sequence[int]
-    ) -> tuple[torch.Tensor, Index]:
-        """The layer's rows of these heads, and which of them are the pages'."""
-        rows = self._rows(layer)
-        parts = self._parts_per_page(layer, group)
-        self._check_pages(pages, rows.shape[0] // parts)
-        index = np.asarray(pages, np.int64)[:, None] * parts + np.arange(parts)
-        return rows if rows.shape[1] == 1 else rows[:, heads], index.reshape(-1)
-
-    def _verbatim(self, route: Route, chunk: Chunk, buffer: Words) -> Iterator[tuple[int, Words]]:
-        """Each layer, and its part of the payload as `[page, kv head, bytes]`."""
-        layers = chunk.layers(route)
-        pages = len(chunk.pages(route.source.page_size))
-        each = pages * page_part_bytes(route)
-        for place, layer in enumerate(layers):
-            _, heads, row_bytes = self._rows(layer).shape
-            heads = 1 if heads == 1 else len(route.heads)
-            part = buffer[place * each : (place + 1) * each]
-            yield layer, part.reshape(-1, heads, row_bytes)
-
-    def _rows(self, layer: int) -> torch.Tensor:
-        rows = self._layers[layer].rows
-        assert rows is not None, f"layer {layer} has no dense pages"
-        return rows
-
-    def _parts_per_page(self, layer: int, group: Group) -> int:
-        return int(group.page_size // tokens_of(self._layers[layer].key))
-
-    @staticmethod
-    def _check_pages(pages: Sequence[int], count: int) -> None:
-        if min(pages) < 0 or max(pages) >= count:
-            raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {count}")
-
-
-def _elements(group: Group, block: Block) -> Elements:
-    key, value = group.scale(block.layer)
-    return Elements(group.dtype, value if block.part is Part.VALUE else key)
-
-
-def _kernels(layers: Mapping[int, LayerPages], device: torch.device) -> "DevicePages | None":
+def _kernels(layers: Mapping[int, LayerPages], device: torch.device) -> "KernelPages | None":
     try:
-        from pd_connector.pages.device import DevicePages
+        from pd_connector.pages.kernel_pages import KernelPages
     except ImportError as error:
         logger.warning("pages are moved by torch, block by block, and not by kernels: %s", error)
         return None
-    return DevicePages(layers, device)
+    return KernelPages(layers, device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches whose tokens and dims lie in tiles, as matrix units (AMX) read them, seen and copied by numpy.
+"""Caches whose tokens and dims lie in tiles, as matrix units (AMX) read them; numpy copies them.
 
-No strides of four axes tell where elements lie there. Views have six instead:
+Strides over four axes cannot tell where elements of a tiled cache lie. Its views have six axes instead:
 `[page, head, token tile, token, dim tile, dim]`.
 """
 
@@ -14,12 +14,17 @@ from pd_connector.codec.elements import Words, words
 
 _AXES = 6
 _SHORT = 2
-"""numpy's innermost loop is over the axis that is densest where it writes. Where that is one of so few
-tokens, writing each of them by itself is three times as fast."""
+"""numpy's innermost loop is over the axis whose elements lie closest where it writes. If that axis has no more than
+this many tokens, it is three times as fast to write each token by itself."""
 
 
-class Cut(NamedTuple):
-    """Tokens [first, stop) of a page that are whole tiles, or lie within one."""
+class TileSpan(NamedTuple):
+    """Tokens [first, stop) of a page that are whole tiles, or lie within one tile.
+
+    Attributes:
+        tiles: the tiles.
+        within: the tokens of each of these tiles.
+    """
 
     first: int
     stop: int
@@ -42,7 +47,7 @@ def dims_of(view: torch.Tensor) -> int:
 
 
 def untiled(view: torch.Tensor) -> torch.Tensor:
-    """A view as `[page, head, token, dim]`; of a tiled one a copy."""
+    """A view as `[page, head, token, dim]`. A tiled view is copied for that."""
     return view.flatten(4, 5).flatten(2, 3) if is_tiled(view) else view
 
 
@@ -73,7 +78,7 @@ def write_tiles(
 def _pairs(
     view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], block: torch.Tensor
 ) -> Iterator[tuple[Words, Words]]:
-    """Memory of the view and the memory of the block that belongs to it, in equal shapes."""
+    """Parts of the view's memory, each with the part of the block's memory that belongs to it, in equal shapes."""
     tiles, dense = words(view), words(block)
     _, heads, _, tile_tokens, dim_tiles, tile_dims = tiles.shape
     dense = dense.reshape(heads, -1, dim_tiles, tile_dims)
@@ -82,14 +87,14 @@ def _pairs(
     if wide in (2, 4, 8) and tiles.strides[-1] == tiles.itemsize:
         tiles, dense = tiles.view(f"u{wide}"), dense.view(f"u{wide}")
     for page, first, stop, start in spans:
-        for cut in _cuts(first, stop, tile_tokens):
+        for cut in _tile_spans(first, stop, tile_tokens):
             part = tiles[page, :, cut.tiles, cut.within]
             begin = start + cut.first - first
             found = dense[:, begin : begin + cut.stop - cut.first]
             yield part, found.reshape(part.shape)  # an axis in two: a view
 
 
-def _cuts(first: int, stop: int, tile: int) -> Iterator[Cut]:
+def _tile_spans(first: int, stop: int, tile: int) -> Iterator[TileSpan]:
     """Tokens [first, stop) of a page: the rest of a tile, whole tiles, the beginning of one."""
     begin = min(stop, -(-first // tile) * tile)
     end = max(begin, stop // tile * tile)
@@ -98,4 +103,4 @@ def _cuts(first: int, stop: int, tile: int) -> Iterator[Cut]:
             base = start // tile
             whole = last - start >= tile
             within = slice(None) if whole else slice(start - base * tile, last - base * tile)
-            yield Cut(start, last, slice(base, -(-last // tile)), within)
+            yield TileSpan(start, last, slice(base, -(-last // tile)), within)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends what to whom: from two ranks' geometries to the layers and heads that pass between
-them, and the codec they pass in. Pure functions; both sides compute the same routes.
+"""Which layers and heads pass from one rank to another, and in which codec. Pure functions of the two
+ranks' geometries; both sides compute the same routes.
 """
 
 import functools
@@ -15,8 +15,11 @@ from pd_connector.kv.geometry import Geometry, Group, Shard
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What one rank sends to another of one pair of groups. Compared by identity, so that plans
-    can be cached by it: `routes` makes each once."""
+    """Layers and heads of one group that pass from one rank to a group of another rank.
+
+    `routes` makes each route once. Routes are compared by identity, so that they are fast keys of
+    caches.
+    """
 
     source: Group
     destination: Group
@@ -25,11 +28,14 @@ class Route:
     source_head: int  # place of heads[0] in the source's cache
     destination_head: int
     codec: str
-    verbatim: bool  # whole pages may pass as they are
+    verbatim: bool  # whole pages may pass as they are, without a codec
 
     def first_token(self, first_token: int, stop_token: int) -> int:
-        """The first token of [first_token, stop_token) that the destination keeps, or, where
-        whole pages can pass, the first of its page."""
+        """The first token of [first_token, stop_token) that passes.
+
+        It is the first one that the destination's window keeps. If whole pages can pass, it is the
+        first token of that one's page.
+        """
         if not self.destination.window:
             return first_token
         kept = max(0, stop_token - self.destination.window + 1)
@@ -40,15 +46,15 @@ class Route:
 
     @property
     def token_step(self) -> int:
-        """Multiples of this many tokens begin a page on both sides, in most cases."""
+        """Tokens between places where pages begin on both sides, if one page size divides the other."""
         return max(self.source.page_size, self.destination.page_size)
 
 
 def served(source: Shard, destination: Shard, heads: int) -> range:
     """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
 
-    Where several ranks of the producer hold the same heads, the consumer's replicas spread over
-    them; see also `shared_layers`.
+    If several ranks of the producer hold the same heads, the ranks of the consumer share them
+    out: each asks one of them. See also `shared_layers`.
 
     >>> served(Shard(0, 2, tp_rank=0, tp_size=2), Shard(0, 2, tp_rank=1, tp_size=4), heads=8)
     range(2, 4)
@@ -66,8 +72,11 @@ def served(source: Shard, destination: Shard, heads: int) -> range:
 def shared_layers(
     source: Shard, destination: Shard, heads: int, layers: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The part of `layers` that `source` sends, where several replicas of it serve `destination`:
-    each sends a run of them."""
+    """The part of `layers` that `source` sends to `destination`.
+
+    That is all of them, unless the producer has more ranks with the same heads than the consumer:
+    then several of them serve `destination`, and each sends a run of the layers.
+    """
     have, want = source.replicas(heads), destination.replicas(heads)
     if have <= want:
         return layers
@@ -77,8 +86,11 @@ def shared_layers(
 
 
 def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
-    """Whether `destination` has to ask `source`, in a model whose layers have these numbers of
-    KV heads."""
+    """Whether anything passes from `source` to `destination`.
+
+    Args:
+        heads: numbers of KV heads that the model's layers have.
+    """
     return max(source.first_layer, destination.first_layer) < min(
         source.stop_layer, destination.stop_layer
     ) and any(served(source, destination, total) for total in set(heads))
@@ -113,8 +125,12 @@ def routes(
 
 @functools.lru_cache(maxsize=256)
 def uncovered(known: tuple[tuple[Route, ...], ...], destination: Geometry) -> str:
-    """What of a cache no route of these pairs brings, such as `layer 3 head 1`; empty when all
-    of it comes."""
+    """A part of the destination that no route brings, such as `layer 3 head 1`; empty if there is
+    none.
+
+    Args:
+        known: the routes from each rank of the producer.
+    """
     brought = {
         (layer, head)
         for pair in known
@@ -197,7 +213,7 @@ def _check(side: str, geometry: Geometry) -> None:
 
 
 def _unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
-    """Why nothing leads from one group to the other; empty when something does."""
+    """Why KV cannot pass from one group to the other; empty if it can."""
     where = f"layers {layers[0]}-{layers[-1]}"
     for name in ("kind", "heads", "key_dim", "value_dim"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -241,7 +257,7 @@ def _alike(
     layers: tuple[int, ...],
     heads: range,
 ) -> bool:
-    """Whether pages, or their parts that hold `heads`, are the same bytes on both sides."""
+    """Whether a page has the same bytes on both sides: all of it, or its part that holds `heads`."""
     same = (
         bool(ours.layout)
         and all(

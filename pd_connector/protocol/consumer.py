@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumer's state machine: what is asked of whom, which slots are granted, what is believed.
 
-No sockets, no engine, no clock: events come in as calls with the time, and what must happen goes
-out as actions. Each load ends in exactly one `Finished`.
+It has no sockets, no engine and no clock. Events come in as calls with the time; what must happen
+goes out as actions. Each load ends in exactly one `Finished`.
 """
 
 from collections.abc import Sequence
@@ -63,14 +63,17 @@ class Consumer:
         return len(self._transfers)
 
     def wanted(self, source: Source) -> list[str]:
-        """Transfers to speak for in heartbeats to this producer."""
+        """Transfers that heartbeats to this producer name: those that are still wanted."""
         return [t for t, incoming in self._transfers.items() if source in incoming.streams]
 
     def hold(
         self, request: str, transfer: str, peers: Sequence[Peer], watch: bool, now: float
     ) -> list[Action]:
-        """A request that will load this transfer waits for room: keep its pages leased. With
-        `watch` it asks for room only when told by `Held` that there is KV to load."""
+        """A request that will load this transfer waits for pages: keep the producer's leased.
+
+        Args:
+            watch: the request asks for pages only when `Held` says that there is KV to load.
+        """
         if transfer in self._transfers:
             return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
         incoming = self._new(request, transfer, peers)
@@ -192,11 +195,14 @@ class Consumer:
         *,
         problem: str = "",
     ) -> list[Action]:
-        """A chunk has landed, or can be read where it lies, or, with a `problem`, will not come.
-        Nothing of it is believed before it fits the plan.
+        """A chunk has landed. Its bytes are used only if its header fits the plan.
 
-        A chunk of a transfer that is over, or that came twice, is dropped: its slot belongs to
-        someone else by now.
+        A chunk of a transfer that has ended, or that came twice, is dropped: its slot may be
+        another transfer's by now.
+
+        Args:
+            payload: the bytes in the slot, or the producer's pages, from which they can be read.
+            problem: why the chunk will not come, if so.
         """
         incoming = self._transfers.get(header.transfer)
         source = self._writer(header, slot)
@@ -294,9 +300,9 @@ class Consumer:
         if problem := stream.prepare(load, session, self._config.slot_bytes):
             return self._finish(incoming, *problem, now)
         stream.opened = True
-        patience = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
-        stream.deadline = now + patience
-        # A prefill that has not ended would only sit on its slots.
+        limit_s = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
+        stream.deadline = now + limit_s
+        # A prefill that has not ended would leave its slots unused.
         wanted = 0 if load.wait else stream.planned
         slots = self._grants.take(load.transfer, source, stream, wanted)
         return [Tell(source, stream.opening(load, session, slots))]
@@ -339,8 +345,8 @@ class Consumer:
         return [Tell(source, message) for message in self._unsent.pop(source, [])]
 
     def _writer(self, header: ChunkHeader, slot: int) -> Source | None:
-        """The producer that calls itself so and has this slot, for this transfer. One producer
-        may be known by several names, of which each has a session."""
+        """The producer that has the header's epoch and was granted this slot for this transfer.
+        One producer may be known by several addresses, and each has a session."""
         incoming = self._transfers.get(header.transfer)
         for source in incoming.streams if incoming else ():
             session = self._sessions.get(source)

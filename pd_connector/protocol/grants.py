@@ -92,7 +92,7 @@ class Grants:
             del self._ending[key]
 
     def grant_free(self, now: float) -> list[Action]:
-        """Grant free slots, one at a time in turn, to the streams that want some."""
+        """Grant free slots to the streams that wait for some, one at a time in turn."""
         granted: dict[Key, list[int]] = {}
         progress = True
         while progress and self._pool.free:
@@ -145,6 +145,6 @@ class Grants:
         """How many slots a stream may have now."""
         if stream.complete:
             return len(stream.missing)
-        # What only waits must leave room for what can move.
+        # A stream whose prefill is under way must leave slots for one that can move now.
         crowded = self._pool.free * 2 <= self._config.slots + 1
         return min(len(stream.missing), len(stream.slots) if crowded else _SLOTS_DURING_PREFILL)

@@ -53,9 +53,11 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Producer: the session stands. `transport_address` is where its transport is reached;
-    with `read`, it offers chunks for the consumer to read instead of writing them, and with `direct`
-    leased pages as they lie."""
+    """Producer: the session stands. `transport_address` is where its transport is reached.
+
+    With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
+    it offers leased pages in the same way.
+    """
 
     schema: Count
     engine_id: Name
@@ -93,11 +95,11 @@ class Ready(Message, frozen=True):
 class Open(Message, frozen=True):
     """Consumer: send me these tokens.
 
-    Tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`; with `wait`,
-    the prefill may not have started yet. `slots` are granted at once; a chunk has
+    They are tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`. With
+    `wait` the prefill may not have started yet. `slots` are granted at once; a chunk has
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 where it was not. With `direct` the consumer can read the producer's pages.
+    move, 0 if it was not measured. With `direct` the consumer can read the producer's pages.
     """
 
     transfer: Name
@@ -124,7 +126,7 @@ class Accept(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Producer, at any time: the transfer is over, and no further write is started."""
+    """Producer, at any time: the transfer has ended, and no further write is started."""
 
     transfer: Name
     cause: Name
@@ -151,8 +153,8 @@ class Offered(Message, frozen=True):
 
 
 class OfferedPages(Message, frozen=True):
-    """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read from
-    there, on account of the landing slot that was granted.
+    """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read there.
+    It counts against the landing slot that was granted, although the slot is not used.
 
     `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
     little-endian words of 64 bits. Their checksum is XXH3.
@@ -167,7 +169,7 @@ class OfferedPages(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Consumer: what was offered under this number has been read, or will not be."""
+    """Consumer: the offer of this number has been read, or will not be read."""
 
     offer: Count
 
@@ -187,13 +189,13 @@ class Cancel(Message, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """Producer: the transfer is over and its last write has ended: the slots are safe."""
+    """Producer: the transfer has ended, and its last write, too: the slots can be used again."""
 
     transfer: Name
 
 
 class Heartbeat(Message, frozen=True):
-    """Consumer: I live and still want these transfers. Extends their leases."""
+    """Consumer: still there, and wants these transfers. Extends their leases."""
 
     transfers: Transfers
 

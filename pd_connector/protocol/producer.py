@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producer's state machine: which pages are leased to whom, and what is to be sent next.
 
-No sockets, no engine, no clock: events come in as calls with the time, and what must happen goes
-out as actions. A transfer has two halves that may come in either order, offers (KV, from this
-engine, more with each step of its prefill) and openings (an `Open` of each consumer rank that
-needs a part of it). What is both computed and opened is sent.
+It has no sockets, no engine and no clock. Events come in as calls with the time; what must happen
+goes out as actions. A transfer has two halves, which may come in either order. Offers come from
+this engine, one with each step of the prefill, and say what is computed. Openings (`Open`) come from
+each consumer rank that needs a part of it. What is both computed and opened is sent.
 """
 
 from collections import deque
@@ -88,8 +88,12 @@ class Producer:
     def computed(
         self, transfer: str, request: str, tokens: int, stop_layer: int | None
     ) -> list[Action]:
-        """The prefill has come further: to `tokens` tokens, in the model's layers below
-        `stop_layer`, or in all of them."""
+        """The prefill has computed `tokens` tokens.
+
+        Args:
+            stop_layer: they are computed in the model's layers below this one, while the step goes
+                on; None if they are computed in all layers.
+        """
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final or not outgoing.offered_by(request):
             return []
@@ -158,12 +162,12 @@ class Producer:
             self._mark_ready(transfer, session)
 
     def next_send(self, busy: Collection[SessionId] = ()) -> Send | None:
-        """What to send now, in turn over all streams that have credit; None if nothing.
+        """The next chunk to send; None if there is none. Streams that have credit take turns.
 
         The caller gathers before it calls anything else here: pages may be freed after that.
 
         Args:
-            busy: sessions that take nothing now.
+            busy: sessions that cannot take a chunk now.
         """
         while True:
             key = next((key for key in self._ready if key[1] not in busy), None)
@@ -178,8 +182,8 @@ class Producer:
                 return send
 
     def unsend(self, send: Send) -> None:
-        """What `next_send` gave cannot be gathered now, because its pages have been revoked. It
-        is not given again before something has changed, an offer above all."""
+        """What `next_send` gave cannot be gathered now: its pages have been revoked. It is given
+        again only after something has changed, such as an offer."""
         self._ready.pop((send.transfer, send.session), None)
         stream = self._stream(send.session, send.transfer)
         assert stream is not None  # nothing has happened since
@@ -233,14 +237,14 @@ class Producer:
         return actions + self._draining.confirm(session, transfer)
 
     def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
-        """A consumer speaks for transfers, opened or not: their leases are extended."""
+        """A consumer still wants these transfers, opened or not: their leases are extended."""
         for transfer in transfers:
             outgoing = self._transfers.get(transfer)
             if outgoing is not None and outgoing.final:
                 outgoing.expires = max(outgoing.expires, now + self._config.lease_s)
 
     def session_lost(self, session: SessionId) -> list[Action]:
-        """A consumer is gone; what it had opened will not be fetched by anyone."""
+        """A consumer is gone. Nobody will fetch what it had opened."""
         actions: list[Action] = []
         for outgoing in list(self._transfers.values()):
             outgoing.watchers.discard(session)
@@ -309,7 +313,7 @@ class Producer:
     def _reader_finished(
         self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
     ) -> list[Action]:
-        """One consumer rank needs nothing more; with the last one the transfer is over."""
+        """One consumer rank needs nothing more. When all have ended, the transfer ends."""
         transfer = outgoing.transfer
         stream = outgoing.streams.pop(session, None)
         if stream is not None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the agent and whatever moves bytes.
 
-A transport lives in one process and is used by the agent's thread only. As a producer it
-`connect`s to consumers and `write`s from its sending slab into their landing slots; as a consumer
-it `expect`s producers, reports what they wrote, and `read`s from the sending slabs of those whose
-transport is `readable`. It moves bytes and knows nothing of transfers, pages or leases; what it
-delivers is not believed until the agent has verified it.
+A transport lives in one process and is used by the agent's thread only. As a producer it `connect`s to consumers, and
+`write`s from its sending slab into their landing slots. As a consumer it `expect`s producers, reports what they wrote,
+and `read`s from their sending slabs where it is `readable`. It moves bytes, and knows nothing of transfers, pages
+or leases. The agent verifies what it delivers.
 """
 
 import abc
@@ -20,7 +19,7 @@ Link = Hashable
 
 
 class Written(NamedTuple):
-    """One write has ended; its source memory is no longer read, its slot no longer written."""
+    """One write has ended: its source memory is no longer read, and its slot no longer written."""
 
     token: int  # as returned by `write`
     ok: bool
@@ -28,14 +27,21 @@ class Written(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """One write by a peer has landed completely, or one read from a peer has ended."""
+    """One write by a peer has landed completely, or one read from a peer has ended.
 
-    header: bytes  # as given to `write` or `read`
-    slot: int  # the landing slot that was named
-    # The bytes. They may lie in the landing slot, and are valid until it is granted or read into
-    # again; those of a read may lie in the producer's send slot, and are valid until it is told.
+    Attributes:
+        header: as given to `write` or `read`.
+        slot: the landing slot that was named there.
+        payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
+            granted again. Those of a read may lie in the producer's send slot; they are valid until
+            the producer is told that they were taken.
+        problem: why a read failed, for the log; its payload is empty then.
+    """
+
+    header: bytes
+    slot: int
     payload: memoryview
-    problem: str = ""  # why a read failed, for the log; its payload is empty then
+    problem: str = ""
 
 
 class Transport(abc.ABC):
@@ -43,38 +49,39 @@ class Transport(abc.ABC):
 
     name: ClassVar[str]
     one_sided: ClassVar[bool]
-    """Whether a peer writes into the slot by itself, and so may still do so when we have lost
-    it; otherwise payloads arrive in memory of their own."""
+    """Whether a peer writes into the landing slot by itself. A peer that has lost its session may still do so
+    then. Otherwise payloads arrive in memory of their own."""
     copies: ClassVar[bool] = False
-    """Whether `write` has read the payload when it returns; it may lie anywhere then, and not only
-    in the sending slab."""
+    """Whether `write` has read the payload when it returns. The payload may lie anywhere in memory then, and
+    not only in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
 
     @abc.abstractmethod
     def address(self) -> bytes:
-        """What a peer's transport needs to know of this one, to `connect`, `expect` or `read`."""
+        """What a peer's transport of the same name must know to `connect` to this one, or to `expect` it."""
 
     @abc.abstractmethod
     def connect(self, consumer: bytes) -> Link:
-        """Prepare to write to the consumer with this `address()`. Does not wait for it."""
+        """Prepare to write to the consumer with this `address()`; returns a handle. Does not wait for the consumer.
+        Raises TransportError where it cannot be reached."""
 
     @abc.abstractmethod
-    def disconnect(self, route: Link) -> None:
+    def disconnect(self, link: Link) -> None:
         """Forget a consumer. Writes under way to it end as failed `Written`."""
 
     @abc.abstractmethod
     def expect(self, producer: bytes) -> Hashable:
-        """Prepare to be written to by the producer with this `address()`, and to read from it;
-        returns a handle."""
+        """Prepare to be written to by the producer with this `address()`, and to read from it; returns a
+        handle. Raises TransportError for an address that cannot be used."""
 
     @abc.abstractmethod
     def dismiss(self, source: Hashable) -> None:
-        """Undo `expect`: take nothing from that producer any more. Its reads under way are not
-        reported, and write no more into their landing slots."""
+        """Undo `expect`: take nothing from that producer any more. Reads from it that are under way are not
+        reported, and write into their landing slots no more."""
 
     @abc.abstractmethod
-    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         """Start to write `payload` into the consumer's landing slot; returns a token.
 
         `payload` must stay unchanged until the `Written` with this token is polled. Header and
@@ -84,24 +91,30 @@ class Transport(abc.ABC):
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         """Start to fetch the first `nbytes` bytes of the producer's send slot `send_slot`.
 
-        Its end is polled as `Landed(header, slot, payload)`, once, with a `problem` if it failed.
-        Waits for a producer that has not connected yet. The producer must leave its slot as it
-        is until the consumer has told it; until the end nobody else may use the landing slot
-        `slot`. Raises TransportError if it cannot start.
+        `poll` reports the end of the read once, as `Landed(header, slot, payload)`, with a `problem` if
+        it failed. A read from a producer that has not connected yet waits for it. The producer must
+        not change its send slot until the consumer tells it that the chunk was taken. Nobody else may
+        use the landing slot `slot` until the read has ended. Raises TransportError if it cannot start.
         """
         raise TransportError(f"{self.name} transport: a producer cannot be read from")
 
     def direct(self, source: Hashable) -> bool:
-        """Whether `pull` can read the memory of this producer."""
+        """Whether `pull` can read memory of this producer other than its slab, as its pages."""
         return False
 
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
-        """Copy the producer's memory into this process', at once; returns the checksum of what
-        is here then. Raises TransportError if not all of it could be copied."""
+        """Copy memory of the producer into memory of this process, before the call returns.
+
+        Returns:
+            The checksum of what lies in `ours` then (`Pieces.checksum`).
+
+        Raises:
+            TransportError: not all of it could be copied.
+        """
         raise TransportError(f"{self.name} transport: a producer's memory cannot be read")
 
     def silenced(self, source: Hashable) -> bool:
-        """Whether this producer certainly writes no more, although nobody said so."""
+        """Whether it is certain that this producer writes no more, although it has not said so."""
         return not self.one_sided
 
     @abc.abstractmethod
@@ -116,7 +129,7 @@ class Transport(abc.ABC):
     @property
     @abc.abstractmethod
     def restless(self) -> bool:
-        """Whether `poll` must be called every fraction of a millisecond, pollables or not."""
+        """Whether `poll` must be called every fraction of a millisecond, whatever the pollables say."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UCX through ucxx: tagged messages, over RDMA where there is any, shared memory or TCP else.
+"""The transport that moves chunks as tagged messages of UCX, through ucxx: over RDMA where there is any, else over
+shared memory or TCP.
 
-A chunk is one message under the producer's tag, copied once at the producer, and arrives in memory
-of its own; the slot it names is only a credit. Messages go eagerly: a peer never fetches from our
-memory, so that a write that is given up has nothing more to read.
+A chunk is one message under the producer's tag. The producer copies it once; it arrives in memory of its own, and the
+slot that it names is only a credit. Messages are sent eagerly (UCX's term): a peer never fetches from our memory,
+so that nothing reads the source of a write that was given up.
 
 UCX neither encrypts nor authenticates, its addresses are parsed by C code, and whoever reaches its
 port can do harm: outside of loopback the network between the engines must be trusted, key or no
@@ -85,9 +86,9 @@ class UcxTransport(Transport):
 
     def __init__(self, slot_bytes: int, host: str = "127.0.0.1") -> None:
         self._max_bytes = slot_bytes + _MAX_HEADER_BYTES + _PREFIX.size
-        self._numbers = itertools.count(1)  # of writes, routes and sources
+        self._numbers = itertools.count(1)  # of writes, links and sources
         self._tag = secrets.randbits(_TAG_BITS)
-        self._routes: dict[int, _Consumer] = {}
+        self._links: dict[int, _Consumer] = {}
         self._written: list[Written] = []
         self._expected: dict[int, int] = {}  # source: the producer's tag
         self._arriving: list[_Move] = []
@@ -116,13 +117,13 @@ class UcxTransport(Transport):
             endpoint = self._api.UCXEndpoint.create_from_worker_address(self._worker, worker, True)
         except Exception as error:
             raise TransportError(f"ucx cannot reach the consumer: {error!r}") from error
-        route = next(self._numbers)
-        self._routes[route] = _Consumer(endpoint)
-        return route
+        link = next(self._numbers)
+        self._links[link] = _Consumer(endpoint)
+        return link
 
-    def disconnect(self, route: Link) -> None:
-        assert isinstance(route, int)
-        consumer = self._routes.pop(route, None)
+    def disconnect(self, link: Link) -> None:
+        assert isinstance(link, int)
+        consumer = self._links.pop(link, None)
         if consumer is None:
             return
         for token, move in consumer.writes.items():
@@ -146,9 +147,9 @@ class UcxTransport(Transport):
         self._abandoned += [move for move in self._arriving if move.tag == tag]
         self._arriving = [move for move in self._arriving if move.tag != tag]
 
-    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
-        assert isinstance(route, int)
-        consumer = self._routes.get(route)
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        assert isinstance(link, int)
+        consumer = self._links.get(link)
         if consumer is None:
             raise TransportError("ucx transport: no such consumer (any more)")
         if not 0 <= slot < 1 << 32:
@@ -174,7 +175,7 @@ class UcxTransport(Transport):
         for tag in Counter(self._expected.values()):
             self._match(tag)
         self._abandoned = [move for move in self._abandoned if not move.request.completed]
-        for consumer in self._routes.values():
+        for consumer in self._links.values():
             self._end_writes(consumer)
         written, self._written = self._written, []
         return written, self._end_arrivals()
@@ -186,13 +187,13 @@ class UcxTransport(Transport):
     @property
     def restless(self) -> bool:
         # ucxx's progress thread would be one more, and UCX's own descriptor costs it transports.
-        return bool(self._routes or self._expected or self._abandoned)
+        return bool(self._links or self._expected or self._abandoned)
 
     def close(self) -> None:
         if self._worker is None:
             return
-        for route in list(self._routes):
-            self.disconnect(route)
+        for link in list(self._links):
+            self.disconnect(link)
         for source in list(self._expected):
             self.dismiss(source)
         for _ in range(_CLOSING_POLLS):

@@ -27,12 +27,26 @@ import msgspec
 from scheduler_plugins.admission.load import LoadReport
 
 STALE_S = 2.0
-"""A post of a busy engine is void after this, and after the step that was to come."""
+"""A post of a busy engine is stale this long after its step should have ended."""
 EVERY_S = 0.05
 """A busy engine posts at most once in this time."""
 TTFT_BUCKETS_S = (
-    *(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0),
-)
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    50.0,
+    100.0,
+    200.0,
+)  # fmt: skip
 """Upper bounds of the buckets of `Histogram`; one more takes what is above."""
 
 
@@ -44,7 +58,7 @@ class Histogram(msgspec.Struct):
     """How often a duration fell into each of the buckets `TTFT_BUCKETS_S`, since the start."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
-    """Of each bucket alone, not cumulative."""
+    """Count of each bucket alone, not cumulative."""
     sum_s: float = 0.0
 
     def observe(self, duration_s: float) -> None:

@@ -12,21 +12,20 @@ from scheduler_plugins.admission.predict import Prediction, Predictor
 from scheduler_plugins.qos.classes import QosClass, Slo, default_class
 
 MISSES = 0.01
-"""Part of the predictions that reality may exceed. Sequences that decode together miss a promised
-TPOT together: a batch of them is lost whenever the margin has shrunk too far."""
+"""Part of the predictions that reality may exceed. It is small, because sequences that decode together
+miss a promised TPOT together: when the margin is too small, a whole batch is lost."""
 _STEP = 0.05
 _NEAR = 0.3
-"""Predictions below this part of what is promised decide nothing, and teach nothing."""
+"""Predictions below this part of the promise never refuse a request, so nothing is learnt from them."""
 _MARGINS = (0.5, 1 / _NEAR)
-"""A larger margin would refuse what teaches it to shrink."""
+"""Bounds of a margin. A larger one would refuse the very requests from which it learns to shrink."""
 
 
 class _Margin:
-    """What predictions are multiplied by, so that reality exceeds 1 % of them.
+    """A factor for predictions, learnt so that reality exceeds 1 % of the products.
 
-    The quantile of reality / prediction, by steps: up 5 % where it was exceeded, down 0.05 % where
-    it was not. The ratio does not depend on the margin, so that answers which come late cannot make
-    it swing.
+    It follows the 99th percentile of reality / prediction in steps: up 5 % when that was exceeded, down
+    0.05 % when not. The ratio does not depend on the margin, so late answers cannot make it oscillate.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class _Margin:
 
 
 class Decision(NamedTuple):
-    """What to do with a request; the HTTP half turns a refusal into 429."""
+    """What to do with a request; the HTTP half fair_share a refusal into 429."""
 
     admit: bool
     cause: Literal["", "ttft", "tpot"]  # which promise would be broken
@@ -56,8 +55,8 @@ ADMITTED = Decision(True, "", 0, None)
 class AdmissionControl:
     """Admits while the promise to the class would be kept. A class without an SLO gets all in.
 
-    Predictions are multiplied by margins learnt from their own errors, for each class, so that a
-    bias, whatever it comes from, costs a few dozen requests and not the promise.
+    Each class has margins, learnt from the errors of its predictions. So a bias of the predictions
+    costs a few dozen requests, not the promise.
     """
 
     def __init__(self, classes: Sequence[QosClass], *, by_cost: bool) -> None:
@@ -71,8 +70,8 @@ class AdmissionControl:
     def decide(self, report: LoadReport, qos: str, tokens: int, cached: int) -> Decision:
         """Admit or turn away a prompt of `tokens` tokens of which `cached` are in the cache.
 
-        Changes nothing. `Retry-After` is when the work before the request will have shrunk so far
-        that the same request would be admitted, if nothing came meanwhile.
+        Changes nothing. `Retry-After` is the time after which the same request would be admitted if
+        nothing else came.
         """
         name = self._name(qos)
         slo = self._classes[name].slo

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one API server knows when it decides on a request: classes, the engine's load, prompts."""
+"""Admission in one API server: classes, the engine's load and prompts give a decision."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from scheduler_plugins.admission.prompt import Prompt, PromptMemory
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import QosError, Slo, default_class
 from scheduler_plugins.qos.file import SchedulerFile, WatchedFile
-from scheduler_plugins.qos.routes import class_of
-from scheduler_plugins.queue.work import WINDOW_S, WorkByCost, bucket_of
+from scheduler_plugins.qos.rules import class_of
+from scheduler_plugins.queue.work import WINDOW_S, WorkHistogram, bucket_of
 
 LOOK_EVERY_S = 1.0
 """How often the configuration file is looked at, at most."""
 RECENT_S = 3.0
 """Time over which the work that is let in is averaged."""
 TRANSIT_S = 0.05
-"""Time in which a request surely gets from here into the engine's queue, if the engine is not in
-the middle of a step."""
+"""Longest way of a request from here into the engine's queue, if the engine is not in a step."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,27 +48,27 @@ class Ticket:
     decision: Decision
 
 
-class LetIn:
-    """How much prefill was let in lately.
+class AdmittedWork:
+    """How much prefill this API server admitted lately.
 
-    Chunks of it go into the steps that decode, and stretch them. The report's rates are averages of
-    30 s, which follow a sudden change too late; so they only say what others let in.
+    Prefill chunks run in the steps that decode, and make them longer. The report's rates are averages
+    over 30 s, too slow for a sudden change. So they are used for what other API servers admitted only.
     """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
-        self._all = WorkByCost()
+        self._all = WorkHistogram()
 
     def add(self, now_s: float, cost_s: float) -> None:
-        """A request that brings so many seconds of prefill was let in."""
+        """A request that brings `cost_s` seconds of prefill was admitted."""
         self._recent.append((now_s, cost_s))
         self._all.arrive(0, cost_s, now_s)
 
     def share(self, now_s: float, engine_share: float) -> float:
-        """Seconds of prefill per second: ours of late, and those of other API servers.
+        """Seconds of prefill per second: our recent ones, and those of other API servers.
 
         Args:
-            engine_share: what came to the engine per second, averaged as the report does it.
+            engine_share: seconds of prefill that came to the engine per second, from its report.
         """
         while self._recent and self._recent[0][0] < now_s - RECENT_S:
             self._recent.popleft()
@@ -81,9 +80,9 @@ class LetIn:
 
 
 class AdmissionGate:
-    """Decides, and learns from what becomes of the requests it let in.
+    """Decides on requests, and learns from the answers of those it admitted.
 
-    Each API server has its own, and sees those of others only in the engine's report.
+    Each API server has its own. It sees the requests of others only in the engine's report.
     """
 
     def __init__(
@@ -98,10 +97,10 @@ class AdmissionGate:
         """Read the settings.
 
         Args:
-            board: where the engine posts; None: nowhere.
+            board: where the engine posts its load; None: admit everything.
             settings: the YAML file; None: one class, without an SLO.
             cache_tokens: size of the engine's prefix cache; 0: it has none.
-            clock: seconds; the one by which boards are dated.
+            clock: seconds, by the clock that dates the posts.
 
         Raises:
             QosError: the settings cannot be used.
@@ -113,18 +112,18 @@ class AdmissionGate:
         self._look_at_s = clock() + LOOK_EVERY_S
         self._numbers = count()
         self._unreported: dict[int, tuple[Ticket, float]] = {}
-        self._let_in = LetIn()
+        self._admitted_work = AdmittedWork()
         self.memory = PromptMemory(cache_tokens)
         self._use(self._watched.current if self._watched else SchedulerFile())
 
     def class_of(self, headers: Mapping[str, str]) -> str:
         """The class of a request with these headers (names in lower case)."""
         self._reload()
-        return class_of(self._routes, headers) or self._default
+        return class_of(self._rules, headers) or self._default
 
     @property
     def on(self) -> bool:
-        """Whether anything is promised to anybody. If not, requests need not be asked about."""
+        """Whether any class is promised anything. If not, `ask` need not be called."""
         return any(slo != Slo() for slo in self._slos.values())
 
     def promised(self, qos: str) -> Slo:
@@ -132,7 +131,7 @@ class AdmissionGate:
         return self._slos[qos]
 
     def ask(self, qos: str, prompt: Prompt) -> Ticket:
-        """Decide on a request, and count it. One that is let in is to be `done` some time."""
+        """Decide on a request, and count it. Call `done` for each that is admitted."""
         tokens = self.memory.tokens(prompt)
         cached = self.memory.cached(prompt, tokens)
         decision, cost_s = self._decide(qos, tokens, cached)
@@ -148,7 +147,7 @@ class AdmissionGate:
         if decision.admit:
             self._metrics.admitted.labels(qos).inc()
             self._unreported[ticket.number] = ticket, cost_s
-            self._let_in.add(ticket.arrived_s, cost_s)
+            self._admitted_work.add(ticket.arrived_s, cost_s)
         else:
             self._metrics.rejected.labels(qos, decision.cause).inc()
         return ticket
@@ -163,7 +162,7 @@ class AdmissionGate:
             self._control.first_token(ticket.qos, prediction, ttft_s)
 
     def last_token(self, ticket: Ticket, tpot_s: float) -> None:
-        """It has its last, with `tpot_s` from one token to the next."""
+        """The request has its last token; `tpot_s` is its mean time per token after the first."""
         if ticket.decision.prediction is not None:
             self._control.last_token(ticket.qos, ticket.decision.prediction, tpot_s)
 
@@ -172,13 +171,13 @@ class AdmissionGate:
         self._unreported.pop(ticket.number, None)
 
     def show(self) -> None:
-        """Bring the engine's own figures into the metrics."""
+        """Copy the engine's own figures into the metrics."""
         posted = self._board.posted() if self._board else None
         if posted is not None:
             self._metrics.show(posted)
 
     def _decide(self, qos: str, tokens: int, cached: int) -> tuple[Decision, float]:
-        """The decision, and the seconds of prefill that the request brings, as far as known."""
+        """The decision, and the seconds of prefill that the request brings (0 if unknown)."""
         posted = self._board.posted() if self._board else None
         cost_s = posted.report.model.prefill_s(tokens, cached) if posted else 0.0
         if self.promised(qos) == Slo():
@@ -190,7 +189,7 @@ class AdmissionGate:
         return self._control.decide(self._as_of_now(posted), qos, tokens, cached), cost_s
 
     def _as_of_now(self, posted: Posted) -> LoadReport:
-        """The report, plus what was let in since: of a gust, all would find the same report."""
+        """The report plus what was admitted since. In a burst, all requests would see the same report."""
         report, now_s = posted.report, self.now_s()
         known_s = posted.written_s - TRANSIT_S
         self._unreported = {
@@ -213,7 +212,7 @@ class AdmissionGate:
             report,
             classes=classes,
             prefill_left_s=max(0.0, report.prefill_left_s - age_s),
-            prefill_share=self._let_in.share(now_s, 0.0 if posted.idle else all_s),
+            prefill_share=self._admitted_work.share(now_s, 0.0 if posted.idle else all_s),
         )
 
     def _reload(self) -> None:
@@ -234,11 +233,11 @@ class AdmissionGate:
         self._control = AdmissionControl(section.qos_classes, by_cost=by_cost)
         self._default = default_class(section.qos_classes).name
         self._slos = {one.name: one.slo for one in section.qos_classes}
-        self._routes = found.request_router.routes
+        self._rules = found.request_router.routes
 
 
 def _with(load: ClassLoad, ticket: Ticket, cost_s: float) -> ClassLoad:
-    """With one more request."""
+    """The load with one more waiting request."""
     work_s = list(load.work_s)
     work_s[bucket_of(cost_s)] += cost_s
     return replace(

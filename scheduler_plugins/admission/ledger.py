@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from scheduler_plugins.admission.board import ClassRecord
 
 _TOGETHER = 256
-"""First tokens that are counted together, at most: where nothing is posted nobody asks for them."""
+"""Most first tokens that wait to be counted, in an engine that posts nothing and so never asks."""
 _KEPT = 0.98
-"""What is kept of the mean number of generated tokens with each request that ends."""
+"""Weight of the past in the mean number of generated tokens, for each request that ends."""
 
 
 @dataclass(slots=True)
@@ -66,12 +66,12 @@ class Ledger:
         return now_s - one.first_token_s if one and one.first_token_s is not None else 0.0
 
     def gone(self, request_id: str, tokens: int, most_tokens: int) -> None:
-        """It has ended with `tokens` tokens of at most `most_tokens`, or was aborted."""
+        """The request ended with `tokens` of at most `most_tokens` tokens, or was aborted."""
         one = self._open.pop(request_id, None)
         self.awaited.pop(request_id, None)
         if one is None or one.first_token_s is None or most_tokens < 2:
             return
-        # A mean of what there was: a plain decay from 0 would take a hundred requests to grow up.
+        # The true mean at first. A plain decay from 0 would need a hundred requests to warm up.
         self._weight = self._weight * _KEPT + 1.0
         self.generated += (tokens - self.generated) / self._weight
 

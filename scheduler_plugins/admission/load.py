@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells whoever admits requests to it."""
+"""The load report: what admission and routing need to know of an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.queue.waiting import WaitingQueue
 
 MOST_PREFILL = 0.9
-"""Larger shares of prefill are not believed: predictions would know no bounds."""
+"""Cap of `prefill_share`. Near 1 the predicted time per token would grow without bound."""
 
 
 class Decoding(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +34,7 @@ class ClassLoad(msgspec.Struct, frozen=True):
     arriving: tuple[float, ...]
     """Seconds of prefill that come per second."""
     balance_s: float
-    """Reserve that the class has not used: so much work it may have at once."""
+    """Reserve that the class has not used: this much of its work goes first."""
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -48,8 +48,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     decode_tokens: float = 0.0
     """Tokens that a sequence generates on average; 0 if none has ended yet."""
     prefill_share: float = 0.0
-    """Part of its time that the engine spends on prefill while it decodes; 0 where decoding is done
-    elsewhere, or alone."""
+    """Part of its time that the engine spends on prefill while it decodes; 0 if it does only one."""
 
     @property
     def decode_s(self) -> float:
@@ -82,13 +81,13 @@ class LoadReport(msgspec.Struct, frozen=True):
         """Report a queue, and what its engine is doing. `now_s` is by the clock of the arrivals."""
         classes = {}
         for name in queue.classes:
-            lane = queue.lane(name)
-            work = lane.work
+            class_queue = queue.class_queue(name)
+            work = class_queue.work
             classes[name] = ClassLoad(
-                len(lane),
-                lane.tokens,
+                len(class_queue),
+                class_queue.tokens,
                 work.waiting_s,
                 work.arriving(now_s),
-                queue.turns.balance_s(name),
+                queue.fair_share.balance_s(name),
             )
         return cls(model, prefill_left_s, classes, tuple(decoding), decode_tokens)

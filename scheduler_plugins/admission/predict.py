@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a request that came now would have its first token, and how fast the others would follow."""
+"""Predicts time to first token and time per token of a request that comes now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prediction(NamedTuple):
     wait_s: float  # until its prefill begins
     prefill_s: float
     tpot_s: float
-    settled: bool  # sequences have ended already, so that it is known how long a decode takes
+    settled: bool  # the length of a decode is known, because sequences have ended already
 
     @property
     def ttft_s(self) -> float:
@@ -51,10 +51,10 @@ class Predictor:
         return Prediction(wait_s, prefill_s, tpot_s, report.decode_tokens > 0)
 
     def _wait_s(self, report: LoadReport, qos: str, ahead_s: float, last: int) -> float:
-        """Time in which the engine does the work that goes before, with what comes meanwhile.
+        """Seconds until the engine has done the work before this request, and what overtakes it.
 
-        The class is served at its reserved fraction at least. What the others leave may be more,
-        and a balance it has is served before anything else.
+        The class is served at least at its reserved fraction. What other classes leave may be more. If
+        the class has a positive balance, that much of its work is served before anything else.
         """
         own = report.classes[qos]
         overtaking = sum(own.arriving[:last]) if self.by_cost else 0.0
@@ -79,18 +79,18 @@ def _left(busy: float) -> float:
 
 
 def _tpot_s(report: LoadReport, own: ClassLoad, tokens: int, part: float, ttft_s: float) -> float:
-    """Time per token when this request begins to decode, not now.
+    """Time per token at the moment when this request begins to decode.
 
-    Mooncake's second rule: by then the sequences that are older than the average decode have ended
-    and those that are prefilled before this one have begun. To judge by the present batch admits in
-    gusts, as its reaction comes a prefill too late.
+    Mooncake's second rule: by then, sequences older than the average decode have ended, and those that
+    are prefilled before this one have begun. Deciding by the present batch instead would react one
+    prefill too late, and so admit in bursts.
     """
     decode_s = report.decode_s
     stay = report.decoding
     still = 1.0
     if decode_s:
         stay = tuple(one for one in stay if one.age_s + ttft_s < decode_s)
-        # Of those that finish their prefill first, the earliest may have ended by then as well.
+        # Requests whose prefill ends before ours: the earliest may have ended by then as well.
         still = min(1.0, decode_s / ttft_s)
     begun = own.waiting * part * still
     context = sum(one.context for one in stay) + own.tokens * part * still + tokens

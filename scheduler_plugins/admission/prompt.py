@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a prompt is, and how much of it an engine has cached, without tokenizing it.
 
-The engine tokenizes every prompt anyway; to do it twice would cost the API server more than the
-prediction is worth. So a text's length comes from a ratio of tokens to bytes that is learnt from
-what answers' `usage` say, and its cached prefix from hashes of the text of earlier prompts.
+The engine tokenizes every prompt anyway, and tokenizing twice would cost the API server more than the
+prediction is worth. So the length of a text is its bytes times a ratio of tokens to bytes, learnt from
+the `usage` of answers. Its cached prefix is found by hashes of the text of earlier prompts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 CHUNK_BYTES = 256
-"""Text whose hash stands for the prompt up to its end."""
+"""Size of the pieces of text that are hashed; a hash stands for the prompt up to its piece's end."""
 _ID_BYTES = 8
 _KEPT = 0.98
 _FIRST_GUESS = (128.0, 512.0)
-"""Tokens and bytes that a ratio begins with: four bytes a token, outweighed by one real prompt."""
+"""Tokens and bytes that a ratio starts with: four bytes a token. One real prompt outweighs them."""
 
 
 class Prompt(NamedTuple):
@@ -78,7 +78,7 @@ def _sequences(prompt: object) -> tuple[tuple[bytes, ...], bool]:
 
 
 def _chat(body: Mapping[str, Any]) -> str:
-    """All that a template shows: tools first, as templates do, then every message."""
+    """The text a chat template shows: tools first, as templates do, then every message."""
     parts = [json.dumps(body["tools"])] if body.get("tools") else []
     messages = body["messages"]
     for message in messages if isinstance(messages, list) else ():

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from pd_connector.tools.demo import MODEL_DIR
 
-BLOCK_TOKENS = 16
+PAGE_SIZE = 16
 
 
 def config_of(
@@ -46,7 +46,7 @@ def config_of(
             policy=policy,
             watermark=0.0,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=caching),
+        cache_config=CacheConfig(block_size=PAGE_SIZE, enable_prefix_caching=caching),
         device_config=DeviceConfig("cpu"),
         additional_config=additional or {},
     )
@@ -71,7 +71,7 @@ def scheduler_of(
         specs: of its groups; one with full attention by default.
     """
     whole = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+        block_size=PAGE_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
     config.cache_config.num_gpu_blocks = blocks
     return scheduler(
@@ -84,6 +84,6 @@ def scheduler_of(
             ],
         ),
         structured_output_manager=grammars,
-        block_size=BLOCK_TOKENS,
+        block_size=PAGE_SIZE,
         log_stats=True,
     )

@@ -10,7 +10,7 @@ from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.bench.replay import Setup, capacity, p99
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
-from scheduler_plugins.sim.engine import Step
+from scheduler_plugins.sim.engine import SimulatedStep
 from scheduler_plugins.sim.workload import lengths, merged, poisson
 
 CLASSES = (
@@ -81,7 +81,7 @@ def share_error(setup: Setup, requests: Sequence[Waiting], duration_s: float) ->
     The first 30 s do not count: queues fill.
     """
     engine = setup.engine()
-    steps: list[Step] = []
+    steps: list[SimulatedStep] = []
     engine.on_step = steps.append
     engine.run(requests)
     seconds = round(duration_s)

@@ -118,7 +118,7 @@ def _engine(
 
 
 def _prefill(engine: VllmEngine, tokens: int, say: Say) -> Prefill:
-    # What an earlier prompt touched for the first time is not this one's: twice, the second counts.
+    # Sent twice, and the second counts: the first may touch memory for the first time.
     _ask(engine, tokens)
     before = _resident(engine, peak=False)
     for pid in before:

@@ -23,14 +23,14 @@ from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 from pd_connector.tools.launch.progress import wait_all
 from scheduler_plugins.bench.replay import Outcome, p99
-from scheduler_plugins.order.request import BlockHash, Waiting
-from scheduler_plugins.profile.client import EngineClient, Timed, at, connect
+from scheduler_plugins.bench.sending import RequestRecord, send_all
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.profile.client import EngineClient, connect
 
 OURS = ("--scheduler-cls", "scheduler_plugins.vllm.PrefixAwareScheduler")
 MIDDLEWARE = ("--middleware", "scheduler_plugins.vllm.AdmissionMiddleware")
 CHUNK_TOKENS = 512
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
-_AHEAD_S = 0.5
 _IDLE_S = 60.0
 
 Say = Callable[[str], None]
@@ -53,7 +53,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Stage:
+class EngineSetup:
     """What all contenders of a comparison have in common.
 
     Args:
@@ -76,31 +76,8 @@ class Findings(NamedTuple):
     others_cores: float  # used by other programs meanwhile
 
 
-class Record(NamedTuple):
-    """One request and its answer; None if it was still waiting when the time was over."""
-
-    request: Waiting
-    answer: Timed | None
-    late_s: float  # how long after its time it was sent
-
-    @property
-    def ttft_s(self) -> float:
-        """From the time at which it was to be sent; infinite if it got no token."""
-        if self.answer is None or self.answer.status != 200:
-            return float("inf")
-        return self.answer.ttft_s + self.late_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 where there is none."""
-        if self.answer is None or len(self.answer.token_s) < 2:
-            return 0.0
-        times = self.answer.token_s
-        return (times[-1] - times[0]) / (len(times) - 1)
-
-
 @dataclass
-class Running:
+class RunningEngine:
     """A started engine, idle, with a client."""
 
     contender: Contender
@@ -115,15 +92,15 @@ class Running:
         self,
         requests: Sequence[Waiting],
         *,
-        block_tokens: int,
+        page_size: int,
         until_s: float | None = None,
         headers: Callable[[Waiting], dict[str, str]] | None = None,
-    ) -> list[Record]:
+    ) -> list[RequestRecord]:
         """Send requests at their times, to an empty prefix cache.
 
         Args:
             requests: by arrival.
-            block_tokens: of their hashes.
+            page_size: of their hashes.
             until_s: hang up on everything then, by the clock of the arrivals; None: never.
             headers: of each request.
         """
@@ -135,13 +112,15 @@ class Running:
                 self.client,
                 requests,
                 self._pool,
-                block_tokens=block_tokens,
+                page_size=page_size,
                 until_s=until_s,
                 headers=headers,
                 by_length=self.contender.by_length,
             )
 
-    async def hit(self, requests: Sequence[Waiting], **how: Any) -> tuple[list[Record], float]:
+    async def hit(
+        self, requests: Sequence[Waiting], **how: Any
+    ) -> tuple[list[RequestRecord], float]:
         """As `serve`; and the part of all prompt tokens that came from the prefix cache."""
         before = await self.client.metrics()
         found = await self.serve(requests, **how)
@@ -180,82 +159,32 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-async def send_all(
-    client: EngineClient,
-    requests: Sequence[Waiting],
-    pool: Sequence[int],
-    *,
-    block_tokens: int,
-    until_s: float | None = None,
-    headers: Callable[[Waiting], dict[str, str]] | None = None,
-    by_length: bool = False,
-    salt: str | None = None,
-) -> list[Record]:
-    """Send requests at their times, and wait for the answers.
-
-    Args:
-        requests: by arrival.
-        pool: token ids to make prompts of.
-        block_tokens: of their hashes.
-        until_s: hang up on everything then, by the clock of the arrivals; None: never.
-        headers: of each request.
-        by_length: each has the length of its prompt as vLLM's `priority`.
-        salt: requests with another one, or none, share no KV with these.
-
-    Raises:
-        BenchError: one was answered with neither 200 nor 429.
-    """
-    prompts = [prompt_ids(one, block_tokens, pool) for one in requests]
-    begun_s = time.perf_counter() + _AHEAD_S
-
-    async def one(request: Waiting, prompt: list[int]) -> Record:
-        due_s = begun_s + request.arrival_s
-        await at(due_s)
-        extra: dict[str, Any] = {"priority": len(prompt)} if by_length else {}
-        if salt is not None:
-            extra["cache_salt"] = salt
-        given = headers(request) if headers else {}
-        answer = await client.complete(prompt, request.max_tokens, headers=given, **extra)
-        if answer.status not in (200, 429):
-            raise BenchError(f"{client.url}: {answer.status}: {answer.error}")
-        return Record(request, answer, answer.sent_s - due_s)
-
-    pairs = zip(requests, prompts, strict=True)
-    tasks = [asyncio.create_task(one(request, prompt)) for request, prompt in pairs]
-    left_s = None if until_s is None else begun_s + until_s - time.perf_counter()
-    done, pending = await asyncio.wait(tasks, timeout=left_s)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    return [
-        task.result() if task in done else Record(request, None, 0.0)
-        for request, task in zip(requests, tasks, strict=True)
-    ]
-
-
 @asynccontextmanager
-async def running(contender: Contender, stage: Stage, say: Say) -> AsyncIterator[Running]:
+async def running(
+    contender: Contender, setup: EngineSetup, say: Say
+) -> AsyncIterator[RunningEngine]:
     """Start one contender, warm it up, end it.
 
     Raises:
         StartError: it did not start; BenchError: it does not do what it should.
     """
-    folder = stage.folder / contender.name.replace(" ", "-")
+    folder = setup.folder / contender.name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "settings.yaml"
     args = [
-        *("--max-num-batched-tokens", str(CHUNK_TOKENS), "--disable-uvicorn-access-log"),
-        *("--num-gpu-blocks-override", str(stage.cache_tokens // PAGE_TOKENS)),
+        f"--max-num-batched-tokens={CHUNK_TOKENS}",
+        "--disable-uvicorn-access-log",
+        f"--num-gpu-blocks-override={setup.cache_tokens // PAGE_TOKENS}",
         *contender.args,
     ]
     if contender.settings is not None:
         settings.write_text(contender.settings)
         args += ["--additional-config", json.dumps({"pd_scheduler": str(settings)})]
     engine = VllmEngine(
-        stage.model,
+        setup.model,
         connector=None,
         name=contender.name,
-        max_model_len=stage.max_model_len,
+        max_model_len=setup.max_model_len,
         args=args,
         env={"VLLM_SERVER_DEV_MODE": "1"},
         log_path=folder / "engine.log",
@@ -266,35 +195,22 @@ async def running(contender: Contender, stage: Stage, say: Say) -> AsyncIterator
         async with connect(engine.base_url) as client:
             processes = engine.family.members() if engine.family else []
             pids = [process.pid for process in processes]
-            found = Running(contender, client, settings, pids, Noise(pids))
-            await _warm_up(found, stage.max_model_len)
+            found = RunningEngine(contender, client, settings, pids, Noise(pids))
+            await _warm_up(found, setup.max_model_len)
             yield found
 
 
-async def _warm_up(engine: Running, longest: int) -> None:
+async def _warm_up(engine: RunningEngine, longest: int) -> None:
     """Requests of many lengths, so that a scheduler that learns costs knows them."""
     random = Random(1)
     requests = [
         Waiting(id=f"warm-{n}", tokens=tokens, block_hashes=(), arrival_s=n * 0.1, max_tokens=1)
         for n, tokens in enumerate(random.choices(range(20, longest * 3 // 4), k=40))
     ]
-    await engine.serve(requests, block_tokens=1)
+    await engine.serve(requests, page_size=1)
 
 
-def prompt_ids(request: Waiting, block_tokens: int, pool: Sequence[int]) -> list[int]:
-    """The request's prompt: equal hashes give equal tokens, what is after them is its own."""
-    tokens = list[int]()
-    for block in request.block_hashes:
-        tokens += _block(block, block_tokens, pool)
-    own = Random(f"own {request.id}").choices(pool, k=max(0, request.tokens - len(tokens)))
-    return [*tokens, *own][: request.tokens]
-
-
-def _block(block: BlockHash, block_tokens: int, pool: Sequence[int]) -> list[int]:
-    return Random(f"block {block}").choices(pool, k=block_tokens)
-
-
-def outcome(records: Sequence[Record], hit: float) -> Outcome:
+def outcome(records: Sequence[RequestRecord], hit: float) -> Outcome:
     """Mean, 99th percentile and hit rate of requests that were all answered."""
     times = [one.ttft_s for one in records]
     return Outcome(sum(times) / len(times), p99(times), hit)

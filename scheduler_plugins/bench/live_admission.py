@@ -16,20 +16,20 @@ from scheduler_plugins.bench.live import (
     MIDDLEWARE,
     OURS,
     Contender,
+    EngineSetup,
     Findings,
-    Record,
-    Running,
+    RunningEngine,
     Say,
-    Stage,
     running,
 )
 from scheduler_plugins.bench.overload import ATTAINED, GOODPUT, OVERLOAD
+from scheduler_plugins.bench.sending import RequestRecord
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.sim.workload import poisson
 
 _SEED = 5
-_BLOCK = traffic.BLOCK_TOKENS
+_BLOCK = traffic.PAGE_SIZE
 _RELOADED_S = 2.5
 """Time in which both processes have surely read a changed file."""
 _SYSTEM_TOKENS = 1920
@@ -40,7 +40,7 @@ LEARNING = 1 / 6
 """Part of each run that does not count, on either side: margins are learnt from answers."""
 
 
-class Promise(NamedTuple):
+class PromisedRequests(NamedTuple):
     """What is promised, and requests that come at twice the rate at which it can be kept."""
 
     name: str
@@ -55,10 +55,10 @@ async def compare(duration_s: float, promised: Sequence[str], folder: Path, say:
         promised: `ttft` (prompts that share nothing, one token) and `tpot` (a long prompt that all
             share, 64 tokens).
     """
-    stage = Stage(traffic.CACHE_TOKENS, _SYSTEM_TOKENS + 500, folder)
+    setup = EngineSetup(traffic.CACHE_TOKENS, _SYSTEM_TOKENS + 500, folder)
     contender = Contender("ours", (*OURS, *MIDDLEWARE), _settings(Slo()))
     found = list[Comparison]()
-    async with running(contender, stage, say) as engine:
+    async with running(contender, setup, say) as engine:
         for name in promised:
             promise = await _promise(name, engine, duration_s)
             controlled = await _run(engine, promise, promise.slo, duration_s)
@@ -71,23 +71,25 @@ async def compare(duration_s: float, promised: Sequence[str], folder: Path, say:
     return Findings(found, [note], others_cores)
 
 
-async def _promise(name: str, engine: Running, duration_s: float) -> Promise:
+async def _promise(name: str, engine: RunningEngine, duration_s: float) -> PromisedRequests:
     if name == "ttft":
         rate = OVERLOAD * await traffic.capacity(engine)
         # A dozen average prefills, as in the simulation.
         slo = Slo(ttft_ms=round(12e3 * OVERLOAD / rate))
-        return Promise(name, slo, traffic.stream("", rate, duration_s, _SEED))
+        return PromisedRequests(name, slo, traffic.stream("", rate, duration_s, _SEED))
     rate = OVERLOAD * await _decode_capacity(engine)
     requests = _conversations(round(rate * duration_s))
-    return Promise(name, Slo(ttft_ms=5000, tpot_ms=_TPOT_MS), poisson(requests, rate, _SEED))
+    return PromisedRequests(
+        name, Slo(ttft_ms=5000, tpot_ms=_TPOT_MS), poisson(requests, rate, _SEED)
+    )
 
 
-async def _decode_capacity(engine: Running) -> float:
+async def _decode_capacity(engine: RunningEngine) -> float:
     """Answers per second with as many at once as keep the promised time per token."""
     batch, best = 1, 0.0
     while batch <= 64:
-        records = await engine.serve(_conversations(batch), block_tokens=_BLOCK)
-        records = await engine.serve(_conversations(batch), block_tokens=_BLOCK)
+        records = await engine.serve(_conversations(batch), page_size=_BLOCK)
+        records = await engine.serve(_conversations(batch), page_size=_BLOCK)
         tpot_s = max(one.tpot_s for one in records)
         if tpot_s * 1e3 > _TPOT_MS:
             break
@@ -110,13 +112,13 @@ def _conversations(count: int) -> list[Waiting]:
     ]
 
 
-async def _run(engine: Running, promise: Promise, slo: Slo, duration_s: float) -> list[Record]:
+async def _run(
+    engine: RunningEngine, promise: PromisedRequests, slo: Slo, duration_s: float
+) -> list[RequestRecord]:
     engine.settings.write_text(_settings(slo))
     await asyncio.sleep(_RELOADED_S)
     requests = [replace(one, qos="default") for one in promise.requests]
-    return await engine.serve(
-        requests, block_tokens=_BLOCK, until_s=duration_s, headers=traffic.tier
-    )
+    return await engine.serve(requests, page_size=_BLOCK, until_s=duration_s, headers=traffic.tier)
 
 
 def _settings(slo: Slo) -> str:
@@ -129,14 +131,14 @@ def _settings(slo: Slo) -> str:
     return traffic.settings([f"{{name: default, reserved_fraction: 1.0{text}}}"])
 
 
-def kept(record: Record, slo: Slo) -> bool:
+def kept(record: RequestRecord, slo: Slo) -> bool:
     """Whether a request got what was promised."""
     if slo.ttft_ms is not None and record.ttft_s * 1e3 > slo.ttft_ms:
         return False
     return slo.tpot_ms is None or record.tpot_s * 1e3 <= slo.tpot_ms
 
 
-def judged(records: Sequence[Record], slo: Slo, duration_s: float) -> list[Record]:
+def judged(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> list[RequestRecord]:
     """Those that came after the margins were learnt, and early enough to be answered in time."""
     last_s = duration_s - (slo.ttft_ms or 0.0) / 1e3
     if slo.tpot_ms is not None:
@@ -144,13 +146,16 @@ def judged(records: Sequence[Record], slo: Slo, duration_s: float) -> list[Recor
     return [one for one in records if LEARNING * duration_s <= one.request.arrival_s <= last_s]
 
 
-def admitted(records: Sequence[Record]) -> list[Record]:
+def admitted(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     """Those that were let in, answered or not."""
     return [one for one in records if one.answer is None or one.answer.status == 200]
 
 
 def _comparisons(
-    promise: Promise, ours: Sequence[Record], free: Sequence[Record], duration_s: float
+    promise: PromisedRequests,
+    ours: Sequence[RequestRecord],
+    free: Sequence[RequestRecord],
+    duration_s: float,
 ) -> list[Comparison]:
     slo = promise.slo
     ours, free = judged(ours, slo, duration_s), judged(free, slo, duration_s)
@@ -183,7 +188,7 @@ def _comparisons(
     ]
 
 
-def _line(promise: Promise, records: Sequence[Record], duration_s: float) -> str:
+def _line(promise: PromisedRequests, records: Sequence[RequestRecord], duration_s: float) -> str:
     came = judged(records, promise.slo, duration_s)
     let_in = admitted(came)
     good = sum(kept(one, promise.slo) for one in let_in)

@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pd_connector.tools.bench.report import Comparison, Param
 from pd_connector.tools.bench.sample import Sample
-from scheduler_plugins.bench.bare import BLOCK_TOKENS, config_of, scheduler_of
+from scheduler_plugins.bench.bare import PAGE_SIZE, config_of, scheduler_of
 from scheduler_plugins.bench.overhead import LIMITS_S
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
@@ -144,7 +144,7 @@ def _requests(profiles: int) -> Iterator[Request]:
     """Requests for one token that share so many profiles, in turn."""
     chosen = random.Random(1)
     init_none_hash(sha256)
-    hasher: Any = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    hasher: Any = get_request_block_hasher(PAGE_SIZE, sha256)
     shared = [_words(chosen, _PROFILE_TOKENS) for _ in range(profiles)]
     for n in count():
         yield Request(

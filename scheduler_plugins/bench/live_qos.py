@@ -15,14 +15,14 @@ from scheduler_plugins.bench.live import (
     MIDDLEWARE,
     OURS,
     Contender,
+    EngineSetup,
     Findings,
-    Record,
-    Running,
+    RunningEngine,
     Say,
-    Stage,
     running,
 )
 from scheduler_plugins.bench.replay import p99
+from scheduler_plugins.bench.sending import RequestRecord
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.workload import merged
@@ -34,7 +34,7 @@ OVERLOAD = 3.0
 """What each class brings, relative to its reserve, when shares are measured."""
 _SEED = 11
 _ROUNDS = 3
-_BLOCK = traffic.BLOCK_TOKENS
+_BLOCK = traffic.PAGE_SIZE
 
 _YAML = [
     f"{{name: {one.name}, reserved_fraction: {one.reserved_fraction}, priority: {one.priority}}}"
@@ -46,13 +46,13 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
     """Premium alone, beside free users who bring 3 times the capacity, and shares in overload.
 
     Args:
-        duration_s: of each of the first two, in `_ROUNDS` parts that take turns, so that what the
+        duration_s: of each of the first two, in `_ROUNDS` parts that take fair_share, so that what the
             machine does meanwhile hits both; and of one such part with vLLM's own scheduler.
         shares_s: of the last; its first 30 s do not count, so it must be longer than that.
     """
-    stage = Stage(traffic.CACHE_TOKENS, traffic.LONGEST_TOKENS + 100, folder)
+    setup = EngineSetup(traffic.CACHE_TOKENS, traffic.LONGEST_TOKENS + 100, folder)
     ours = Contender("ours", (*OURS, *MIDDLEWARE), traffic.settings(_YAML))
-    async with running(ours, stage, say) as engine:
+    async with running(ours, setup, say) as engine:
         model = await traffic.costs(engine)
         rate = await traffic.capacity(engine)
         say(f"capacity: {rate:.1f} requests a second; error of the cost model {model.error:.1%}")
@@ -67,7 +67,7 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
             )
         worst = await _share_error(engine, rate, shares_s, model, say)
         others_cores = engine.noise.cores()
-    async with running(Contender("vLLM"), stage, say) as engine:
+    async with running(Contender("vLLM"), setup, say) as engine:
         unprotected_s = p99(await _premium(engine, together, part_s))
         say(f"premium beside free users with vLLM's own scheduler: p99 {unprotected_s:.3f} s")
         others_cores = max(others_cores, engine.noise.cores())
@@ -96,25 +96,25 @@ def _requests(rate: float, duration_s: float, seed: int) -> tuple[list[Waiting],
     return merged(premium), merged(premium, *rest)
 
 
-async def _premium(engine: Running, requests: Sequence[Waiting], duration_s: float) -> list[float]:
+async def _premium(
+    engine: RunningEngine, requests: Sequence[Waiting], duration_s: float
+) -> list[float]:
     """TTFT of the premium requests among these; of one without an answer as long as was waited."""
     # Premium requests of the last moment may need their time; the rest is hung up on.
     until_s = duration_s + 10.0
-    records = await engine.serve(
-        requests, block_tokens=_BLOCK, until_s=until_s, headers=traffic.tier
-    )
+    records = await engine.serve(requests, page_size=_BLOCK, until_s=until_s, headers=traffic.tier)
     return [min(one.ttft_s, until_s) for one in records if one.request.qos == "premium"]
 
 
 async def _share_error(
-    engine: Running, rate: float, shares_s: float, model: CostModel, say: Say
+    engine: RunningEngine, rate: float, shares_s: float, model: CostModel, say: Say
 ) -> float:
     streams = [
         traffic.stream(one.name, OVERLOAD * one.reserved_fraction * rate, shares_s, _SEED + n)
         for n, one in enumerate(CLASSES, start=10)
     ]
     records = await engine.serve(
-        merged(*streams), block_tokens=_BLOCK, until_s=shares_s, headers=traffic.tier
+        merged(*streams), page_size=_BLOCK, until_s=shares_s, headers=traffic.tier
     )
     begun_s = min(
         one.answer.sent_s - one.late_s - one.request.arrival_s for one in records if one.answer
@@ -125,7 +125,7 @@ async def _share_error(
 
 
 def share_error(
-    records: Sequence[Record], begun_s: float, duration_s: float, model: CostModel
+    records: Sequence[RequestRecord], begun_s: float, duration_s: float, model: CostModel
 ) -> tuple[float, dict[str, float]]:
     """The largest distance of a class from its reserve over any 30 s, in percentage points.
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from pd_connector.tools.bench.machine import Noise
 from scheduler_plugins.bench import order
-from scheduler_plugins.bench.live import OURS, Contender, Findings, Say, Stage, outcome, running
+from scheduler_plugins.bench.live import (
+    OURS,
+    Contender,
+    EngineSetup,
+    Findings,
+    Say,
+    outcome,
+    running,
+)
 from scheduler_plugins.bench.replay import Outcome, per_second
 from scheduler_plugins.sim.workload import poisson, shared_profiles
 
@@ -20,7 +28,7 @@ PROFILE_TOKENS = (1100, 1700)
 """A tenth of PrefillOnly's, as in simulation."""
 POST_TOKENS = 15
 CACHED_PROFILES = 14
-BLOCK_TOKENS = 16
+PAGE_SIZE = 16
 _SEED = 7
 
 CONTENDERS = (
@@ -36,30 +44,28 @@ async def compare(
 ) -> Findings:
     """PrefillOnly's shape, 20 users x `posts`, at `loads` times what vLLM's FCFS drains.
 
-    All engines are there from the start and take turns, so that whatever the machine does meanwhile
+    All engines are there from the start and take fair_share, so that whatever the machine does meanwhile
     hits each of them. In each round the arrivals are the same for all contenders, and others than in
     the rounds before; what FCFS drains is measured anew.
     """
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
-    stage = Stage(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
+    setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
     found = defaultdict[tuple[str, float], list[Outcome]](list)
     rates = []
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(running(one, stage, say)) for one in CONTENDERS]
+        engines = [await stack.enter_async_context(running(one, setup, say)) for one in CONTENDERS]
         noise = Noise([pid for engine in engines for pid in engine.pids])
         for seed in range(_SEED, _SEED + rounds):
             requests = shared_profiles(
                 seed, posts=posts, profile_tokens=PROFILE_TOKENS, post_tokens=POST_TOKENS
             )
-            drained = await engines[0].serve(requests, block_tokens=BLOCK_TOKENS)
+            drained = await engines[0].serve(requests, page_size=PAGE_SIZE)
             rates.append(per_second([one.ttft_s for one in drained]))
             say(f"capacity of {CONTENDERS[0].name}: {rates[-1]:.1f} requests a second")
             for load, engine in product(loads, engines):
                 timed = poisson(requests, load * rates[-1], seed)
                 name = engine.contender.name
-                found[name, load].append(
-                    outcome(*await engine.hit(timed, block_tokens=BLOCK_TOKENS))
-                )
+                found[name, load].append(outcome(*await engine.hit(timed, page_size=PAGE_SIZE)))
                 say(_line(name, load, found[name, load][-1]))
         others_cores = noise.cores()
     comparisons = [

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from rich.table import Table
 
 from pd_connector.tools.bench.flow import BenchError
-from scheduler_plugins.bench.live import HITS, QUERIES, Record, Say, send_all
+from scheduler_plugins.bench.live import HITS, QUERIES, Say
 from scheduler_plugins.bench.replay import p99
+from scheduler_plugins.bench.sending import RequestRecord, send_all
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import EngineClient, connect
 from scheduler_plugins.sim import trace
@@ -86,7 +87,7 @@ async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) 
         client,
         [replace(one, arrival_s=one.arrival_s - begun_s) for one in requests],
         pool,
-        block_tokens=max(1, round(trace.BLOCK_TOKENS * scale.length)),
+        page_size=max(1, round(trace.PAGE_SIZE * scale.length)),
         by_length=scale.priority,
         # The engine may have seen this trace before: it begins with nothing cached.
         salt=uuid.uuid4().hex,
@@ -96,7 +97,7 @@ async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) 
     return summary(client.url, records, grown.total(HITS) / max(1.0, grown.total(QUERIES)))
 
 
-def summary(url: str, records: Sequence[Record], hit: float) -> Replayed:
+def summary(url: str, records: Sequence[RequestRecord], hit: float) -> Replayed:
     """Means over those that were answered with 200.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from scheduler_plugins.bench.live import CHUNK_TOKENS, Running
+from scheduler_plugins.bench.live import CHUNK_TOKENS, RunningEngine
 from scheduler_plugins.bench.replay import per_second
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import fit
@@ -19,7 +19,7 @@ MEDIAN_TOKENS = 400
 LONGEST_TOKENS = 4 * MEDIAN_TOKENS
 """What is longer is cut: a CPU needs seconds for the longest that `lengths` makes, and one of them
 would be a tenth of the work of 30 s, over which shares are measured."""
-BLOCK_TOKENS = 16
+PAGE_SIZE = 16
 CACHE_TOKENS = 40_000
 HEADER = "x-customer-tier"
 _CALIBRATION = 150
@@ -35,13 +35,13 @@ def tier(request: Waiting) -> dict[str, str]:
     return {HEADER: request.qos}
 
 
-async def capacity(engine: Running, count: int = _CALIBRATION) -> float:
+async def capacity(engine: RunningEngine, count: int = _CALIBRATION) -> float:
     """Requests of such a stream that the engine does in a second when all are there."""
-    records = await engine.serve(_prompts(0, count), block_tokens=BLOCK_TOKENS)
+    records = await engine.serve(_prompts(0, count), page_size=PAGE_SIZE)
     return per_second([one.ttft_s for one in records])
 
 
-async def costs(engine: Running) -> CostModel:
+async def costs(engine: RunningEngine) -> CostModel:
     """What prompts cost on this engine, measured from outside while it is idle."""
     await engine.drained()
     prober = Prober(engine.client, await engine.client.pool(), Random(3))

@@ -40,7 +40,7 @@ class Workload(NamedTuple):
         return Outcome.of(setup.engine().run(poisson(requests, rate, seed)))
 
 
-class Point(NamedTuple):
+class SweepPoint(NamedTuple):
     """One lambda at one load: medians over the seeds."""
 
     load: float
@@ -56,9 +56,7 @@ class Recorded(NamedTuple):
     cache_tokens: int
 
     def setup(self, policy: str, lambda_: float = DEFAULT_LAMBDA) -> Setup:
-        return Setup(
-            policy, lambda_, cache_tokens=self.cache_tokens, block_tokens=trace.BLOCK_TOKENS
-        )
+        return Setup(policy, lambda_, cache_tokens=self.cache_tokens, page_size=trace.PAGE_SIZE)
 
     def run(self, setup: Setup, load: float, seed: int) -> Outcome:
         """As `Workload.run`; the trace is played as fast as that takes."""
@@ -116,7 +114,7 @@ def comparisons(
     ]
 
 
-def sweep(workload: Workload | Recorded, seeds: Sequence[int]) -> list[Point]:
+def sweep(workload: Workload | Recorded, seeds: Sequence[int]) -> list[SweepPoint]:
     """Every lambda at every load."""
     points = []
     for load in LOADS:
@@ -125,5 +123,5 @@ def sweep(workload: Workload | Recorded, seeds: Sequence[int]) -> list[Point]:
             outcomes = [workload.run(setup, load, seed) for seed in seeds]
             mean = Sample(tuple(outcome.mean_s for outcome in outcomes)).median
             p99 = Sample(tuple(outcome.p99_s for outcome in outcomes)).median
-            points.append(Point(load, lambda_, mean, p99))
+            points.append(SweepPoint(load, lambda_, mean, p99))
     return points

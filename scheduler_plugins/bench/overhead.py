@@ -8,7 +8,7 @@ from time import perf_counter
 
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
-from scheduler_plugins.bench.replay import BLOCK_TOKENS, ENGINE, Known, p99
+from scheduler_plugins.bench.replay import ENGINE, PAGE_SIZE, FixedCosts, p99
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.queue.waiting import WaitingQueue
@@ -50,9 +50,9 @@ def step_times(waiting: int, steps: int, policy: str = "srjf_calibrated") -> lis
     """
     users = -(-(waiting + steps) // _POSTS)
     requests = shared_profiles(1, users=users, posts=_POSTS)
-    cache = LruBlocks(10 * 1400 // BLOCK_TOKENS)
+    cache = LruBlocks(10 * 1400 // PAGE_SIZE)
     queue = WaitingQueue(
-        create(policy), cache.hashes, block_tokens=BLOCK_TOKENS, costs=Known(ENGINE)
+        create(policy), cache.hashes, page_size=PAGE_SIZE, costs=FixedCosts(ENGINE)
     )
     events: list[Sequence[BlockHash]] = []
     evictions: list[None] = []

@@ -14,7 +14,7 @@ from scheduler_plugins.admission.predict import Prediction
 from scheduler_plugins.bench.replay import ENGINE, Setup, capacity
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
-from scheduler_plugins.sim.engine import Engine, Served
+from scheduler_plugins.sim.engine import Served, SimulatedEngine
 from scheduler_plugins.sim.workload import lengths, poisson
 
 OVERLOAD = 2.0
@@ -24,7 +24,7 @@ _SMOOTHING = 0.05
 _CALIBRATION = 2000
 
 
-class Promise(NamedTuple):
+class PromisedLoad(NamedTuple):
     """What is promised, and a workload that is `OVERLOAD` times what can be had."""
 
     name: str
@@ -33,7 +33,7 @@ class Promise(NamedTuple):
     per_s: float
 
 
-def promises() -> list[Promise]:
+def promises() -> list[PromisedLoad]:
     """One limited by prefill, one by decode."""
     prefill = capacity(lengths(0, _CALIBRATION), Setup("fcfs"))
     slo = Slo(ttft_ms=2000, tpot_ms=50)
@@ -41,8 +41,8 @@ def promises() -> list[Promise]:
     batch = (0.05 - ENGINE.d0) / ENGINE.d1
     decode = batch / (400 * 0.05)
     return [
-        Promise("ttft", Slo(ttft_ms=1000), 1, OVERLOAD * prefill),
-        Promise("tpot", slo, 400, OVERLOAD * decode),
+        PromisedLoad("ttft", Slo(ttft_ms=1000), 1, OVERLOAD * prefill),
+        PromisedLoad("tpot", slo, 400, OVERLOAD * decode),
     ]
 
 
@@ -81,7 +81,7 @@ def compare(seeds: Sequence[int], duration_s: float) -> list[Comparison]:
 
 
 def serve(
-    promise: Promise, policy: str, duration_s: float, seed: int, *, control: bool
+    promise: PromisedLoad, policy: str, duration_s: float, seed: int, *, control: bool
 ) -> list[Served]:
     """Run one workload, with admission control or without."""
     requests = poisson(
@@ -92,14 +92,14 @@ def serve(
     classes = (QosClass(name="default", reserved_fraction=1.0, slo=promise.slo),)
     engine = Setup(policy, classes=classes).engine()
     if control:
-        Gatekeeper(engine, classes)
+        SimulatedAdmission(engine, classes)
     return engine.run(requests)
 
 
-class Gatekeeper:
+class SimulatedAdmission:
     """Admission control in front of a simulated engine."""
 
-    def __init__(self, engine: Engine, classes: Sequence[QosClass]) -> None:
+    def __init__(self, engine: SimulatedEngine, classes: Sequence[QosClass]) -> None:
         self._engine = engine
         self._control = AdmissionControl(classes, by_cost=engine.queue.policy.by_cost)
         self._decode_tokens = 0.0

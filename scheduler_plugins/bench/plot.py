@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scheduler_plugins.bench.order import LAMBDAS, LOADS, Point
+from scheduler_plugins.bench.order import LAMBDAS, LOADS, SweepPoint
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 360, 240, 56, 34
 _COLOURS = ("#1b9e77", "#d95f02", "#7570b3")
 
 
-def svg(points: Sequence[Point]) -> str:
+def svg(points: Sequence[SweepPoint]) -> str:
     """Mean and 99th percentile over lambda, a line for each load, as an SVG document."""
     panels = [
         _panel("mean TTFT, s", points, lambda point: point.mean_s, _LEFT),
@@ -29,7 +29,9 @@ def svg(points: Sequence[Point]) -> str:
     )
 
 
-def _panel(title: str, points: Sequence[Point], value: Callable[[Point], float], left: int) -> str:
+def _panel(
+    title: str, points: Sequence[SweepPoint], value: Callable[[SweepPoint], float], left: int
+) -> str:
     top = 1.05 * max(value(point) for point in points)
     bottom = _TOP + _HEIGHT
     parts = [

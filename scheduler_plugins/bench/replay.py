@@ -15,15 +15,15 @@ from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
-from scheduler_plugins.sim.engine import Engine, Served
+from scheduler_plugins.sim.engine import Served, SimulatedEngine
 
-BLOCK_TOKENS = 16
+PAGE_SIZE = 16
 ENGINE = CostModel(a=6e-5, b=6e-10, c=5e-3, d0=0.01, d1=5e-4, d2=1e-8, chunk_tokens=512)
 """An invented engine of about 15,000 tokens per second: ratios count, not seconds."""
 
 
 @dataclass(frozen=True)
-class Known:
+class FixedCosts:
     """A cost model that is known from the start."""
 
     model: CostModel = ENGINE
@@ -34,23 +34,23 @@ class Setup(NamedTuple):
 
     policy: str = "srjf_calibrated"
     lambda_: float = DEFAULT_LAMBDA
-    cache_tokens: int = BLOCK_TOKENS
+    cache_tokens: int = PAGE_SIZE
     classes: Sequence[QosClass] = ONLY
     max_overtaken: int = MAX_OVERTAKEN
-    block_tokens: int = BLOCK_TOKENS
+    page_size: int = PAGE_SIZE
 
-    def engine(self) -> Engine:
+    def engine(self) -> SimulatedEngine:
         """An idle engine with an empty cache, which takes from an empty queue."""
-        cache = LruBlocks(max(1, self.cache_tokens // self.block_tokens))
+        cache = LruBlocks(max(1, self.cache_tokens // self.page_size))
         queue = WaitingQueue(
             create(self.policy, self.lambda_),
             cache.hashes,
-            block_tokens=self.block_tokens,
-            costs=Known(),
+            page_size=self.page_size,
+            costs=FixedCosts(),
             classes=self.classes,
             max_overtaken=self.max_overtaken,
         )
-        return Engine(queue, cache, ENGINE, block_tokens=self.block_tokens)
+        return SimulatedEngine(queue, cache, ENGINE, page_size=self.page_size)
 
 
 class Outcome(NamedTuple):

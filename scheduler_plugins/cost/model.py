@@ -44,8 +44,8 @@ class CostModel:
     """Durations in seconds, all coefficients >= 0.
 
     Prefill of `n` tokens of which `p` are cached takes `a(n-p) + b(n^2-p^2) + c`, with `c` once for
-    every step that the prefill is cut into; a decode step takes `d0 + d1*batch + d2*context`. A step
-    that does both takes the sum with `c` in the place of `d0`. The form is DistServe's and
+    every step that the prefill is cut into. A decode step takes `d0 + d1*batch + d2*context`. A step
+    that does both takes the sum, with `c` instead of `d0`. The form is DistServe's and
     Mooncake's (polynomial in the length), with the cached prefix taken out of both terms.
     """
 
@@ -84,8 +84,7 @@ class CostModel:
         return fresh * (self.a + self.b * (tokens + cached)) + self.c * steps
 
     def step_tokens(self, overhead: float) -> int:
-        """Prompt tokens that a step needs so that what it costs without any is at most `overhead`
-        times what they cost."""
+        """Fewest prompt tokens of a step whose fixed cost `c` is at most `overhead` times theirs."""
         return ceil(self.c / (overhead * self.a)) if self.a else 0
 
     def decode_step_s(self, batch: int, context: int) -> float:

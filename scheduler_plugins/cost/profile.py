@@ -18,7 +18,7 @@ HELD_OUT_EVERY = 5
 """One measurement in so many is not fitted; the error is taken from those."""
 FEWEST = 20
 _PREFILL_STEPS = 2
-"""Place of `c` among the coefficients."""
+"""Index of `c` among the coefficients."""
 
 
 class ProfileError(ValueError):
@@ -33,19 +33,19 @@ class Measurement:
     duration_s: float
 
 
-def loads(longest_tokens: int, block_tokens: int, most_batch: int) -> list[StepLoad]:
-    """What a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
+def loads(longest_tokens: int, page_size: int, most_batch: int) -> list[StepLoad]:
+    """The steps a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
 
     Args:
         longest_tokens: longest prompt; lengths fall from it by a factor of 1.5.
-        block_tokens: tokens in a block: cached prefixes are whole blocks.
+        page_size: tokens in a block: cached prefixes are whole blocks.
         most_batch: largest number of sequences that decode together.
     """
     asked: dict[StepLoad, None] = {}
     lengths = sorted({max(2, round(longest_tokens / 1.5**k)) for k in range(11)})
     for tokens in lengths:
         for share in (0.0, 0.5, 0.9):
-            cached = min(int(tokens * share), tokens - 1) // block_tokens * block_tokens
+            cached = min(int(tokens * share), tokens - 1) // page_size * page_size
             asked[StepLoad.of([(cached, tokens)])] = None
     for batch in sorted({max(1, round(most_batch / 2**k)) for k in range(6)}):
         for context in sorted({max(1, round(longest_tokens / 2.5**k)) for k in range(7)}):

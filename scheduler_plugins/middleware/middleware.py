@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and turns away
+"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and fair_share away
 what could not be served in time, before any work is done.
 
 vLLM puts the middlewares it is told of around all others, its API-key check among them; so a
@@ -34,11 +34,11 @@ PATHS = (
     "/v1/messages",
     "/invocations",
 )
-"""Whose bodies take `vllm_xargs`."""
+"""Endpoints whose bodies take `vllm_xargs`."""
 ADMITTED_PATHS = (*PATHS[:2], "/invocations")
-"""For whose prompts time is predicted."""
+"""Endpoints for which time is predicted."""
 BODY_BYTES = 64 << 20
-"""Larger bodies are answered with 413: they would have to be held to find the class's place."""
+"""Larger bodies are answered with 413. The whole body is held while the class is written into it."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class AdmissionMiddleware:
             answer.ended()
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the settings when the server starts, which fails if they cannot be used."""
+        """Read the settings when the server starts. The start fails if they cannot be used."""
         collect_less()
         try:
             if "app" in scope:
@@ -132,20 +132,20 @@ def _cache_tokens(cache_config: Any) -> int:
 
 
 def _may_enter(scope: Scope) -> bool:
-    """Whether vLLM's own check of the key, which comes after us, will let the request pass."""
+    """Whether vLLM's own key check, which runs after this middleware, will pass the request."""
     state = getattr(scope.get("app"), "state", None)
     given = getattr(getattr(state, "args", None), "api_key", None) or ()
     keys = [key for key in given or [os.environ.get("VLLM_API_KEY")] if key]
     if not keys:
         return True
-    # As vLLM reads it: of several such headers the first.
+    # If there are several such headers, vLLM reads the first.
     found = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
     scheme, _, token = (found[0].decode("latin-1") if found else "").partition(" ")
     return scheme.lower() == "bearer" and _is_one_of(token, keys)
 
 
 def _is_one_of(token: str, keys: Sequence[str]) -> bool:
-    """In a time that depends on neither."""
+    """Compare in constant time, so that the time tells nothing about the keys."""
     wanted = hashlib.sha256(token.encode()).digest()
     matches = [
         secrets.compare_digest(wanted, hashlib.sha256(key.encode()).digest()) for key in keys
@@ -171,9 +171,9 @@ async def _read(scope: Scope, receive: Receive) -> bytes | None:
 
 
 def _decode(raw: bytes) -> dict[str, Any] | None:
-    """The body, read as FastAPI does; None where there is no place for a class in it.
+    """The body, read as FastAPI does; None if a class cannot be written into it.
 
-    The engine refuses such a body, too, so that nobody gets past his class with one.
+    The engine refuses such a body too, so nobody can avoid their class with one.
     """
     try:
         body = json.loads(raw)
@@ -193,7 +193,7 @@ def _with_length(scope: Scope, length: int) -> Scope:
 
 
 def _replayed(raw: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then what comes after it: the client's leaving."""
+    """Gives the body once, then what the client sends after it: that it disconnects."""
     waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
 
     async def replay() -> Message:

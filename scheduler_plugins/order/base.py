@@ -20,21 +20,21 @@ class QueuePolicy(ABC):
     """
 
     calibrated: ClassVar[bool] = False
-    """Whether keys follow the cache. If not, a key is asked for once, on arrival."""
+    """Whether a key is computed anew when the cache changes. If not: once, on arrival."""
     by_cost: ClassVar[bool] = False
-    """Whether shorter requests overtake longer ones; admission predicts accordingly."""
+    """Whether shorter requests overtake longer ones. Admission needs it for its predictions."""
     overtakes_running: ClassVar[bool] = False
-    """Whether a request goes before a prefill under way whose rest has a larger key."""
+    """Whether a request goes before a prefill under way if the rest of that has a larger key."""
     splits_batches: ClassVar[bool] = False
-    """Whether `alone` may be true, so that a batch may have to go without another request."""
+    """Whether `wants_own_batch` may be true, so that a batch may have to go without another request."""
 
     @abstractmethod
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
-        """Where the request stands.
+        """The request's position: smaller keys go first.
 
-        The key does not depend on the time, so that waiting alone reorders nothing; and it must
-        not fall when `cached_tokens` falls and `cost_s` rises, so that a key computed before an
-        eviction is a lower bound, and looking again at whoever comes first finds the true order.
+        A key must not depend on the time, so that waiting alone reorders nothing. It must not fall when
+        `cached_tokens` falls and `cost_s` rises: then a key computed before an eviction is a lower bound,
+        and evaluating whoever comes first again finds the true order.
 
         Args:
             cached_tokens: tokens whose KV is in the cache, whole blocks.
@@ -42,9 +42,9 @@ class QueuePolicy(ABC):
         """
 
     def group(self, request: Waiting) -> int:
-        """Requests of one group are served together, neighbouring numbers after one another."""
+        """Requests of one group are served together; then comes the group with the nearest number."""
         return 0
 
-    def alone(self, request: Waiting) -> bool:
-        """Whether the request wants a batch by itself."""
+    def wants_own_batch(self, request: Waiting) -> bool:
+        """Whether no other request may share the batch that prefills this one."""
         return False

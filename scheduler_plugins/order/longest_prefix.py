@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order that makes the most of the cache."""
+"""The longest cached prefix first."""
 
 from __future__ import annotations
 

@@ -17,5 +17,5 @@ class PrefillOnly(SrjfCalibrated):
     splits_batches = True
     overtakes_running = False
 
-    def alone(self, request: Waiting) -> bool:
+    def wants_own_batch(self, request: Waiting) -> bool:
         return request.max_tokens == 1

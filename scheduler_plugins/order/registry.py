@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies by the names that configurations use."""
+"""Policies by the names that configurations use.
+
+Another installed package adds one by an entry point of the group `scheduler_plugins.policies`: its name
+is the policy's, its object a subclass of `QueuePolicy` that is made without arguments.
+"""
 
 from __future__ import annotations
 
+from pd_connector.errors import ConfigError
+from pd_connector.extensions import load_entry_points, unknown_name
 from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.by_arrival import Fcfs, Priority
 from scheduler_plugins.order.length_grouped import LengthGrouped
@@ -19,17 +25,37 @@ POLICIES: dict[str, type[QueuePolicy]] = {
     "length_grouped": LengthGrouped,
     "prefill_only": PrefillOnly,
 }
+"""This package's own."""
+GROUP = "scheduler_plugins.policies"
+"""Entry points of other packages' policies."""
 
 
 def create(name: str, lambda_: float = DEFAULT_LAMBDA) -> QueuePolicy:
-    """The policy of that name; those that age requests do so with `lambda_`.
+    """A new policy object. This package's own names come before those of other packages.
+
+    Args:
+        name: config key `policy`.
+        lambda_: seconds per second by which `SrjfCalibrated` and its subclasses age requests.
 
     Raises:
-        ValueError: there is no policy of that name, or `lambda_` is negative.
+        ValueError: no policy has that name, another package's cannot be loaded, or `lambda_` is
+            negative.
     """
-    policy = POLICIES.get(name)
-    if policy is None:
-        raise ValueError(f"policy {name!r}: must be one of {', '.join(POLICIES)}")
+    policy = POLICIES.get(name) or _added(name)
     if issubclass(policy, SrjfCalibrated):
         return policy(lambda_)
     return policy()
+
+
+def _added(name: str) -> type[QueuePolicy]:
+    """Another package's policy."""
+    extension = load_entry_points(GROUP).get(name)
+    if extension is None:
+        raise unknown_name("policy", name, POLICIES, GROUP, "policy")
+    found = extension.load()
+    if not (isinstance(found, type) and issubclass(found, QueuePolicy)):
+        raise ConfigError(
+            f"policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
+            "scheduler_plugins.order.base.QueuePolicy"
+        )
+    return found

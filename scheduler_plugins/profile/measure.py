@@ -22,7 +22,7 @@ from scheduler_plugins.profile.client import AskError, EngineClient, Timed
 DECODED = 24
 """Tokens that each stream of a decode measurement has."""
 FEWEST_GAPS = 4
-_BLOCK_TOKENS = 16
+_PAGE_SIZE = 16
 _ROOM = 0.8
 """Part of the engine's cache that a decode measurement may fill."""
 
@@ -33,7 +33,7 @@ Say = Callable[[int, int, str], None]
 class Engine(NamedTuple):
     """What `/metrics` says of the engine's cache."""
 
-    block_tokens: int
+    page_size: int
     cache_tokens: int  # 0: not known
     caches: bool  # prefixes are found again
 
@@ -67,7 +67,7 @@ async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0)
     await _check_idle(client)
     prober = Prober(client, await client.pool(), Random(seed))
     engine = await prober.look(wanted.longest_tokens)
-    asked = loads(wanted.longest_tokens, engine.block_tokens, wanted.most_batch)
+    asked = loads(wanted.longest_tokens, engine.page_size, wanted.most_batch)
     lengths = _prefills(asked, engine)
     batches = _decodes(asked)
     total = len(lengths) * wanted.repeats + len(batches)
@@ -96,15 +96,15 @@ class Prober:
     async def look(self, longest_tokens: int) -> Engine:
         """Warm the engine up, and see what its cache does."""
         samples = await self._client.metrics()
-        block_tokens, cache_tokens = _cache(samples)
-        prompt = self._prompt(max(4 * block_tokens, longest_tokens // 2))
+        page_size, cache_tokens = _cache(samples)
+        prompt = self._prompt(max(4 * page_size, longest_tokens // 2))
         for tokens in (prompt, self._prompt(longest_tokens)):
             await self._ask(tokens, 1)
         before = await self._client.metrics()
         await self._ask(prompt, 2)
         grown = (await self._client.metrics()).since(before)
         caches = grown.total("vllm:prefix_cache_hits_total") >= len(prompt) / 2
-        return Engine(block_tokens, cache_tokens, caches)
+        return Engine(page_size, cache_tokens, caches)
 
     async def prefills(self, tokens: int, cached: Sequence[int]) -> list[Measurement]:
         """A new prompt, then others that share its first tokens, as many as `cached` says."""
@@ -203,7 +203,7 @@ def _cache(samples: Samples) -> tuple[int, int]:
             block, blocks = told.get("block_size", ""), told.get("num_gpu_blocks", "")
             if block.isdecimal():
                 return int(block), int(block) * int(blocks) if blocks.isdecimal() else 0
-    return _BLOCK_TOKENS, 0
+    return _PAGE_SIZE, 0
 
 
 async def _check_idle(client: EngineClient) -> None:

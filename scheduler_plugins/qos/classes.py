@@ -9,11 +9,11 @@ import msgspec
 
 
 class QosError(ValueError):
-    """A configuration of classes that cannot be used; the message names what and the mend."""
+    """A configuration of classes that cannot be used. The message names the key and what to do."""
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a class is promised; what is left out is not promised."""
+    """What a class is promised. A time that is left out is not promised."""
 
     ttft_ms: float | None = None
     """Longest time to the first token, in milliseconds."""
@@ -32,9 +32,9 @@ class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str
     reserved_fraction: float
-    """Part of the engine's time that the class gets whenever it has requests, in 0..1."""
+    """Part of the engine's time, above 0 and at most 1, that the class gets while it has requests."""
     priority: int = 0
-    """Who gets what nobody has reserved, or does not use: the larger goes first."""
+    """Time that is not reserved or not used goes to the class with the largest priority."""
     slo: Slo = Slo()
 
     def __post_init__(self) -> None:
@@ -48,14 +48,14 @@ class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 ONLY = (QosClass(name="default", reserved_fraction=1.0),)
-"""The classes where none are configured."""
+"""The classes if none are configured."""
 
 
 def checked(classes: Sequence[QosClass]) -> tuple[QosClass, ...]:
-    """Classes that go together.
+    """Check classes that are used together, and return them.
 
     Raises:
-        QosError: none, a name or a priority given twice, or more reserved than there is.
+        QosError: there is none, a name or priority is given twice, or more than 1 is reserved.
     """
     if not classes:
         raise QosError("qos_classes: is empty; name at least one class, or leave it out")

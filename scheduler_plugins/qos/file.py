@@ -11,14 +11,14 @@ from scheduler_plugins.order.base import MAX_OVERTAKEN
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.qos.classes import ONLY, QosClass, QosError, checked
-from scheduler_plugins.qos.routes import Route, checked_routes
+from scheduler_plugins.qos.rules import ClassRule, check_rules
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Section `scheduler`."""
 
     policy: str = "srjf_calibrated"
-    """Order within a class: a name of `policy.queue.registry`."""
+    """Order within a class: a name in `order.registry`."""
     lambda_: float = msgspec.field(default=DEFAULT_LAMBDA, name="lambda")
     """Seconds of cost that a second of waiting makes up for."""
     max_overtaken: int = MAX_OVERTAKEN
@@ -29,7 +29,7 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class RouterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Section `request_router`: which request belongs to which class."""
 
-    routes: tuple[Route, ...] = ()
+    routes: tuple[ClassRule, ...] = ()
 
 
 class SchedulerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +49,7 @@ def parse(text: bytes, source: str = "the configuration") -> SchedulerFile:
     try:
         found = msgspec.yaml.decode(text, type=SchedulerFile) if text.strip() else SchedulerFile()
         checked(found.scheduler.qos_classes)
-        checked_routes(found.request_router.routes, found.scheduler.qos_classes)
+        check_rules(found.request_router.routes, found.scheduler.qos_classes)
         create(found.scheduler.policy, found.scheduler.lambda_)
         if found.scheduler.max_overtaken < 0:
             raise QosError(f"max_overtaken {found.scheduler.max_overtaken}: must be 0 or more")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is among the classes."""
+"""Deficit round robin: which class gets the next piece of work."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from collections.abc import Collection, Mapping, Sequence
 from scheduler_plugins.qos.classes import QosClass
 
 BURST_S = 1.5
-"""Reserve that a class without requests keeps for later, in seconds of the engine's work: 5 % of
-30 s. A class that brings 80 % of its reserve at random brings so much more only once in a thousand
-requests, if they cost 50 ms each."""
+"""Most work, in seconds, that a class without requests saves up: 5 % of 30 s. If a class uses 80 % of its
+reserve in random arrivals of 50 ms each, it needs more than that once in a thousand requests."""
 
 
 class DeficitShares:
     """Deficit round robin over classes, in seconds of predicted cost, without rounds.
 
-    Whenever work is given out, every class earns its reserved fraction of it and the class that got
-    it pays for it: the balance is the deficit of deficit round robin, with a quantum for every piece
-    of work instead of every round. So nobody waits for its turn to come round:
+    Each class has a balance (the deficit of deficit round robin). Whenever work is given out, every
+    class earns its reserved fraction of it, and the class that got the work pays for all of it. Since
+    every piece of work is its own round, no class waits for its turn to come round.
 
-    - A class with a positive balance has had less than its reserve: it goes first. Of several, the
-      one with the highest priority does.
-    - What a class without requests cannot keep is lent: the highest priority that has room for it
-      earns it. What was lent is taken back at once: the next request of its owner finds a positive
-      balance.
-    - If no class that has requests has a positive balance, the highest priority gets the next piece
-      of work and does not pay for it.
-    - A class without requests keeps at most `BURST_S`: an idle hour gives no right to a busy one.
-    - Work that was given out when nothing else waited deprived nobody: it is not paid for, and all
-      have `BURST_S` after it. What a class did on an idle engine does not count against it later.
+    - A class with a positive balance has had less than its reserve, and goes first. Among several,
+      the one with the highest priority goes first.
+    - A class without requests keeps at most `BURST_S`: an idle hour gives no right to a busy hour.
+      What it earns beyond that is lent to the class of the highest priority that has room for it. The
+      owner's next request finds a positive balance, so a loan costs it nothing.
+    - If no class that has requests has a positive balance, the class of the highest priority gets the
+      next piece of work and does not pay for it.
+    - Work that was given out while nothing else waited is not paid for: nobody lost by it. All balances
+      are `BURST_S` after it.
 
-    While a class has requests it gets its fraction of any stretch of work, short of one piece of
-    its own work and of what other classes had kept.
+    While a class has requests it gets its fraction of any stretch of work, less one piece of its own
+    work and less what other classes had saved.
     """
 
     def __init__(self, classes: Sequence[QosClass]) -> None:
@@ -40,7 +38,7 @@ class DeficitShares:
         self.update(classes)
 
     def update(self, classes: Sequence[QosClass]) -> None:
-        """Use other classes from now on; balances of those that stay are kept."""
+        """Use other classes from now on. Classes that stay keep their balances."""
         kept = self._balances
         self._classes = sorted(classes, key=lambda one: -one.priority)
         self._balances = {one.name: kept.get(one.name, 0.0) for one in classes}
@@ -50,7 +48,11 @@ class DeficitShares:
         return self._balances[name]
 
     def choose(self, waiting: Collection[str]) -> str:
-        """The class to serve next, of those in `waiting`, which is not empty."""
+        """The class to serve next.
+
+        Args:
+            waiting: the classes that have requests; at least one.
+        """
         first = ""
         for one in self._classes:
             if one.name in waiting:
@@ -60,10 +62,10 @@ class DeficitShares:
         return first
 
     def charge(self, name: str, cost_s: float, waiting: Collection[str]) -> Mapping[str, float]:
-        """Account for work given to `name`, which pays for it unless it is a loan.
+        """Book work that was given to class `name`.
 
         Args:
-            waiting: the classes that have requests, apart from this one request.
+            waiting: the classes that have requests other than this one.
 
         Returns:
             What was booked on each class, for `refund`.
@@ -76,7 +78,7 @@ class DeficitShares:
         return {one: after - before[one] for one, after in self._balances.items()}
 
     def _paid(self, name: str, cost_s: float, waiting: Collection[str]) -> dict[str, float]:
-        """The balances after work for which others waited."""
+        """The balances after work while other requests waited."""
         after, spare_s = dict(self._balances), 0.0
         if after[name] > 0:
             after[name] -= cost_s
@@ -91,10 +93,10 @@ class DeficitShares:
         return after
 
     def refund(self, booked: Mapping[str, float]) -> None:
-        """Take back exactly what `charge` booked: the work was not done.
+        """Take back exactly what `charge` booked, because the work was not done.
 
-        A class whose balance was full earned nothing, and must lose nothing here: a request that is
-        tried and put back in every step would drain it.
+        Exactly, because a class whose balance was full earned nothing and must lose nothing. Otherwise
+        a request that is tried and put back in every step would drain it.
         """
         for name, earned_s in booked.items():
             self._balances[name] -= earned_s

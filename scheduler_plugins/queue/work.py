@@ -13,17 +13,17 @@ WINDOW_S = 30.0
 
 
 def bucket_of(cost_s: float) -> int:
-    """Bucket of a cost: two to every factor of 2, from 0.1 ms to about 70 s."""
+    """Bucket of a cost. There are two buckets per factor of 2, from 0.1 ms to about 70 s."""
     if cost_s <= _SMALLEST_S:
         return 0
     return min(BUCKETS - 1, 1 + int(_PER_OCTAVE * log2(cost_s / _SMALLEST_S)))
 
 
-class WorkByCost:
+class WorkHistogram:
     """Seconds of work by the cost of the request that brings it.
 
-    This is what admission needs: a policy that serves short requests first makes a request wait for
-    the shorter ones only, those that wait and those that come meanwhile.
+    Admission needs this. With a policy that serves short requests first, a request waits only for
+    shorter ones: those that wait now, and those that come meanwhile.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class WorkByCost:
         return tuple([work if work > 0.0 else 0.0 for work in self._waiting])
 
     def add(self, bucket: int, cost_s: float) -> None:
-        """Count work in a bucket; what leaves it is negative."""
+        """Add waiting work to a bucket. Work that leaves is negative."""
         self._waiting[bucket] += cost_s
 
     def arrive(self, bucket: int, cost_s: float, now_s: float) -> None:
-        """Count a new request into the rates."""
+        """Count a new request in the arrival rates."""
         self._age(now_s)
         self._arrived[bucket] += cost_s
 
     def arriving(self, now_s: float) -> tuple[float, ...]:
-        """Seconds of work that come per second, in each bucket, averaged exponentially."""
+        """Seconds of work that arrive per second in each bucket, as an exponential average."""
         self._age(now_s)
         return tuple([work / WINDOW_S for work in self._arrived])
 

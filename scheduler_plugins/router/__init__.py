@@ -2,7 +2,7 @@
 """The prefill/decode router: one OpenAI API in front of prefill and decode engines.
 
 In reading order: `config` (every setting), `engines` (one engine as the router knows it), `pool` (all
-of them, and the tasks that watch them), `policy` (which of them is next), `body` (what each side is
-sent), `answers` (what the client is), `exchange` (one request to one engine, watched), `prefill` (the
-prefill side of an attempt), `proxy` (one client request's life), `app` (the routes), `metrics`.
+engines, and the tasks that watch them), `policy` (which engine is next), `body` (what each side is
+sent), `answers` (what the client is sent), `exchange` (one request to one engine, watched), `prefill`
+(the prefill side of an attempt), `proxy` (one client request's life), `app` (the endpoints), `metrics`.
 """

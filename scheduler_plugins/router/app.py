@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes, and what becomes of every error on the way."""
+"""The HTTP endpoints, and what becomes of every error on the way."""
 
 import asyncio
 import json
@@ -22,9 +22,14 @@ from scheduler_plugins.router.answers import (
 )
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import Role
-from scheduler_plugins.router.exchange import Call, EngineFailedError, Patience, exchange
+from scheduler_plugins.router.exchange import (
+    EngineCall,
+    EngineFailedError,
+    ResponseTimeouts,
+    exchange,
+)
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policy import Policy, RoundRobin
+from scheduler_plugins.router.policy import RoundRobin, RouterPolicy
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientGoneError, ClientRequest, Shared, UnavailableError
 
@@ -67,7 +72,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     )
     async with session:
         pool = EnginePool(config, session, app[METRICS])
-        policies: dict[Role, Policy] = {role: RoundRobin() for role in Role}
+        policies: dict[Role, RouterPolicy] = {role: RoundRobin() for role in Role}
         app[SHARED] = Shared(config, pool, session, app[METRICS], policies)
         try:
             await pool.start()
@@ -96,7 +101,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Both completion routes."""
+    """Both completion endpoints."""
     known = request.app[METRICS]
     outcome = "internal_error"
     known.in_flight.inc()
@@ -164,19 +169,19 @@ async def models(request: web.Request) -> web.StreamResponse:
     shared = request.app[SHARED]
     config = shared.config
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    call = Call("GET", MODELS, headers_to_engine(request.headers.items(), request_id))
-    patience = Patience(config.probe_timeout_s, config.idle_timeout_s)
+    call = EngineCall("GET", MODELS, headers_to_engine(request.headers.items(), request_id))
+    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
     failed: dict[str, str] = {}
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
         try:
-            async with exchange(shared.session, engine, call, patience, config) as answer:
+            async with exchange(shared.session, engine, call, timeouts, config) as answer:
                 if answer.status >= 500:
                     raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
                 content = await answer.read_all()
                 returned = headers_to_client(answer.headers, request_id)
                 return web.Response(status=answer.status, headers=returned, body=content)
         except EngineFailedError as failure:
-            shared.pool.blame(engine, failure)
+            shared.pool.report_failure(engine, failure)
             failed[engine.url] = str(failure)
     engines = [
         {"url": e.url, "role": str(e.role), "reason": failed.get(e.url, e.reason)}

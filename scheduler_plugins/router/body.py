@@ -4,8 +4,15 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from pd_connector.protocol.params import (
+    ProducerAddress,
+    decode_params,
+    describe_params,
+    parse_address,
+    prefill_params,
+)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -36,19 +43,7 @@ class BadRequestError(ValueError):
         self.param = param
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a prefill engine hands over KV, as it describes itself; `ranks` and `tp_size` are for
-    the decode engine, and passed on as they are."""
-
-    engine_id: str
-    host: str
-    port: int
-    ranks: tuple[Any, ...] = ()
-    tp_size: int = 1
-
-
-def parse(raw: bytes, route: str) -> dict[str, Any]:
+def parse(raw: bytes, path: str) -> dict[str, Any]:
     """Decode a request body and check the fields that the router acts on.
 
     Raises:
@@ -63,7 +58,7 @@ def parse(raw: bytes, route: str) -> dict[str, Any]:
         raise BadRequestError(f"the request body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequestError(f"the request body is {_kind(body)}: must be a JSON object")
-    if route == CHAT:
+    if path == CHAT:
         _check(body, "messages", "a list of messages", isinstance(body.get("messages"), list))
     else:
         prompt = body.get("prompt")
@@ -84,7 +79,7 @@ def encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def why_alone(body: Mapping[str, Any]) -> str | None:
+def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     """Why one transfer id cannot name this request's KV, as a metric label; None if it can."""
     for name in ("n", "best_of"):
         if (body.get(name) or 1) > 1:
@@ -111,63 +106,36 @@ def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
     copy["max_tokens"] = 1
     if "max_completion_tokens" in body:
         copy["max_completion_tokens"] = 1
-    copy["kv_transfer_params"] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": transfer,
-    }
+    copy["kv_transfer_params"] = prefill_params(transfer)
     return copy
 
 
-def decode_copy(body: Mapping[str, Any], address: Address, transfer: str) -> dict[str, Any]:
-    """The client's request, its prompt's KV to be had from `address` under the id `transfer`."""
-    return {
-        **body,
-        "kv_transfer_params": {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_request_id": transfer,
-            "remote_engine_id": address.engine_id,
-            "remote_host": address.host,
-            "remote_port": address.port,
-            "remote_ranks": list(address.ranks),
-            "tp_size": address.tp_size,
-            "remote_block_ids": None,  # prefill may not have begun: open the transfer and wait
-        },
-    }
+def decode_copy(body: Mapping[str, Any], address: ProducerAddress, transfer: str) -> dict[str, Any]:
+    """The client's request. Its prompt's KV comes from `address` under the id `transfer`."""
+    return {**body, "kv_transfer_params": decode_params(address, transfer)}
 
 
-def alone(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's request for one engine; a client's own transfer parameters are not trusted."""
+def single_engine_copy(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's request for one engine, without a transfer.
+
+    A client's own transfer parameters are not trusted: they are dropped.
+    """
     return {name: value for name, value in body.items() if name != "kv_transfer_params"}
 
 
 def probe(model: str) -> dict[str, Any]:
-    """The question to which a prefill engine answers with its address; it leases nothing."""
+    """A request that a prefill engine answers with its address. It leases nothing."""
     return {
         "model": model,
         "prompt": "a",
         "max_tokens": 1,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "describe": True,
-        },
+        "kv_transfer_params": describe_params(),
     }
 
 
-def address_in(answer: object) -> Address | None:
+def address_in(answer: object) -> ProducerAddress | None:
     """The address in a prefill engine's answer, None if it carries none."""
-    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
-    if not isinstance(params, dict):
-        return None
-    engine_id, host, port = (params.get(f"remote_{name}") for name in ("engine_id", "host", "port"))
-    if not isinstance(engine_id, str) or not isinstance(host, str) or type(port) is not int:
-        return None
-    ranks, tp_size = params.get("remote_ranks"), params.get("tp_size")
-    if not isinstance(ranks, list) or type(tp_size) is not int:
-        return Address(engine_id, host, port)
-    return Address(engine_id, host, port, tuple(ranks), tp_size)
+    return parse_address(answer.get("kv_transfer_params")) if isinstance(answer, dict) else None
 
 
 def _check(body: Mapping[str, Any], name: str, wanted: str, right: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from scheduler_plugins.router.body import Address
+from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.router.metrics import Metrics
 
 
@@ -19,7 +19,7 @@ class Role(StrEnum):
 
 
 @dataclass(eq=False)
-class Engine:
+class BackendEngine:
     """One engine as the router knows it. Changed on the event loop only."""
 
     url: str
@@ -29,7 +29,7 @@ class Engine:
     """Whether it gets requests."""
     reason: str = "not checked yet"
     """Why it is not up, or why it has no address."""
-    address: Address | None = None
+    address: ProducerAddress | None = None
     """Where it hands over KV; None on the decode side, and for an engine without our connector."""
     in_flight: int = 0
     """Requests open to it."""
@@ -64,7 +64,7 @@ class Engine:
         self._report()
         return was_up
 
-    def set_address(self, address: Address | None, reason: str = "") -> None:
+    def set_address(self, address: ProducerAddress | None, reason: str = "") -> None:
         self.address, self.reason = address, reason
         self._report()
 

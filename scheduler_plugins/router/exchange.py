@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import Engine
+from scheduler_plugins.router.engines import BackendEngine
 
 EXCERPT_BYTES = 300
 
@@ -34,7 +34,7 @@ class UnreachableError(EngineFailedError):
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """What is sent to an engine."""
 
     method: str
@@ -44,8 +44,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long an engine may be silent, in seconds: before its first byte, and after it."""
+class ResponseTimeouts:
+    """How long an engine may be silent before its first byte and after it, in seconds."""
 
     first_byte_s: float
     idle_s: float
@@ -54,11 +54,13 @@ class Patience:
 class Exchange:
     """An engine's answer, read chunk by chunk."""
 
-    def __init__(self, engine: Engine, patience: Patience, config: RouterConfig) -> None:
+    def __init__(
+        self, engine: BackendEngine, timeouts: ResponseTimeouts, config: RouterConfig
+    ) -> None:
         self.engine = engine
         self.begun = False
         """Whether a byte of the answer's body has arrived."""
-        self._patience = patience
+        self._timeouts = timeouts
         self._config = config
         self._response: aiohttp.ClientResponse | None = None
         self._waiting_since: float | None = asyncio.get_running_loop().time()
@@ -100,7 +102,7 @@ class Exchange:
         if self._waiting_since is None:
             return None
         silent_s = now - self._waiting_since
-        limit_s = self._patience.idle_s if self.begun else self._patience.first_byte_s
+        limit_s = self._timeouts.idle_s if self.begun else self._timeouts.first_byte_s
         if silent_s >= limit_s:
             which = "idle_timeout" if self.begun else "first_byte_timeout"
             return EngineFailedError(which, f"silent for {silent_s:.1f} s (limit {limit_s:g} s)")
@@ -108,7 +110,7 @@ class Exchange:
             return EngineFailedError("unhealthy", self.engine.reason)
         return None
 
-    async def _open(self, session: aiohttp.ClientSession, call: Call) -> None:
+    async def _open(self, session: aiohttp.ClientSession, call: EngineCall) -> None:
         try:
             self._response = await session.request(
                 call.method,
@@ -134,22 +136,22 @@ class Exchange:
 @asynccontextmanager
 async def exchange(
     session: aiohttp.ClientSession,
-    engine: Engine,
-    call: Call,
-    patience: Patience,
+    engine: BackendEngine,
+    call: EngineCall,
+    timeouts: ResponseTimeouts,
     config: RouterConfig,
     give_up: Callable[[float], EngineFailedError | None] = lambda now: None,
 ) -> AsyncIterator[Exchange]:
     """Send `call` to `engine` and hand out its answer; leaving closes the connection.
 
-    While the engine is silent its health and the limits in `patience` are looked at every
+    While the engine is silent its health and the limits in `timeouts` are looked at every
     `config.look_s`, and `give_up` is asked until the first byte.
 
     Raises:
         EngineFailedError: from anywhere in the body, once the engine is given up.
     """
     loop = asyncio.get_running_loop()
-    open_exchange = Exchange(engine, patience, config)
+    open_exchange = Exchange(engine, timeouts, config)
     failure: EngineFailedError | None = None
     timer: asyncio.TimerHandle
 

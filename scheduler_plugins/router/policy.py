@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine serves next. Pure decisions: no clock, no I/O."""
+"""Which engine serves next. A policy decides without a clock and without I/O."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 
-class Policy(ABC):
+class RouterPolicy(ABC):
     """Chooses among engines that could serve. One object per side, asked once per attempt."""
 
     @abstractmethod
@@ -30,7 +30,7 @@ class Policy(ABC):
         """
 
 
-class RoundRobin(Policy):
+class RoundRobin(RouterPolicy):
     """The engine whose turn is longest ago; engines never chosen come first, in the order given."""
 
     def __init__(self) -> None:

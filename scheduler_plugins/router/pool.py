@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import Engine, Role
+from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EXCERPT_BYTES,
-    Call,
+    EngineCall,
     EngineFailedError,
     UnreachableError,
     failure_of,
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 class _Watch:
     """What the watching task of one engine remembers."""
 
-    engine: Engine
+    engine: BackendEngine
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     checked: asyncio.Event = field(default_factory=asyncio.Event)
     misses: int = 0
@@ -46,14 +47,14 @@ class EnginePool:
         self._config = config
         self._session = session
         self._watches = [
-            _Watch(Engine(url, role, metrics))
+            _Watch(BackendEngine(url, role, metrics))
             for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
             for url in urls
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[BackendEngine]:
         return [watch.engine for watch in self._watches]
 
     async def start(self) -> None:
@@ -70,17 +71,17 @@ class EnginePool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def up(self, role: Role, besides: Collection[Engine] = ()) -> list[Engine]:
+    def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
         """Engines of one side that may get a request, without those in `besides`."""
         return [e for e in self.engines if e.role is role and e.up and e not in besides]
 
-    def blame(self, engine: Engine, failure: EngineFailedError) -> None:
-        """A request failed: one that cannot be reached is down at once, any other is checked now."""
+    def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
         if isinstance(failure, UnreachableError):
             self._set_down(engine, str(failure), refusing=failure.refused)
         self._watch_of(engine).wake.set()
 
-    def confirm(self, engine: Engine, seen: body.Address | None) -> None:
+    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
         """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
         if seen is not None and engine.address is not None and seen != engine.address:
             logger.warning("%s changed its address: probing it again", engine.url)
@@ -89,7 +90,7 @@ class EnginePool:
             watch.probe_at = 0.0
             watch.wake.set()
 
-    def _watch_of(self, engine: Engine) -> _Watch:
+    def _watch_of(self, engine: BackendEngine) -> _Watch:
         return next(watch for watch in self._watches if watch.engine is engine)
 
     async def _run(self, watch: _Watch) -> None:
@@ -108,7 +109,7 @@ class EnginePool:
     async def _check(self, watch: _Watch) -> None:
         engine = watch.engine
         try:
-            await self._ask(engine, Call("GET", "/health", {}), self._config.health_timeout_s)
+            await self._ask(engine, EngineCall("GET", "/health", {}), self._config.health_timeout_s)
         except EngineFailedError as failure:
             # A busy engine may be late once; one that refuses, resets or says 503 is not busy.
             late = failure.cause == "timeout"
@@ -141,9 +142,9 @@ class EnginePool:
         limit_s = self._config.probe_timeout_s
         try:
             model = _first_model(
-                await self._ask(engine, Call("GET", "/v1/models", headers), limit_s)
+                await self._ask(engine, EngineCall("GET", "/v1/models", headers), limit_s)
             )
-            question = Call("POST", body.COMPLETIONS, headers, body.encode(body.probe(model)))
+            question = EngineCall("POST", body.COMPLETIONS, headers, body.encode(body.probe(model)))
             address = body.address_in(_decoded(await self._ask(engine, question, limit_s)))
             reason = "" if address else "its answer to the probe has no address: not our connector"
         except EngineFailedError as failure:
@@ -159,7 +160,7 @@ class EnginePool:
                 "%s (prefill) hands over KV at %s:%d", engine.url, address.host, address.port
             )
 
-    async def _ask(self, engine: Engine, call: Call, limit_s: float) -> bytes:
+    async def _ask(self, engine: BackendEngine, call: EngineCall, limit_s: float) -> bytes:
         """The body of an engine's answer 200. Raises EngineFailedError for anything else."""
         try:
             async with (
@@ -180,7 +181,7 @@ class EnginePool:
             )
         return raw
 
-    def _set_down(self, engine: Engine, reason: str, *, refusing: bool) -> None:
+    def _set_down(self, engine: BackendEngine, reason: str, *, refusing: bool) -> None:
         now = asyncio.get_running_loop().time()
         if engine.set_down(now, reason, refusing=refusing):
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)

@@ -10,8 +10,14 @@ import aiohttp
 
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import Engine
-from scheduler_plugins.router.exchange import Call, EngineFailedError, Patience, excerpt, exchange
+from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.exchange import (
+    EngineCall,
+    EngineFailedError,
+    ResponseTimeouts,
+    excerpt,
+    exchange,
+)
 from scheduler_plugins.router.pool import EnginePool
 
 logger = logging.getLogger(__name__)
@@ -26,8 +32,8 @@ class PrefillCopy:
 
     def __init__(
         self,
-        engine: Engine,
-        call: Call,
+        engine: BackendEngine,
+        call: EngineCall,
         pool: EnginePool,
         session: aiohttp.ClientSession,
         config: RouterConfig,
@@ -70,7 +76,7 @@ class PrefillCopy:
             await self._send()
         except EngineFailedError as failure:
             self._fail(failure)
-            self._pool.blame(self.engine, failure)
+            self._pool.report_failure(self.engine, failure)
         except Exception as error:
             logger.exception("the prefill copy to %s failed", self.engine.url)
             self._fail(EngineFailedError("internal", repr(error)))
@@ -78,9 +84,9 @@ class PrefillCopy:
     async def _send(self) -> None:
         # The decode side's limits end this block, so the copy needs none of its own but liveness.
         limit_s = self._config.answer_timeout_s
-        patience = Patience(limit_s, self._config.idle_timeout_s)
+        timeouts = ResponseTimeouts(limit_s, self._config.idle_timeout_s)
         async with exchange(
-            self._session, self.engine, self._call, patience, self._config
+            self._session, self.engine, self._call, timeouts, self._config
         ) as answer:
             if answer.status != 200:
                 said = await excerpt(answer)

@@ -22,17 +22,17 @@ from scheduler_plugins.router.answers import (
     headers_to_client,
 )
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import Engine, Role
+from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
-    Call,
+    EngineCall,
     EngineFailedError,
     Exchange,
-    Patience,
+    ResponseTimeouts,
     excerpt,
     exchange,
 )
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policy import Policy
+from scheduler_plugins.router.policy import RouterPolicy
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 
@@ -54,21 +54,21 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Shared:
-    """What all requests of one router have in common."""
+    """What all requests of one router share."""
 
     config: RouterConfig
     pool: EnginePool
     session: aiohttp.ClientSession
     metrics: Metrics
-    policies: dict[Role, Policy]
+    policies: dict[Role, RouterPolicy]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One attempt: who answers the client, and who prefills for it."""
+class Attempt:
+    """Who answers the client, and who prefills for it."""
 
-    answering: Engine
-    prefill: Engine | None
+    answering: BackendEngine
+    prefill: BackendEngine | None
     cause: str
     """Why there is no prefill engine; empty if there is one."""
 
@@ -98,10 +98,10 @@ class ClientRequest:
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
         self._response: web.StreamResponse | None = None
-        self._failed: dict[Engine, str] = {}
-        self._no_prefill: set[Engine] = set()
+        self._failed: dict[BackendEngine, str] = {}
+        self._no_prefill: set[BackendEngine] = set()
         self._accepted = 0
-        self._alone = body.why_alone(parsed)
+        self._single_cause = body.why_not_disaggregated(parsed)
 
     @property
     def begun(self) -> bool:
@@ -115,23 +115,26 @@ class ClientRequest:
             UnavailableError: no engine could, and nothing has been sent.
             ClientGoneError: there is nobody to answer any more.
         """
-        while (plan := self._plan()) is not None:
-            self._shared.metrics.flows.labels(plan.flow, plan.cause).inc()
+        while (attempt := self._next_attempt()) is not None:
+            self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
-                return await self._attempt(plan)
+                return await self._try(attempt)
             except EngineFailedError as failure:
                 logger.warning(
                     "request %s: %s (%s) failed: %s",
-                    *(self._request_id, plan.answering.url, plan.answering.role, failure),
+                    self._request_id,
+                    attempt.answering.url,
+                    attempt.answering.role,
+                    failure,
                 )
                 if not isinstance(failure, PrefillRefusedError):
-                    self._shared.pool.blame(plan.answering, failure)
+                    self._shared.pool.report_failure(attempt.answering, failure)
                 if self._response is not None:
-                    return await self._interrupt(self._response, plan.answering, failure)
-                self._note(plan, failure)
+                    return await self._interrupt(self._response, attempt.answering, failure)
+                self._note(attempt, failure)
         raise UnavailableError(self._reasons())
 
-    def _plan(self) -> Plan | None:
+    def _next_attempt(self) -> Attempt | None:
         if self._accepted >= self._config.attempts:
             return None
         pool, policies = self._shared.pool, self._shared.policies
@@ -140,41 +143,43 @@ class ClientRequest:
         if not decode:
             if not prefill:
                 return None
-            return Plan(policies[Role.PREFILL].choose(prefill), None, "no_decode")
+            return Attempt(policies[Role.PREFILL].choose(prefill), None, "no_decode")
         answering = policies[Role.DECODE].choose(decode)
-        if self._alone is not None:
-            return Plan(answering, None, self._alone)
+        if self._single_cause is not None:
+            return Attempt(answering, None, self._single_cause)
         able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
         if able:
-            return Plan(answering, policies[Role.PREFILL].choose(able), "")
-        return Plan(answering, None, "no_address" if prefill else "no_prefill")
+            return Attempt(answering, policies[Role.PREFILL].choose(able), "")
+        return Attempt(answering, None, "no_address" if prefill else "no_prefill")
 
-    def _note(self, plan: Plan, failure: EngineFailedError) -> None:
+    def _note(self, attempt: Attempt, failure: EngineFailedError) -> None:
         self._shared.metrics.retries.labels(failure.cause).inc()
         if isinstance(failure, PrefillRefusedError):
-            self._alone = failure.cause
+            self._single_cause = failure.cause
             return
-        self._failed[plan.answering] = str(failure)
+        self._failed[attempt.answering] = str(failure)
         self._accepted += failure.accepted
 
-    async def _attempt(self, plan: Plan) -> tuple[web.StreamResponse, str]:
-        if plan.prefill is None or plan.prefill.address is None:
-            call = self._call(body.alone(self._body))
-            async with self._answer(plan.answering, call, None) as answer:
-                return await self._pass_on(answer, plan)
+    async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+        if attempt.prefill is None or attempt.prefill.address is None:
+            call = self._call(body.single_engine_copy(self._body))
+            async with self._answer(attempt.answering, call, None) as answer:
+                return await self._pass_on(answer, attempt)
         transfer = uuid.uuid4().hex
-        call = self._call(body.decode_copy(self._body, plan.prefill.address, transfer))
+        call = self._call(body.decode_copy(self._body, attempt.prefill.address, transfer))
         shared = self._shared
         copy = PrefillCopy(
-            plan.prefill,
+            attempt.prefill,
             self._call(body.prefill_copy(self._body, transfer)),
-            *(shared.pool, shared.session, shared.config),
+            shared.pool,
+            shared.session,
+            shared.config,
         )
         client_error = False
         try:
-            async with copy, self._answer(plan.answering, call, copy) as answer:
+            async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, plan)
+                return await self._pass_on(answer, attempt)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
@@ -182,33 +187,35 @@ class ClientRequest:
                 shared.metrics.prefill_failures.labels(copy.failure.cause).inc()
                 logger.warning(
                     "request %s: prefill on %s failed: %s",
-                    *(self._request_id, copy.engine.url, copy.failure),
+                    self._request_id,
+                    copy.engine.url,
+                    copy.failure,
                 )
 
-    def _call(self, content: dict[str, Any]) -> Call:
-        return Call("POST", self._request.path, self._headers, body.encode(content))
+    def _call(self, content: dict[str, Any]) -> EngineCall:
+        return EngineCall("POST", self._request.path, self._headers, body.encode(content))
 
     @asynccontextmanager
     async def _answer(
-        self, engine: Engine, call: Call, copy: PrefillCopy | None
+        self, engine: BackendEngine, call: EngineCall, copy: PrefillCopy | None
     ) -> AsyncIterator[Exchange]:
         """The engine's answer, once it is one that the client should see."""
         config = self._config
         first_byte_s = config.first_byte_timeout_s if self._streams else config.answer_timeout_s
-        patience = Patience(first_byte_s, config.idle_timeout_s)
+        timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
         give_up = copy.refused if copy is not None else _never
         async with exchange(
-            self._shared.session, engine, call, patience, config, give_up
+            self._shared.session, engine, call, timeouts, config, give_up
         ) as answer:
             if answer.status >= 500:
                 said = await excerpt(answer)
                 raise EngineFailedError(f"status_{answer.status}", f"{answer.status}: {said}")
             yield answer
 
-    async def _pass_on(self, answer: Exchange, plan: Plan) -> tuple[web.StreamResponse, str]:
+    async def _pass_on(self, answer: Exchange, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, plan), "ok"
+            return await self._stream(answer, attempt), "ok"
         # Held until it is whole: should the engine die halfway, another one can still answer.
         content = await answer.read_all()
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
@@ -218,7 +225,7 @@ class ClientRequest:
         await self._finish(response)
         return response, "ok" if answer.status < 400 else "client_error"
 
-    async def _stream(self, answer: Exchange, plan: Plan) -> web.StreamResponse:
+    async def _stream(self, answer: Exchange, attempt: Attempt) -> web.StreamResponse:
         cutter = EventCutter()
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while chunk := await answer.read():
@@ -226,7 +233,7 @@ class ClientRequest:
                 if self._response is None:
                     await self._begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
-                    self._shared.metrics.first_token_s.labels(plan.flow).observe(first_s)
+                    self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
                 await self._write(response, events)
         rest = cutter.rest()
         if not cutter.finished:
@@ -241,7 +248,7 @@ class ClientRequest:
         return headers_to_client(answer.headers, self._request_id)
 
     async def _interrupt(
-        self, response: web.StreamResponse, engine: Engine, failure: EngineFailedError
+        self, response: web.StreamResponse, engine: BackendEngine, failure: EngineFailedError
     ) -> tuple[web.StreamResponse, str]:
         """End a stream whose beginning the client has: say so, and close the connection."""
         message = f"the stream broke off: {engine.url} ({engine.role}): {failure}"

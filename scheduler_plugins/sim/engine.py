@@ -21,7 +21,7 @@ class Served:
 
     request: Waiting
     cached_tokens: int = 0
-    """What the cache spared when it was first started."""
+    """Prompt tokens found in the cache when it was first started."""
     start_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
@@ -41,7 +41,7 @@ class Served:
         return (self.end_s - self.first_token_s) / (self.request.max_tokens - 1)
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A part of a prompt that is computed in one step."""
 
     record: Served
@@ -49,10 +49,10 @@ class Chunk(NamedTuple):
     stop: int
 
 
-class Step(NamedTuple):
+class SimulatedStep(NamedTuple):
     """What was computed together."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[PrefillChunk]
     load: StepLoad
     start_s: float
     end_s: float
@@ -74,19 +74,19 @@ class _Prefill:
         return self.request.tokens - self.done
 
 
-class Engine:
-    """Puts steps together as vLLM does with our scheduler: prefills under way go on first, then
-    requests are taken from the queue until the step has as many tokens as it may
-    (`truth.chunk_tokens`; 0: each step is one whole prompt). Of the former as much is left that
-    those that go before them have room (`WaitingQueue.tokens_before`), half a step at most.
+class SimulatedEngine:
+    """Puts steps together as vLLM does with our scheduler.
 
-    Between two steps a prefill may be preempted for a class that is owed (`Turns.should_yield`).
-    Blocks can be read from the cache by what is put into a step after them. `truth` is how long
-    things really take; what the queue believes is its own affair.
+    Prefills under way go on first; then requests are taken from the queue until the step has
+    `truth.chunk_tokens` tokens (0: each step is one whole prompt). The prefills leave room for requests
+    that overtake them (`WaitingQueue.tokens_before`), half a step at most. Between two steps a prefill
+    may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read from the
+    cache by whatever enters a step after they were stored. `truth` says how long steps really take; the
+    queue has a cost model of its own.
     """
 
     def __init__(
-        self, queue: WaitingQueue, cache: LruBlocks, truth: CostModel, *, block_tokens: int
+        self, queue: WaitingQueue, cache: LruBlocks, truth: CostModel, *, page_size: int
     ) -> None:
         """An idle engine. `queue` was made with `cache.hashes`; the cache's notifications are
         connected to it here.
@@ -95,7 +95,7 @@ class Engine:
         self.decode = DecodeStage(truth)
         self._cache = cache
         self._truth = truth
-        self._block_tokens = block_tokens
+        self._page_size = page_size
         self._served: dict[str, Served] = {}
         self._running: list[_Prefill] = []
         self.admit: Callable[[Waiting, float], bool] = _everything
@@ -104,7 +104,7 @@ class Engine:
         """Told when a prefill has ended."""
         self.on_end: Callable[[Served], None] = _ignore
         """Told when the last token was generated."""
-        self.on_step: Callable[[Step], None] = _ignore_step
+        self.on_step: Callable[[SimulatedStep], None] = _ignore_step
         """Told of every step."""
         cache.on_added, cache.on_removed = queue.added, queue.removed
 
@@ -145,15 +145,15 @@ class Engine:
         if self.admit(request, busy_s):
             self.queue.add(request)
 
-    def _step(self, now_s: float) -> Step | None:
+    def _step(self, now_s: float) -> SimulatedStep | None:
         """The next step; None if nothing can be computed."""
-        running, alone = self._running, self.queue.policy.alone
+        running, own_batch = self._running, self.queue.policy.wants_own_batch
         self.queue.begin_scan(
-            full=any(alone(one.request) for one in running),
+            full=any(own_batch(one.request) for one in running),
             prefilling=[one.request.id for one in running],
         )
         self._give_way()
-        chunks = list[Chunk]()
+        chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         before = self._before(budget)
         for one in running:
@@ -164,7 +164,7 @@ class Engine:
         if not chunks:
             return None
         load = StepLoad.of([(one.first, one.stop) for one in chunks])
-        step = Step(chunks, load, now_s, now_s + self._truth.step_s(load))
+        step = SimulatedStep(chunks, load, now_s, now_s + self._truth.step_s(load))
         self.on_step(step)
         return step
 
@@ -175,14 +175,14 @@ class Engine:
         first = min(self._running, key=lambda one: one.left)
         return self.queue.tokens_before(first.request, first.done, budget // MOST_SHARED)
 
-    def _compute(self, one: _Prefill, budget: int, chunks: list[Chunk]) -> int:
+    def _compute(self, one: _Prefill, budget: int, chunks: list[PrefillChunk]) -> int:
         """Put as much of a prefill into the step as there is room for; returns the tokens."""
         tokens = min(one.left, budget) if self._truth.chunk_tokens else one.left
         if tokens <= 0:
             return 0
-        chunks.append(Chunk(one.record, one.done, one.done + tokens))
+        chunks.append(PrefillChunk(one.record, one.done, one.done + tokens))
         one.done += tokens
-        self._cache.store(one.request.block_hashes[: one.done // self._block_tokens])
+        self._cache.store(one.request.block_hashes[: one.done // self._page_size])
         return tokens
 
     def _start(self, now_s: float) -> _Prefill | None:
@@ -190,8 +190,8 @@ class Engine:
             return None
         record = self._served[self.queue.pop().id]
         request = record.request
-        usable = min(len(request.block_hashes), (request.tokens - 1) // self._block_tokens)
-        cached = self._cache.prefix(request.block_hashes, usable) * self._block_tokens
+        usable = min(len(request.block_hashes), (request.tokens - 1) // self._page_size)
+        cached = self._cache.prefix(request.block_hashes, usable) * self._page_size
         if record.start_s is None:
             record.start_s, record.cached_tokens = now_s, cached
         return _Prefill(record, cached)
@@ -199,7 +199,7 @@ class Engine:
     def _give_way(self) -> None:
         """Preempt the prefill that was started last of those that should yield."""
         for one in reversed(self._running):
-            if self.queue.turns.should_yield(one.request.qos):
+            if self.queue.fair_share.should_yield(one.request.qos):
                 self._running.remove(one)
                 self.queue.prepend(one.request)
                 return
@@ -229,5 +229,5 @@ def _ignore(served: Served) -> None:
     pass
 
 
-def _ignore_step(step: Step) -> None:
+def _ignore_step(step: SimulatedStep) -> None:
     pass

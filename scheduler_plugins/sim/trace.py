@@ -12,7 +12,7 @@ import msgspec
 
 from scheduler_plugins.order.request import Waiting
 
-BLOCK_TOKENS = 512
+PAGE_SIZE = 512
 
 
 class TraceError(ValueError):
@@ -76,7 +76,7 @@ def _request(n: int, line: _Line) -> Waiting:
     return Waiting(
         id=str(n),
         tokens=max(1, line.input_length),
-        block_hashes=line.hash_ids[: line.input_length // BLOCK_TOKENS],
+        block_hashes=line.hash_ids[: line.input_length // PAGE_SIZE],
         arrival_s=line.timestamp / 1e3,
         max_tokens=max(1, line.output_length),
         priority=line.input_length,

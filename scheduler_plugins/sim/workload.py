@@ -17,7 +17,7 @@ def shared_profiles(
     posts: int = 50,
     profile_tokens: tuple[int, int] = (1100, 1700),
     post_tokens: int = 15,
-    block_tokens: int = 16,
+    page_size: int = 16,
 ) -> list[Waiting]:
     """PrefillOnly's recommendation workload: every post is judged with every user's profile before
     it, in one token. The paper's profiles have 11,000 to 17,000 tokens and its posts 150; a tenth
@@ -32,9 +32,9 @@ def shared_profiles(
         profile = random.randint(*profile_tokens)
         for post in range(posts):
             tokens = profile + post_tokens
-            shared = profile // block_tokens
+            shared = profile // page_size
             hashes: list[tuple[int, ...]] = [(user, n) for n in range(shared)]
-            hashes += [(user, n, post) for n in range(shared, tokens // block_tokens)]
+            hashes += [(user, n, post) for n in range(shared, tokens // page_size)]
             requests.append(
                 Waiting(
                     id=f"{user}-{post}",
@@ -56,7 +56,7 @@ def lengths(
     median_tokens: int = 800,
     sigma: float = 0.8,
     max_tokens: int = 1,
-    block_tokens: int = 16,
+    page_size: int = 16,
 ) -> list[Waiting]:
     """Prompts that share nothing, of log-normal length, all arriving at 0."""
     random = Random(seed)
@@ -69,7 +69,7 @@ def lengths(
             Waiting(
                 id=f"{seed}-{n}",
                 tokens=tokens,
-                block_hashes=range(first, first + tokens // block_tokens),
+                block_hashes=range(first, first + tokens // page_size),
                 arrival_s=0.0,
                 max_tokens=max_tokens,
             )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's prefix cache holds, as a container of hashes, and what has changed in it.
 
-Of several KV cache groups (hybrid models) the first with full attention counts, or the first that
-can be cached at all: its leading run of cached blocks is at least as long as vLLM's hit, which
-all groups have to agree on. With one group of full attention both are equal, except that vLLM drops
-the last block of a hit for EAGLE.
+Hybrid models have several KV cache groups. Only one is watched: the first with full attention, else the
+first that can be cached. Its leading run of cached blocks is at least as long as vLLM's hit, because
+vLLM's hit is what all groups have. With one group of full attention both are equal, except that vLLM
+drops the last block of a hit for EAGLE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Who wants to know of changes: `WaitingQueue`."""
+    """What `CacheView.tell` reports changes to: `WaitingQueue`."""
 
     def added(self, blocks: Iterable[BlockHash]) -> None: ...
 
@@ -35,10 +35,10 @@ class Listener(Protocol):
 
 
 class WatchedMap(BlockHashToBlockMap):
-    """vLLM's map from hash to block, which remembers what came and whether anything went.
+    """vLLM's map from hash to block; it also notes which hashes came and whether any was lost.
 
-    Everything that adds or evicts goes through `insert` and `pop`, so nothing is missed, and what
-    is cached twice and lost once is still there.
+    vLLM adds and evicts through `insert` and `pop` only, so nothing is missed. A hash that is cached
+    twice and evicted once is not lost.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class WatchedMap(BlockHashToBlockMap):
 
 
 class CacheView:
-    """The hashes that a request that starts now would find. `in` takes two look-ups of a dict."""
+    """The hashes that a request that starts now would find. `in` costs two dictionary look-ups."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         """Watch a manager's pool from now on. Nothing is cached yet."""
@@ -76,11 +76,11 @@ class CacheView:
         whole = [one for one in cacheable if isinstance(one.kv_cache_spec, FullAttentionSpec)]
         counted = next(iter(whole or cacheable), None)
         self.enabled = manager.enable_caching and counted is not None
-        self.block_tokens = counted.block_size if counted else manager.block_pool.hash_block_size
+        self.page_size = counted.block_size if counted else manager.block_pool.hash_block_size
         self.group = counted.kv_cache_group_id if counted else 0
         self._held: Mapping[str, Sequence[KVCacheBlock]] = counted.req_to_blocks if counted else {}
         self.pool: BlockPool = counted.block_pool if counted else manager.block_pool
-        self._scale = self.block_tokens // self.pool.hash_block_size
+        self._scale = self.page_size // self.pool.hash_block_size
         self._suffix = self.group.to_bytes(4, "big")
         self._map = WatchedMap()
         self._adopt()
@@ -102,11 +102,11 @@ class CacheView:
         return tuple(request.block_hashes[self._scale - 1 :: self._scale])
 
     def blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The blocks of the group that counts which a request holds, in the order of its prompt."""
+        """The blocks that a request holds in the watched group, in the order of its prompt."""
         return self._held.get(request_id, ())
 
     def block_hash(self, block: KVCacheBlock) -> BlockHash:
-        """The hash of a cached block of the group that counts, as `hashes` gives it."""
+        """The hash of a cached block of the watched group, as `hashes` gives it."""
         return bytes(block.block_hash[: -len(self._suffix)])
 
     def tell(self, listener: Listener) -> None:
@@ -123,7 +123,7 @@ class CacheView:
             listener.added([key[:-4] for key in gained if key.endswith(suffix) and key in watched])
 
     def _adopt(self) -> None:
-        """Put our map in the place of vLLM's. A reset of the cache has made a new one."""
+        """Replace vLLM's map by ours. A reset of the cache makes a new one of vLLM's."""
         watched = WatchedMap()
         watched.adopt(self.pool.cached_block_hash_to_block)
         self._map = self.pool.cached_block_hash_to_block = watched

@@ -119,7 +119,7 @@ def _is_mlp(module: nn.Module) -> bool:
     linears = [sizes for child in module.children() if (sizes := _sizes(child))]
     if len(linears) < 2 or not _takes_one(module.forward):
         return False
-    # What has further parts below its projections is not row by row for sure: attention, experts.
+    # A module with more parts below its projections (attention, experts) may mix rows.
     if any(list(child.children()) for child in module.children() if not _sizes(child)):
         return False
     if any(_mixes_rows(child) for child in module.children()):

@@ -56,9 +56,9 @@ class LiveSettings:
         return create(self._section.policy, self._section.lambda_)
 
     def changed(self) -> bool:
-        """Whether there is something new; looks at the file at most once a second.
+        """Whether the settings changed; looks at the file at most once a second.
 
-        A file that cannot be used is reported to the log, and what was read before holds.
+        A file that cannot be used is reported in the log, and the old settings stay.
         """
         if self._file is None or (now_s := time.monotonic()) < self._look_s:
             return False

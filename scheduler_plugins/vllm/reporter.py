@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the API server how loaded the engine is, and itself how long a request will take."""
+"""Posts the engine's load for the API servers, and notes the predicted TTFT of every request."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger("scheduler_plugins.vllm")
 
 
 class Reporter:
-    """Looks at the queue, the steps and the running requests; changes none of them."""
+    """Reads the queue, the steps and the running requests, and changes none of them."""
 
     def __init__(self, vllm_config: Any, queue: WaitingQueue, steps: StepTimer) -> None:
-        """Without a directory for its board the engine runs, and admission lets everything in."""
+        """If its board cannot be written, the engine runs, and admission admits everything."""
         self.ledger = Ledger()
         self._queue = queue
         self._steps = steps
@@ -47,17 +47,17 @@ class Reporter:
         self._predictor = Predictor(classes=by_name, by_cost=self._queue.policy.by_cost)
 
     def arrived(self, request: Waiting, running: Sequence[Request]) -> None:
-        """A request comes and is not in the queue yet: note what is to be expected of it."""
+        """A request comes, and is not in the queue yet. Note its predicted time to first token."""
         now_s = time.time()
-        qos = self._queue.turns.class_of(request.qos)
-        spared = self._queue.costing.spared_tokens(request)
+        qos = self._queue.fair_share.class_of(request.qos)
+        known = self._queue.estimator.known_tokens(request)
         report = self._report(running, now_s)
-        expected = self._predictor.predict(report, qos, request.tokens, spared)
+        expected = self._predictor.predict(report, qos, request.tokens, known)
         waited_s = max(0.0, now_s - request.arrival_s)
         self.ledger.arrived(request.id, qos, request.arrival_s, waited_s + expected.ttft_s)
 
     def publish(self, running: Sequence[Request], now_s: float, *, idle: bool) -> None:
-        """Post the load, if it is time, by a monotonic clock."""
+        """Post the load if a post is due. `now_s` is `time.monotonic()`."""
         if self._board is None or not self._board.due(now_s, idle=idle):
             return
         wall_s = time.time()

@@ -72,13 +72,13 @@ class PrefixAwareScheduler(AsyncScheduler):
                 setattr(self, name, MethodType(getattr(Scheduler, name), self))
         self._live = LiveSettings(self.vllm_config)
         self._cache = CacheView(self.kv_cache_manager)
-        self._block_tokens: int = self._cache.block_tokens
+        self._page_size: int = self._cache.page_size
         start = start_model(self.vllm_config)
         self._steps = StepTimer(OnlineFit(start=start, chunk_tokens=self.max_num_scheduled_tokens))
         self._order = WaitingQueue(
             self._live.policy(),
             self._cache,
-            block_tokens=self._block_tokens,
+            page_size=self._page_size,
             costs=self._steps.fit,
             classes=self._live.classes,
             max_overtaken=self._live.max_overtaken,
@@ -89,7 +89,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
-        self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._block_tokens)
+        self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._page_size)
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
         self._gave_way_to = ""
         self._untidy = False
@@ -107,7 +107,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             ids = [request.request_id for request in prefills]
             self.waiting.begin_scan(prefilling=ids)
             self._give_way(prefills)
-            if self._prefills_alone():
+            if self._prefills_own_batch():
                 self.waiting.begin_scan(full=True, prefilling=ids)
         else:
             self.waiting.begin_scan()
@@ -184,11 +184,11 @@ class PrefixAwareScheduler(AsyncScheduler):
         self.waiting.max_overtaken = self._live.max_overtaken
         self._reporter.use(self._live.classes)
 
-    def _prefills_alone(self) -> bool:
+    def _prefills_own_batch(self) -> bool:
         """Whether a request that wants a batch by itself is still being prefilled."""
         policy = self._order.policy
         return policy.splits_batches and any(
-            request.is_prefill_chunk and policy.alone(describe(request, self._cache))
+            request.is_prefill_chunk and policy.wants_own_batch(describe(request, self._cache))
             for request in self.running
         )
 
@@ -208,7 +208,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         ):
             return
         for request in reversed(prefills):
-            if not self._order.turns.should_yield(qos_of(request)):
+            if not self._order.fair_share.should_yield(qos_of(request)):
                 continue
             if self._fits_beside(head, request):
                 return
@@ -229,16 +229,16 @@ class PrefixAwareScheduler(AsyncScheduler):
             one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
             for one in self.running
         )
-        spared = self._order.costing.spared_tokens(describe(head, self._cache))
+        spared = self._order.estimator.known_tokens(describe(head, self._cache))
         room = self.max_num_scheduled_tokens - wanted
         full = len(self.running) >= self.max_num_active_reqs
-        small = left <= 2 * self._block_tokens and room > 0
+        small = left <= 2 * self._page_size and room > 0
         return not full and (small or head.num_tokens - spared <= room)
 
     def _most_blocks(self, tokens: int, requests: int) -> int:
         """Blocks that a step takes at most which computes so many tokens of so many requests, but for
         the KV that a connector loads."""
-        return tokens // self._block_tokens + requests * self._blocks_ahead
+        return tokens // self._page_size + requests * self._blocks_ahead
 
     def _note_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         now_s, ledger = time.time(), self._reporter.ledger
@@ -259,7 +259,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             request = self.requests[request_id]
             found = request.num_computed_tokens - sizes[request_id]
             if found > 0 and not is_loaded(request):
-                blocks = found // self._block_tokens
+                blocks = found // self._page_size
                 discard.found(self._cache.blocks(request_id), blocks)
         if self.connector is None and not output.preempted_req_ids:
             discard.took(self._most_blocks(output.total_num_scheduled_tokens, len(sizes)))

@@ -23,7 +23,7 @@ MOST_CUT = 4
 class StepShape:
     """Lowers two of vLLM's limits while it puts a step together.
 
-    - The budget of the step, for a class that is owed and may come (`Turns.expects_higher`).
+    - The budget of the step, for a class that is owed and may come (`FairShare.expects_higher`).
     - The tokens of each prefill that goes on, which vLLM schedules before anything that waits: so
       many are left that the requests before it (`WaitingQueue.tokens_before`) start in this step.
     """
@@ -59,10 +59,10 @@ class StepShape:
     def _step_tokens(self, most: int, prefills: Sequence[Request]) -> int:
         """Fewer than vLLM allows where a class that is owed may have to wait for the step, but not
         so few that its fixed cost counts."""
-        model = self._order.costing.model
+        model = self._order.estimator.model
         if not model.known:
             return most
-        if not self._order.turns.expects_higher(qos_of(one) for one in prefills):
+        if not self._order.fair_share.expects_higher(qos_of(one) for one in prefills):
             return most
         decoding = len(self._scheduler.running) - len(prefills)
         few = max(model.step_tokens(STEP_OVERHEAD), most // MOST_CUT)

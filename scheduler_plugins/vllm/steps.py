@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NOTHING = StepLoad(0, 0, 0, 0)
 _Step = tuple["SchedulerOutput", StepLoad, float]
-"""What was scheduled, what that computes, and when."""
+"""A scheduled step, what it computes, and when it was scheduled."""
 
 
 def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
@@ -43,9 +43,9 @@ def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoa
 class StepTimer:
     """Times steps from `schedule` to `update_from_output`, and teaches the cost model.
 
-    With async scheduling a step is scheduled while the one before it runs. It begins when that one
-    has ended, so that the time of two steps together is counted once; with pipeline parallelism
-    what is measured is the time between two steps' ends, which is what the queue's rate depends on.
+    With async scheduling a step is scheduled while the one before it runs. Its time is counted from the
+    end of that one, so that no time is counted twice. With pipeline parallelism the measured time is
+    that between the ends of two steps, which is what the queue's rate depends on.
     """
 
     def __init__(self, fit: OnlineFit) -> None:
@@ -60,19 +60,18 @@ class StepTimer:
 
     @property
     def prefilling_s(self) -> float:
-        """The same of those that prefill."""
+        """Predicted duration of those of them that prefill."""
         return sum(self.fit.model.step_s(load) for _, load, _ in self._open if load.tokens)
 
     def scheduled(
         self, output: SchedulerOutput, requests: Mapping[str, Request], now_s: float
     ) -> None:
-        """A step was put together, by a monotonic clock."""
+        """A step was scheduled. `now_s` is `time.monotonic()`."""
         if output.total_num_scheduled_tokens:
             self._open.append((output, load_of(output, requests), now_s))
 
     def ended(self, output: SchedulerOutput, now_s: float) -> StepLoad:
-        """Its result is there; what it computed. Steps end in the order in which they were
-        scheduled."""
+        """A step's result is there. Returns what it computed. Steps end in the order of their start."""
         load = _NOTHING
         if not output.total_num_scheduled_tokens:
             return load

@@ -25,7 +25,7 @@ else:
     _before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        for _part in ("transfer", "decode"):
+        for _part in ("transfer", "attention"):
             importlib.import_module(f"pd_kernels.{_part}")
         # What Triton itself imports at the first launch.
         importlib.import_module("triton.experimental.gluon")

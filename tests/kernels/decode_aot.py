@@ -25,14 +25,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pd_kernels.attention.batch import Config, DecodeBatch
-from pd_kernels.attention.mla_batch import CODED_BYTES, MlaBatch
+from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
-from pd_kernels.attention.paged_batch import COSTS, Batch
+from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.attention.plan import Plan, launch_plan
-from pd_kernels.attention.schedule import Rows
+from pd_kernels.attention.work_partition import RowShape
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")
@@ -89,8 +89,8 @@ def counts(kernel: Any) -> dict[str, int]:
     return found | {"spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop))}
 
 
-def plan_of(batch: DecodeBatch, workers: int) -> Plan:
-    return Plan.of(*(batch.rows, batch.costs, 2, workers, batch.height, batch.width, DEVICE))
+def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
+    return DecodePlan.of(*(batch.rows, batch.costs, 2, workers, batch.height, batch.width, DEVICE))
 
 
 def paged_call(
@@ -107,7 +107,7 @@ def paged_call(
     query = torch.zeros(2, queries, heads, dim, dtype=BF16)
     table = torch.zeros(2, 64, dtype=torch.int32)
     lengths = torch.ones(2, dtype=torch.int32)
-    batch = Batch(
+    batch = PagedCall(
         *(query, cache[..., :dim], cache[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
         *(mods.get("score"), mods.get("mask")),
     )
@@ -124,7 +124,7 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
         cache = torch.zeros(4, page, CODED_BYTES, dtype=torch.uint8)
     query = torch.zeros(2, queries, heads, 576, dtype=BF16)
     table = torch.zeros(2, 64, dtype=torch.int32)
-    batch = MlaBatch(query, cache, table, torch.ones(2, dtype=torch.int32), 0.1, True)
+    batch = MlaCall(query, cache, table, torch.ones(2, dtype=torch.int32), 0.1, True)
     plan = plan_of(batch, 132)
     out, lse = torch.zeros(2, queries, heads, 512, dtype=BF16), torch.zeros(2, queries, heads)
     launch_mla(batch, out, lse, plan.tensors)
@@ -135,13 +135,13 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
 
 def starved_call() -> Launched:
     """With half the registers that it needs."""
-    with mock.patch.object(Config, "registers", 80):
+    with mock.patch.object(KernelConfig, "registers", 80):
         return paged_call()
 
 
 def plan_call() -> Launched:
     lengths = torch.ones(256, dtype=torch.int32)
-    plan = Plan.of(Rows(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
+    plan = DecodePlan.of(RowShape(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
     launch_plan(plan, lengths)
     return Launched(0, 1)
 

@@ -7,12 +7,12 @@ from typing import Any
 import decode_interpreted  # noqa: F401 - before what it imports
 import torch
 
-from pd_kernels.attention.batch import DecodeBatch
-from pd_kernels.attention.mla_batch import MlaBatch
+from pd_kernels.attention.decode_call import DecodeCall
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.attention.plan import Plan, launch_plan
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
 
 FP8 = torch.float8_e4m3fn
@@ -58,7 +58,7 @@ def paged_batch(
     order: str = "NHD",
     seed: int = 1,
     **others: Any,
-) -> Batch:
+) -> PagedCall:
     """`order`: NHD or HND, K and V side by side as vLLM lays them out, or `apart`."""
     table, pages = paged_tables(lengths, page, seed)
     kind = cache or dtype
@@ -82,25 +82,25 @@ def paged_batch(
         "mask_mod": None,
     }
     number = torch.tensor(lengths, dtype=torch.int32)
-    batch = Batch(query, keys, values, table, number, **(given | others))
+    batch = PagedCall(query, keys, values, table, number, **(given | others))
     batch.check()
     batch.check_kernel()
     return batch
 
 
-def by_reference(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def by_reference(batch: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Result and lse, float32."""
     out = torch.full((*batch.query.shape[:3], batch.width), 7.0)
     lse = torch.full(batch.query.shape[:3], 7.0)
-    if isinstance(batch, MlaBatch):
+    if isinstance(batch, MlaCall):
         reference_mla_decode(batch, out, lse)
     else:
         reference_paged_decode(batch, out, lse)
     return out, lse
 
 
-def plan_of(batch: DecodeBatch, workers: int) -> Plan:
-    plan = Plan.of(
+def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
+    plan = DecodePlan.of(
         *(batch.rows, batch.costs, len(batch.lengths), workers, batch.height, batch.width, CPU)
     )
     launch_plan(plan, batch.lengths)
@@ -108,14 +108,14 @@ def plan_of(batch: DecodeBatch, workers: int) -> Plan:
 
 
 def by_kernel(
-    batch: DecodeBatch, workers: int, dtype: torch.dtype | None = None
+    batch: DecodeCall, workers: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `by_reference`, interpreted: all workers attend before one merges, since they run in turn."""
     shape = (*batch.query.shape[:3], batch.width)
     out = torch.full(shape, 7.0, dtype=dtype or batch.query.dtype)
     lse = torch.full(batch.query.shape[:3], 7.0)
     plan = plan_of(batch, workers)
-    launch = launch_mla if isinstance(batch, MlaBatch) else launch_paged
+    launch = launch_mla if isinstance(batch, MlaCall) else launch_paged
     launch(batch, out, lse, plan.tensors, ((True, False), (False, True)))
     assert not plan.counters.any(), "counters are zero for the next launch"
     return out.float(), lse
@@ -135,7 +135,7 @@ def mla_batch(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
     seed: int = 1,
-) -> MlaBatch:
+) -> MlaCall:
     """A cache of latents; `coded`: in FlashMLA's FP8 layout."""
     table, pages = paged_tables(lengths, page, seed)
     cache = torch.zeros(pages, page, 576, dtype=dtype)
@@ -144,7 +144,7 @@ def mla_batch(
     query = torch.randn(len(lengths), queries, heads, 576, generator=source).to(dtype)
     number = torch.tensor(lengths, dtype=torch.int32)
     latents = flash_mla_codes(cache) if coded else cache
-    batch = MlaBatch(query, latents, table, number, 192**-0.5 / 2, causal)
+    batch = MlaCall(query, latents, table, number, 192**-0.5 / 2, causal)
     batch.check()
     batch.check_kernel()
     return batch

@@ -40,9 +40,9 @@ def dots_mended() -> Iterator[None]:
 
 
 def _import() -> None:
-    module = sys.modules.get("pd_kernels.attention.plan")
+    module = sys.modules.get("pd_kernels.attention.plan_kernel")
     if module is not None:
-        if isinstance(module.plan_rows, InterpretedFunction):
+        if isinstance(module.partition_rows, InterpretedFunction):
             return
         for name in [name for name in sys.modules if name.startswith("pd_kernels.attention")]:
             del sys.modules[name]

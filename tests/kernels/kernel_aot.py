@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pd_kernels.transfer import Blocks, Payload, Resharding, Stored, new_sums
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer import Blocks, PayloadShape, Resharding, Stored, new_sums
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.reshard import launch_reshard
 from pd_kernels.transfer.scatter import launch_scatter
@@ -117,7 +117,7 @@ def chunk(
     heads: int = 8,
     dims: tuple[int, ...] = (128, 128),
     odd: bool = False,
-) -> Chunk:
+) -> ChunkLaunch:
     key, *value = cache(heads, dims, source if gather else destination, odd)
     scaled = [
         Stored(dtype, (0.3,) * len(dims) if dtype == torch.float8_e4m3fn else ())
@@ -127,19 +127,19 @@ def chunk(
     nbytes = blocks.nbytes(100)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
     sums = new_sums(nbytes, slot.device) if check else None
-    return Chunk(blocks, torch.arange(8, dtype=torch.int32), slot, 5, 100, sums)
+    return ChunkLaunch(blocks, torch.arange(8, dtype=torch.int32), slot, 5, 100, sums)
 
 
-def verbatim(check: bool = False) -> Chunk:
+def verbatim(check: bool = False) -> ChunkLaunch:
     rows = torch.zeros(8, 8, 16 * 512, dtype=torch.uint8)
     blocks = Blocks.of_rows([rows], 1)
     slot = torch.zeros(blocks.nbytes(4), dtype=torch.uint8)
     sums = new_sums(len(slot), slot.device) if check else None
-    return Chunk(blocks, torch.arange(4, dtype=torch.int32), slot, 0, 4, sums)
+    return ChunkLaunch(blocks, torch.arange(4, dtype=torch.int32), slot, 0, 4, sums)
 
 
 def reshard() -> None:
-    payload = Payload("int8", 8, 2, 100, 128, 128, 2)
+    payload = PayloadShape("int8", 8, 2, 100, 128, 128, 2)
     slabs = [
         [torch.zeros(payload.nbytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
         for ranks in (4, 2)

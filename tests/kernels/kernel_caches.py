@@ -7,10 +7,10 @@ import torch
 from support.caches import Rank
 
 from pd_connector.kv.geometry import Group
-from pd_connector.plan.chunks import Chunk as PlannedChunk
+from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_kernels.transfer import Blocks, Stored
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -28,7 +28,7 @@ def stored(group: Group, layers: tuple[int, ...]) -> Stored:
     return Stored(dtype, scales if dtype == torch.float8_e4m3fn else ())
 
 
-def side(rank: Rank, route: Route, planned: PlannedChunk, gather: bool) -> tuple[Blocks, list[int]]:
+def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Blocks, list[int]]:
     """The blocks of a chunk in one rank's cache, and the engine's pages that hold it."""
     group = route.source if gather else route.destination
     first = route.source_head if gather else route.destination_head
@@ -59,17 +59,19 @@ def chunk_of(
     blocks: Blocks,
     pages: list[int],
     route: Route,
-    planned: PlannedChunk,
+    planned: Chunk,
     slot: torch.Tensor,
     gather: bool,
     sums: torch.Tensor | None = None,
-) -> Chunk:
+) -> ChunkLaunch:
     """As the kernels are called for it."""
     group = route.source if gather else route.destination
     table = torch.tensor(pages, dtype=torch.int32)
     if planned.verbatim:
-        return Chunk(blocks, table, slot, 0, len(pages) * blocks.page_size, sums)
-    return Chunk(blocks, table, slot, planned.first_token % group.page_size, planned.tokens, sums)
+        return ChunkLaunch(blocks, table, slot, 0, len(pages) * blocks.page_size, sums)
+    return ChunkLaunch(
+        blocks, table, slot, planned.first_token % group.page_size, planned.tokens, sums
+    )
 
 
 def sloppy(seed: int, count: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from pd_kernels.vllm import paged, plugin
+from pd_kernels.vllm import paged_backend, plugin
 from pd_kernels.vllm.paged_cpu import PagedCpu, PagedCpuImpl
 
 MODEL = Path(__file__).parents[2] / "pd_connector" / "tools" / "demo" / "model"
@@ -206,7 +206,9 @@ def test_any_layer_gives_what_the_stock_backend_gives(shape: Shape) -> None:
 
 def test_several_tokens_of_a_request_are_verified_as_a_decode() -> None:
     shape = Shape()
-    with mock.patch.object(paged, "paged_decode", wraps=paged.paged_decode) as decode:
+    with mock.patch.object(
+        paged_backend, "paged_decode", wraps=paged_backend.paged_decode
+    ) as decode:
         assert distance(shape, Batch(shape, VERIFIED), threshold=4) <= TOLERANCE[shape.dtype]
     assert decode.call_args.args[0].shape == (3, 4, shape.heads, shape.dim)
 
@@ -223,7 +225,9 @@ def test_decodes_are_ours_and_prefills_are_not() -> None:
         return theirs(self, module, query, *args, **kwargs)
 
     with (
-        mock.patch.object(paged, "paged_decode", wraps=paged.paged_decode) as decode,
+        mock.patch.object(
+            paged_backend, "paged_decode", wraps=paged_backend.paged_decode
+        ) as decode,
         mock.patch.object(CPUAttentionBackendImpl, "forward", spied),
     ):
         layer.forward(batch)
@@ -240,7 +244,7 @@ def test_a_step_is_planned_once_for_all_layers_with_one_window() -> None:
     builder._layers = [layer.module, windowed, layer.module]
     builder.device = torch.device("meta")
     with mock.patch.object(
-        paged, "plan_paged_decode", side_effect=lambda *_, **__: mock.Mock()
+        paged_backend, "plan_paged_decode", side_effect=lambda *_, **__: mock.Mock()
     ) as plan:
         steps = [builder.build(0, batch.common()) for _ in range(2)]
     metadata = steps[-1]
@@ -250,7 +254,7 @@ def test_a_step_is_planned_once_for_all_layers_with_one_window() -> None:
         assert torch.equal(room.fill.call_args.args[0], batch.common().seq_lens)
     assert [call.kwargs["window"] for call in plan.call_args_list] == [0, 40]  # once, for graphs
     assert plan.call_args.args[0].shape == (1, 1, shape.heads, shape.dim)
-    with mock.patch.object(paged, "paged_decode") as decode:
+    with mock.patch.object(paged_backend, "paged_decode") as decode:
         for module in (layer.module, windowed):
             new, output = torch.empty(5, 2, 64), torch.empty_like(batch.query)
             cache = torch.zeros(PAGES, 2, PAGE, 128)

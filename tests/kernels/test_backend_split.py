@@ -22,11 +22,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from pd_kernels.vllm import paged, plugin
-from pd_kernels.vllm.paged import PagedMetadata
+from pd_kernels.vllm import paged_backend, plugin
+from pd_kernels.vllm.batch_split import decodes_of, rest_of
+from pd_kernels.vllm.paged_backend import PagedMetadata
 from pd_kernels.vllm.paged_cpu import PagedCpu
 from pd_kernels.vllm.paged_cuda import PagedFlash, PagedFlashBuilder, PagedFlashImpl
-from pd_kernels.vllm.split import decodes_of, rest_of
 
 
 def batch(queries: list[int], padding: int = 0, **changed: Any) -> CommonAttentionMetadata:
@@ -97,9 +97,9 @@ def test_what_was_computed_of_the_whole_batch_is_computed_again_of_the_rest() ->
 def test_every_field_of_a_batch_is_known() -> None:
     """A field that a later vLLM adds must be looked at: whether it is cut, and along what."""
     names = set(CommonAttentionMetadata.__dataclass_fields__)
-    from pd_kernels.vllm import split
+    from pd_kernels.vllm import batch_split
 
-    cut = {*split._REQUESTS, *split._TOKENS, *split._COMPUTED_LATER}
+    cut = {*batch_split._REQUESTS, *batch_split._TOKENS, *batch_split._COMPUTED_LATER}
     changed = {"num_reqs", "num_actual_tokens", "query_start_loc", "query_start_loc_cpu"}
     bounds = {"max_query_len", "max_seq_len", "causal"}
     refused = {"logits_indices_padded", "num_logits_indices", "max_logits_per_req"}
@@ -213,18 +213,18 @@ def test_queries_in_fp8_are_scaled_back() -> None:
     impl.num_heads, impl.head_size, impl.scale = 2, 64, 1.0
     impl.decodes_with(None, None, None, "fp8")
     layer = mock.Mock(_q_scale=torch.tensor(0.5), _k_scale_float=2.0, _v_scale_float=4.0)
-    query = torch.ones(1, 2, 64).to(paged.FP8)
+    query = torch.ones(1, 2, 64).to(paged_backend.FP8)
     cache = torch.zeros(1, 1, 16, 128, dtype=torch.uint8)
     common = batch([1])
     metadata = PagedMetadata(
         1, 1, common.query_start_loc, 1, *[torch.empty(0)] * 3, decodes_of(common, 1), None
     )
     output = torch.empty(1, 2, 64, dtype=torch.bfloat16)
-    with mock.patch.object(paged, "paged_decode") as decode:
+    with mock.patch.object(paged_backend, "paged_decode") as decode:
         impl.forward(layer, query, query, query, cache, metadata, output)
     (given, keys, *_), named = decode.call_args
     assert torch.equal(given, torch.full((1, 1, 2, 64), 0.5, dtype=torch.bfloat16))
-    assert keys.dtype == paged.FP8
+    assert keys.dtype == paged_backend.FP8
     assert (named["k_scale"], named["v_scale"]) == (2.0, 4.0)
 
 

@@ -14,13 +14,13 @@ import decode_interpreted
 import pytest
 import torch
 
-from pd_kernels.attention import batch
+from pd_kernels.attention import decode_call
 from pd_kernels.attention.merge import launch_merge
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.bench import __main__ as command
 from pd_kernels.bench import decode, decode_baselines, decode_cases, decode_check
-from pd_kernels.bench.report import Row
+from pd_kernels.bench.report import Comparison
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),
@@ -111,7 +111,9 @@ def test_its_check_sees_a_plan_that_is_not_made_anew(monkeypatch: pytest.MonkeyP
         step()
         return lambda: None
 
-    monkeypatch.setattr(batch, "multiprocessors", lambda _: 8)  # one would have all in any plan
+    monkeypatch.setattr(
+        decode_call, "multiprocessors", lambda _: 8
+    )  # one would have all in any plan
     monkeypatch.setattr(decode_check, "captured", kept)
     (problem,) = decode_check.check_decode(1, seed=3)
     assert "replayed with lengths" in problem
@@ -196,7 +198,7 @@ def test_a_case_of_ours_that_raises_is_a_row_and_not_the_end(
         *("mla_decode", "planning / mla_decode", "mla_decode")
     ]
     written = json.loads((tmp_path / "rows.json").read_text())
-    assert [set(row) for row in written] == [set(Row.__annotations__)] * len(rows)
+    assert [set(row) for row in written] == [set(Comparison.__annotations__)] * len(rows)
     assert written[0]["params"]["failed"] == "RuntimeError: out of resource"
     assert (written[0]["ours"], written[0]["ok"]) == (None, False)
     assert "paged_decode: heads=4/2 x 64 lengths=uniform page=16: FAILED: " in (

@@ -10,7 +10,7 @@ import torch
 from decode_batches import by_kernel, by_reference, error, mla_batch
 
 from pd_kernels.attention import mla_decode, plan_mla_decode
-from pd_kernels.attention.mla_batch import MlaBatch
+from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.reference import decoded_latents
 
 BOUND = 5e-3
@@ -23,7 +23,7 @@ def _bfloat16_products() -> Iterator[None]:
         yield
 
 
-def check(batch: MlaBatch, workers: int = 4) -> None:
+def check(batch: MlaCall, workers: int = 4) -> None:
     found, lse = by_kernel(batch, workers)
     wanted, sums = by_reference(batch)
     empty = sums == -torch.inf
@@ -133,5 +133,5 @@ def test_what_does_not_belong_together_is_refused() -> None:
         mla_decode(query, cache, table[:1], lengths, scale=1.0)
     with pytest.raises(ValueError, match=r"out \[2, 16, 576\]: must be dense"):
         mla_decode(query[:, 0], cache, table, lengths, scale=1.0, out=torch.empty(2, 16, 576))
-    with pytest.raises(ValueError, match=r"plan for Rows.*queries=2.*: must be for"):
+    with pytest.raises(ValueError, match=r"plan for RowShape.*queries=2.*: must be for"):
         mla_decode(query, cache, table, lengths, scale=1.0, plan=other)

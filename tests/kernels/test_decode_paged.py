@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_kernels.attention import Mod, alibi, document, paged_decode, plan_paged_decode, soft_cap
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 
 BOUND = 5e-3
@@ -27,7 +27,7 @@ def _bfloat16_products() -> Iterator[None]:
         yield
 
 
-def check(batch: Batch, workers: int = 5) -> None:
+def check(batch: PagedCall, workers: int = 5) -> None:
     """The kernel's result and lse are the reference's, up to the rounding of 16-bit numbers."""
     found, lse = by_kernel(batch, workers)
     wanted, sums = by_reference(batch)
@@ -173,7 +173,7 @@ def test_splits_change_nothing_but_rounding() -> None:
     batch = paged_batch([2_000], kv_heads=1, dtype=torch.float16)
     whole, _ = by_kernel(batch, 1, torch.float32)
     split, _ = by_kernel(batch, 12, torch.float32)
-    assert (plan_of(batch, 12).records[:, 5] > 0).any(), "it is split"
+    assert (plan_of(batch, 12).ranges[:, 5] > 0).any(), "it is split"
     assert 0 < error(split, whole) < 5e-4
 
 
@@ -190,16 +190,16 @@ def test_a_piece_that_is_missing_is_never_merged_around() -> None:
     """A row of which one piece has not arrived is not written, and its counters say so."""
     batch = paged_batch([900], kv_heads=1)
     plan = plan_of(batch, 4)
-    records = plan.records.clone()
-    plan.records[2, 2:4] = plan.records[2, 0:2]  # the third worker does nothing
-    plan.records[2, 1] = 0
+    ranges = plan.ranges.clone()
+    plan.ranges[2, 2:4] = plan.ranges[2, 0:2]  # the third worker does nothing
+    plan.ranges[2, 1] = 0
     out = torch.full(batch.query.shape, 7.0)
     launch_paged(batch, out, None, plan.tensors, ((True, False), (False, True)))
     assert (out == 7.0).all()
     assert plan.counters.any()
 
     plan.counters.zero_()
-    plan.records.copy_(records)
+    plan.ranges.copy_(ranges)
     launch_paged(batch, out, None, plan.tensors, ((True, False), (False, True)))
     assert error(out, by_reference(batch)[0]) <= BOUND
 
@@ -216,7 +216,7 @@ def test_a_launch_leaves_the_counters_as_it_found_them(phases: Any) -> None:
         assert error(out, by_reference(batch)[0]) <= BOUND
 
 
-def arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
+def arguments(batch: PagedCall) -> tuple[torch.Tensor, ...]:
     return batch.query, batch.keys, batch.values, batch.table, batch.lengths
 
 
@@ -278,7 +278,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         paged_decode(query, keys, values, table[:1], lengths)
     with pytest.raises(ValueError, match=r"out \[2, 4, 64\]: must be dense"):
         paged_decode(query, keys, values, table, lengths, out=torch.empty(2, 4, 64))
-    with pytest.raises(ValueError, match=r"plan for Rows.*window=9\): must be for .*window=0"):
+    with pytest.raises(ValueError, match=r"plan for RowShape.*window=9\): must be for .*window=0"):
         paged_decode(query, keys, values, table, lengths, plan=other)
     with pytest.raises(ValueError, match=r"q of torch.float32: must be bfloat16 or float16"):
         dataclasses.replace(batch, query=query.float()).check_kernel()

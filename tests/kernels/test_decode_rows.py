@@ -12,7 +12,7 @@ import torch
 from pd_kernels.bench import __main__ as command
 from pd_kernels.bench import decode_cases, timing
 from pd_kernels.bench.decode_goals import geometric_means
-from pd_kernels.bench.report import Row, duration, guarded
+from pd_kernels.bench.report import Comparison, duration, guarded
 
 
 def test_rows_are_printed_and_written_as_they_come(
@@ -20,7 +20,7 @@ def test_rows_are_printed_and_written_as_they_come(
 ) -> None:
     path = tmp_path / "rows.json"
 
-    def measured() -> Iterator[Row]:
+    def measured() -> Iterator[Comparison]:
         yield duration("first", {"page": 16}, 2e-6, 1e-6, 1.0)
         assert "first: page=16: 2.0 beside 1.0 us, ratio 2.000, bar 1.00 MISSED" in (
             capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_goals_are_geometric_means_of_what_was_measured() -> None:
     assert all(row.bar is None and row.ok for row in means)
 
 
-def _raising() -> Iterator[Row]:
+def _raising() -> Iterator[Comparison]:
     raise RuntimeError
     yield
 

@@ -9,10 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_kernels.attention.plan import Plan, launch_plan
-from pd_kernels.attention.schedule import FIELDS, UNIT, Costs, Record, Rows, schedule, tile_counts
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.work_partition import (
+    FIELDS,
+    UNIT,
+    RowShape,
+    TileCosts,
+    WorkRange,
+    partition,
+    tile_counts,
+)
 
-COSTS = Costs(16, 1)
+COSTS = TileCosts(16, 1)
 
 
 class Piece(NamedTuple):
@@ -22,11 +30,11 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces(records: torch.Tensor, tiles: list[int], heads: int) -> list[Piece]:
-    """What each worker does, as the kernels read its record."""
+def pieces(ranges: torch.Tensor, tiles: list[int], heads: int) -> list[Piece]:
+    """What each worker does, as the kernels read its own_range."""
     found = []
-    for worker, fields in enumerate(records[:, :7].tolist()):
-        own = Record(*fields)
+    for worker, fields in enumerate(ranges[:, :7].tolist()):
+        own = WorkRange(*fields)
         for row in range(own.row, own.end_row + (own.end_tile > 0)):
             begin = own.tile if row == own.row else 0
             end = own.end_tile if row == own.end_row else tiles[row // heads]
@@ -52,25 +60,25 @@ BATCHES = st.lists(
     max_size=12,
 )
 ROWS = st.builds(
-    Rows,
+    RowShape,
     heads=st.integers(1, 9),
     tile=st.sampled_from([16, 32, 64, 128]),
     queries=st.integers(1, 8),
     window=st.sampled_from([0, 0, 1, 100, 4_096]),
 )
-PRICES = st.builds(Costs, row=st.integers(1, 64), partial=st.integers(0, 8))
+PRICES = st.builds(TileCosts, row=st.integers(1, 64), partial=st.integers(0, 8))
 
 
 @given(BATCHES, ROWS, st.integers(1, 300), PRICES)
 @settings(max_examples=300, deadline=None)
 def test_every_tile_is_done_once_and_the_work_is_balanced(
-    lengths: list[int], rows: Rows, workers: int, costs: Costs
+    lengths: list[int], rows: RowShape, workers: int, costs: TileCosts
 ) -> None:
     number = torch.tensor(lengths)
     tiles = tile_counts(number, rows).tolist()
-    records = schedule(number, rows, workers, costs)
-    assert records.shape == (workers, FIELDS)
-    found = pieces(records, tiles, rows.heads)
+    ranges = partition(number, rows, workers, costs)
+    assert ranges.shape == (workers, FIELDS)
+    found = pieces(ranges, tiles, rows.heads)
     assert not misplaced(found, tiles, rows.heads)
 
     shares: dict[int, int] = {}
@@ -86,14 +94,14 @@ def test_every_tile_is_done_once_and_the_work_is_balanced(
 @given(BATCHES, ROWS, st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
-    lengths: list[int], rows: Rows, workers: int
+    lengths: list[int], rows: RowShape, workers: int
 ) -> None:
     """And each worker has at most one row that it continues and one that it leaves to others: its
     two slots, and its counters, are enough."""
     number = torch.tensor(lengths)
     tiles = tile_counts(number, rows).tolist()
-    records = schedule(number, rows, workers, COSTS)
-    found = pieces(records, tiles, rows.heads)
+    ranges = partition(number, rows, workers, COSTS)
+    found = pieces(ranges, tiles, rows.heads)
     owners: dict[int, list[int]] = {}
     for piece in found:
         owners.setdefault(piece.row, []).append(piece.worker)
@@ -103,11 +111,15 @@ def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
         if len(own) == 1:
             assert (piece.begin, piece.end) == (0, tiles[piece.row // rows.heads])
             continue
-        record = Record(*records[piece.worker, :7].tolist())
+        own_range = WorkRange(*ranges[piece.worker, :7].tolist())
         if piece.begin > 0:
-            assert (record.row, record.first, record.last) == (piece.row, own[0], own[-1])
+            assert (own_range.row, own_range.first_worker, own_range.last_worker) == (
+                piece.row,
+                own[0],
+                own[-1],
+            )
         else:
-            assert (record.end_row, record.end_last) == (piece.row, own[-1])
+            assert (own_range.end_row, own_range.end_last_worker) == (piece.row, own[-1])
             assert piece.worker == own[0]
         assert own == list(range(own[0], own[-1] + 1))
         slot = (piece.worker, piece.begin == 0)
@@ -117,19 +129,19 @@ def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
 
 def test_one_long_sequence_among_short_ones_is_spread_over_most_workers() -> None:
     lengths = torch.tensor([131_072] + [1_024] * 63)
-    rows = Rows(heads=8, tile=64, queries=1, window=0)
-    found = pieces(schedule(lengths, rows, 396, COSTS), tile_counts(lengths, rows).tolist(), 8)
+    rows = RowShape(heads=8, tile=64, queries=1, window=0)
+    found = pieces(partition(lengths, rows, 396, COSTS), tile_counts(lengths, rows).tolist(), 8)
     assert len({piece.worker for piece in found if piece.row < 8}) > 250
     assert len({piece.worker for piece in found}) == 396
 
 
 def test_a_merge_that_costs_more_than_it_saves_is_not_begun() -> None:
     lengths = torch.tensor([64 * 400])
-    rows = Rows(heads=1, tile=64, queries=1, window=0)
+    rows = RowShape(heads=1, tile=64, queries=1, window=0)
 
     def used(partial: int) -> int:
-        records = schedule(lengths, rows, 400, Costs(16, partial))
-        return len({piece.worker for piece in pieces(records, [400], 1)})
+        ranges = partition(lengths, rows, 400, TileCosts(16, partial))
+        return len({piece.worker for piece in pieces(ranges, [400], 1)})
 
     assert used(0) >= 399  # the first cut may fall within the row's start-up
     assert used(16) <= 21  # 400 / sqrt(400), and the row's own cost
@@ -137,42 +149,42 @@ def test_a_merge_that_costs_more_than_it_saves_is_not_begun() -> None:
 
 
 def test_what_lies_before_the_window_is_nobodys() -> None:
-    rows = Rows(heads=1, tile=64, queries=2, window=100)
+    rows = RowShape(heads=1, tile=64, queries=2, window=100)
     # The first of two queries sees 9,899 to 9,998 of 10,000 tokens: tiles 154 to 156.
     assert tile_counts(torch.tensor([10_000, 0, 60]), rows).tolist() == [3, 0, 1]
 
 
 def test_a_moved_cut_is_noticed() -> None:
     """So that the tests above would see it."""
-    lengths, rows = torch.tensor([640, 640]), Rows(1, 64, 1, 0)
-    records = schedule(lengths, rows, 4, COSTS)
-    assert not misplaced(pieces(records, [10, 10], 1), [10, 10], 1)
-    records[1, 1] += 1
-    assert misplaced(pieces(records, [10, 10], 1), [10, 10], 1) == [0]
+    lengths, rows = torch.tensor([640, 640]), RowShape(1, 64, 1, 0)
+    ranges = partition(lengths, rows, 4, COSTS)
+    assert not misplaced(pieces(ranges, [10, 10], 1), [10, 10], 1)
+    ranges[1, 1] += 1
+    assert misplaced(pieces(ranges, [10, 10], 1), [10, 10], 1) == [0]
 
 
 @given(BATCHES, ROWS, st.integers(1, 300), st.sampled_from([torch.int32, torch.int64]))
 @settings(max_examples=40, deadline=None)
 def test_the_kernel_plans_as_the_definition_does(
-    lengths: list[int], rows: Rows, workers: int, dtype: torch.dtype
+    lengths: list[int], rows: RowShape, workers: int, dtype: torch.dtype
 ) -> None:
     number = torch.tensor(lengths, dtype=dtype)
-    plan = Plan.of(rows, COSTS, 12, workers, 16, 8, number.device)
+    plan = DecodePlan.of(rows, COSTS, 12, workers, 16, 8, number.device)
     launch_plan(plan, number)
-    assert torch.equal(plan.records, schedule(number, rows, workers, COSTS))
+    assert torch.equal(plan.ranges, partition(number, rows, workers, COSTS))
 
 
 def test_a_plan_is_filled_again_in_place() -> None:
-    rows = Rows(2, 64, 1, 0)
-    plan = Plan.of(rows, COSTS, 4, 6, 16, 8, torch.device("cpu"))
+    rows = RowShape(2, 64, 1, 0)
+    plan = DecodePlan.of(rows, COSTS, 4, 6, 16, 8, torch.device("cpu"))
     for lengths in ([100, 5_000], [3, 0, 900, 77]):
         number = torch.tensor(lengths)
         assert plan.fill(number) is plan
-        assert torch.equal(plan.records, schedule(number, rows, 6, COSTS))
+        assert torch.equal(plan.ranges, partition(number, rows, 6, COSTS))
 
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_a_plan_says_for_how_many_sequences_it_has_room(count: int) -> None:
-    plan = Plan.of(Rows(2, 64, 1, 0), COSTS, 4, 6, 16, 8, torch.device("cpu"))
+    plan = DecodePlan.of(RowShape(2, 64, 1, 0), COSTS, 4, 6, 16, 8, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"{count} lengths: the plan has room for 1 to 4"):
         plan.fill(torch.ones(count, dtype=torch.int32))

@@ -189,7 +189,7 @@ def test_a_batch_that_does_not_fit_the_placement_is_refused(found: dict[str, Fou
 
 def _shard(case: Case, rank: int, dropped: bool) -> Any:
     """What a rank holds, in pages that lie in no order."""
-    from pd_kernels.attention.dist import Shard
+    from pd_kernels.attention.dist import KvShard
 
     held = case.placement.held(rank)
     lengths = [case.shards[sequence][rank] for sequence in held]
@@ -205,7 +205,7 @@ def _shard(case: Case, rank: int, dropped: bool) -> Any:
                 page = table[row, token // PAGE]
                 cache[page, token % PAGE] = whole[before + token]
     kept = torch.tensor(lengths, dtype=torch.int32)
-    return Shard(*caches, table, kept * 0 if dropped else kept)
+    return KvShard(*caches, table, kept * 0 if dropped else kept)
 
 
 def _main(rank: int, folder: Path) -> None:

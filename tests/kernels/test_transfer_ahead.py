@@ -11,8 +11,8 @@ from kernel_caches import sloppy
 from triton.runtime import interpreter
 
 from pd_kernels.bench.caches import Model, make_cache
-from pd_kernels.transfer import Blocks, Stored, finish, fp8, new_sums
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer import Blocks, Stored, finish, gather_fp8_kernel, new_sums
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 
 BF16 = Stored(torch.bfloat16)
@@ -32,12 +32,12 @@ class Launch:
         self.blocks = Blocks.of(cache.keys, cache.values, 16, "fp8_e4m3", BF16, BF16)
         self.pages = torch.randperm(7).int()
 
-    def payload(self, gather: Callable[[Chunk], None]) -> tuple[bytes, bytes]:
+    def payload(self, gather: Callable[[ChunkLaunch], None]) -> tuple[bytes, bytes]:
         """With its checksum."""
         nbytes = self.blocks.nbytes(TOKENS)
         slot = sloppy(3, nbytes)
         sums = new_sums(nbytes, slot.device)
-        gather(Chunk(self.blocks, self.pages, slot, FIRST, TOKENS, sums))
+        gather(ChunkLaunch(self.blocks, self.pages, slot, FIRST, TOKENS, sums))
         return slot.numpy().tobytes(), finish(sums, nbytes)
 
 
@@ -60,14 +60,14 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], list[
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many programs the kernel was launched with, for a head."""
     found: list[int] = []
-    theirs = fp8.gather_fp8
+    theirs = gather_fp8_kernel.gather_fp8
 
     class Watched:
         def __getitem__(self, grid: tuple[int, int, int]) -> object:
             found.append(grid[0])
             return theirs[grid]
 
-    monkeypatch.setattr(fp8, "gather_fp8", Watched())
+    monkeypatch.setattr(gather_fp8_kernel, "gather_fp8", Watched())
     return found
 
 
@@ -75,12 +75,12 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_head_of_more_tiles_than_run_at_once_is_read_ahead(
     monkeypatch: pytest.MonkeyPatch, programs: list[int], model: Model
 ) -> None:
-    """One program after the other here, with no patience to lose: nobody finds anything missing."""
+    """One program after the other here, with no max_polls to lose: nobody finds anything missing."""
     launch = Launch(model)
     wanted = launch.payload(reference_gather)
-    monkeypatch.setattr(fp8, "resident", lambda _: TILES[model] - 1)
+    monkeypatch.setattr(gather_fp8_kernel, "resident", lambda _: TILES[model] - 1)
     assert launch.payload(lambda chunk: launch_gather(chunk, FOREVER)) == wanted
-    monkeypatch.setattr(fp8, "resident", lambda _: TILES[model])
+    monkeypatch.setattr(gather_fp8_kernel, "resident", lambda _: TILES[model])
     assert launch.payload(lambda chunk: launch_gather(chunk, 0)) == wanted
     assert programs == [2 * TILES[model], TILES[model]]
 
@@ -100,7 +100,7 @@ def test_in_any_order_every_program_finds_or_reads_what_it_needs(
     """Those that come before what they wait for read it themselves."""
     launch = Launch(LATENT)
     wanted = launch.payload(reference_gather)
-    monkeypatch.setattr(fp8, "resident", lambda _: resident)
+    monkeypatch.setattr(gather_fp8_kernel, "resident", lambda _: resident)
     in_order(order)
     assert launch.payload(lambda chunk: launch_gather(chunk, 2)) == wanted
 
@@ -110,9 +110,9 @@ def test_scales_that_are_given_need_no_other_program(programs: list[int]) -> Non
     scaled = Stored(torch.float8_e4m3fn, (0.5,))
     blocks = Blocks.of(cache.keys, [], 16, "fp8_e4m3", BF16, scaled)
     slot = torch.zeros(blocks.nbytes(TOKENS), dtype=torch.uint8)
-    launch_gather(Chunk(blocks, torch.arange(7).int(), slot, FIRST, TOKENS, None), FOREVER)
+    launch_gather(ChunkLaunch(blocks, torch.arange(7).int(), slot, FIRST, TOKENS, None), FOREVER)
     assert programs == [1]  # heads come first, tiles second
 
 
 def test_without_a_gpu_an_h200_s_number_is_taken() -> None:
-    assert fp8.resident(torch.device("cpu")) == 4 * 132
+    assert gather_fp8_kernel.resident(torch.device("cpu")) == 4 * 132

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pd_kernels.transfer.fp8 import PROGRAMS
+from pd_kernels.transfer.gather_fp8_kernel import PROGRAMS
 
 REGISTERS = 65_536  # of a multiprocessor
 LOAD_S = 1.5e-6  # how long a load takes while the memory is busy

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_kernels.bench import check, transfer
+from pd_kernels.bench import transfer, transfer_check
 from pd_kernels.bench.caches import Model
-from pd_kernels.bench.report import Row, duration, print_rows, throughput, write_json
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.bench.report import Comparison, duration, print_rows, throughput, write_json
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 
 COMMAND = [sys.executable, "-m", "pd_kernels.bench", "transfer"]
@@ -46,7 +46,7 @@ def test_kernels_agree_with_their_references_on_random_shapes() -> None:
 def test_rows_say_whether_a_bar_was_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows: list[Row] = [
+    rows: list[Comparison] = [
         throughput("gather", {"page": 16}, 90.0, 100.0, 0.8),
         throughput("gather", {"page": 64}, 70.0, 100.0, 0.8),
         duration("gather / torch", {"page": 16}, 1e-6, 3e-6, 0.5),
@@ -70,9 +70,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         return 1e-3
 
-    monkeypatch.setattr(check, "DEVICE", "cpu")
-    monkeypatch.setattr(check, "TOKENS", (1, 17, 70))
-    monkeypatch.setattr(check, "PATIENCES", (0,))
+    monkeypatch.setattr(transfer_check, "DEVICE", "cpu")
+    monkeypatch.setattr(transfer_check, "TOKENS", (1, 17, 70))
+    monkeypatch.setattr(transfer_check, "MAX_POLLS_TRIED", (0,))
     monkeypatch.setattr(transfer, "DEVICE", "cpu")
     monkeypatch.setattr(
         transfer, "MODELS", (Model("tiny", 2, 8, 32, 32), Model("latent", 1, 1, 48, 0))
@@ -86,17 +86,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_its_check_passes_in_the_interpreter() -> None:
-    assert check.check_transfer(6, seed=3) == []
+    assert transfer_check.check_transfer(6, seed=3) == []
 
 
 @pytest.mark.usefixtures("small")
 def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(chunk: Chunk, patience: int = 0) -> None:
-        launch_gather(chunk, patience)
+    def late(chunk: ChunkLaunch, max_polls: int = 0) -> None:
+        launch_gather(chunk, max_polls)
         chunk.slot[-65] ^= 1  # the payload's last byte; others lie behind it
 
-    monkeypatch.setattr(check, "launch_gather", late)
-    problems = check.check_transfer(2, seed=3)
+    monkeypatch.setattr(transfer_check, "launch_gather", late)
+    problems = transfer_check.check_transfer(2, seed=3)
     assert len([problem for problem in problems if problem.startswith("pages")]) == 2
 
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from pd_kernels.bench.caches import Cache, Model, make_cache
+from pd_kernels.bench.caches import CacheViews, Model, make_cache
 from pd_kernels.transfer import (
     Blocks,
-    Payload,
+    PayloadShape,
     Resharding,
     Stored,
     gather_pages,
     reshard,
     scatter_pages,
 )
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 BF16 = Stored(torch.bfloat16)
 MODEL = Model("small", 2, 3, 32, 16)
@@ -32,13 +32,13 @@ PAGES = torch.tensor([5, 0, 3], dtype=torch.int32)
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks in host memory take the kernels, which the interpreter runs, by their addresses."""
-    monkeypatch.setattr(Chunk, "fits_kernels", True)
+    monkeypatch.setattr(ChunkLaunch, "fits_kernels", True)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     yield
     torch.compiler.reset()
 
 
-def blocks_of(cache: Cache) -> Blocks:
+def blocks_of(cache: CacheViews) -> Blocks:
     return Blocks.of(cache.keys, cache.values, 16, "raw", BF16, BF16)
 
 
@@ -74,22 +74,22 @@ def test_with_addresses_from_before_it_would_be_lost(monkeypatch: pytest.MonkeyP
     theirs = Blocks.at
 
     def stale(into: Blocks) -> None:
-        def at(views: list[torch.Tensor], *rest: Any) -> Blocks:
-            return replace(theirs(views, *rest), table=into.table)
+        def at(*rest: Any, **named: Any) -> Blocks:
+            return replace(theirs(*rest, **named), table=into.table)
 
         monkeypatch.setattr(Blocks, "at", at)
 
     assert not there_and_back(stale)
 
 
-def slabs(payload: Payload, ranks: int) -> list[torch.Tensor]:
+def slabs(payload: PayloadShape, ranks: int) -> list[torch.Tensor]:
     return [torch.zeros(payload.nbytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
 
 
 def test_what_a_compiled_reshard_writes_is_in_the_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["pd_kernels.transfer.reshard"]  # its name in the package is the function's
     monkeypatch.setattr(module, "_run", module.launch_reshard)
-    payload = Payload("int8", 4, 2, 130, 32, 16, 2)
+    payload = PayloadShape("int8", 4, 2, 130, 32, 16, 2)
     sources = [torch.randint(0, 256, slab.shape).byte() for slab in slabs(payload, 2)]
     eager, compiled = (Resharding.of(sources, slabs(payload, 4), payload) for _ in range(2))
     reshard(eager)

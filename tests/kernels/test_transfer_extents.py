@@ -5,8 +5,15 @@ third extent."""
 import pytest
 import torch
 
-from pd_kernels.transfer import Blocks, Stored, copying, decoding, fp8, int8
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.transfer import (
+    Blocks,
+    Stored,
+    copy_kernel,
+    gather_fp8_kernel,
+    gather_int8_kernel,
+    scatter_kernel,
+)
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.scatter import launch_scatter
 
@@ -29,20 +36,22 @@ class Recorder:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     for module, kernel in (
-        (copying, "copy_pages"),
-        (decoding, "scatter_decoded"),
-        (fp8, "gather_fp8"),
-        (int8, "gather_int8"),
+        (copy_kernel, "copy_pages"),
+        (scatter_kernel, "scatter_decoded"),
+        (gather_fp8_kernel, "gather_fp8"),
+        (gather_int8_kernel, "gather_int8"),
     ):
         monkeypatch.setattr(module, kernel, recorder)
     return recorder
 
 
-def chunk(codec: str, source: torch.dtype, theirs: torch.dtype, dim: int, tokens: int) -> Chunk:
-    """Of a cache of one page: a launch looks at no memory."""
+def chunk(
+    codec: str, source: torch.dtype, theirs: torch.dtype, dim: int, tokens: int
+) -> ChunkLaunch:
+    """Of a cache of one page: a launch polls at no memory."""
     views = [torch.zeros(1, 2, 16, dim, dtype=source) for _ in range(2)]
     blocks = Blocks.of(views[:1], views[1:], 16, codec, Stored(source), Stored(theirs))
-    return Chunk(blocks, torch.zeros(1, dtype=torch.int32), torch.empty(0), 0, tokens, None)
+    return ChunkLaunch(blocks, torch.zeros(1, dtype=torch.int32), torch.empty(0), 0, tokens, None)
 
 
 FP8 = torch.float8_e4m3fn
@@ -81,5 +90,5 @@ def test_many_heads_that_are_each_small_enough_may_be_too_large_together() -> No
     blocks = Blocks.of(views[:1], views[1:], 16, "raw", *[Stored(torch.float32)] * 2)
     page, slot = torch.zeros(1, dtype=torch.int32), torch.empty(0)
     most = (1 << 28) // (8 * 128)
-    assert Chunk(blocks, page, slot, 0, most, None).indexable
-    assert not Chunk(blocks, page, slot, 0, most + 1, None).indexable
+    assert ChunkLaunch(blocks, page, slot, 0, most, None).indexable
+    assert not ChunkLaunch(blocks, page, slot, 0, most + 1, None).indexable

@@ -12,8 +12,7 @@ from support.caches import LAYOUTS, Rank
 from support.setups import Layer, Model, Setup
 
 from pd_connector.kv.checksum import checksum
-from pd_connector.plan.chunks import Chunk as PlannedChunk
-from pd_connector.plan.chunks import plan
+from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
 from pd_kernels.transfer import finish, new_sums
 from pd_kernels.transfer.gather import launch_gather, reference_gather
@@ -45,13 +44,13 @@ def one_nan(payload: bytes) -> bytes:
     return payload.replace(b"\xff", b"\x7f")
 
 
-def wanted_payload(rank: Rank, route: Route, planned: PlannedChunk) -> bytes:
+def wanted_payload(rank: Rank, route: Route, planned: Chunk) -> bytes:
     pages = rank.pages(route.source, planned.pages(route.source.page_size))
     slot = memoryview(bytearray(planned.nbytes(route)))
     return bytes(rank.cache.gather(route, planned, pages, slot))
 
 
-def gathered(rank: Rank, route: Route, planned: PlannedChunk, by_kernel: bool) -> bytes:
+def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes:
     """By the kernels or their reference; the sums give pd_connector's checksum."""
     blocks, pages = side(rank, route, planned, gather=True)
     nbytes = planned.nbytes(route)
@@ -62,7 +61,7 @@ def gathered(rank: Rank, route: Route, planned: PlannedChunk, by_kernel: bool) -
     chunk.check()
     assert blocks.nbytes(chunk.tokens) == nbytes
     if by_kernel:
-        launch_gather(chunk, patience=0)
+        launch_gather(chunk, max_polls=0)
     else:
         reference_gather(chunk)
     assert torch.equal(slot[nbytes:], behind), "nothing behind the payload is written"
@@ -71,9 +70,7 @@ def gathered(rank: Rank, route: Route, planned: PlannedChunk, by_kernel: bool) -
     return payload
 
 
-def scattered(
-    rank: Rank, route: Route, planned: PlannedChunk, payload: bytes, by_kernel: bool
-) -> None:
+def scattered(rank: Rank, route: Route, planned: Chunk, payload: bytes, by_kernel: bool) -> None:
     blocks, pages = side(rank, route, planned, gather=False)
     slot = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     sums = new_sums(len(payload), slot.device)

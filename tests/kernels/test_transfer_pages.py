@@ -8,11 +8,18 @@ import pytest
 import torch
 from kernel_caches import sloppy
 
-import pd_kernels.transfer.gather
-import pd_kernels.transfer.scatter
-from pd_kernels.bench.caches import ORDERS, POOLS, Cache, Model, make_cache
-from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
-from pd_kernels.transfer.chunk import Chunk
+from pd_kernels.bench.caches import ORDERS, POOLS, CacheViews, Model, make_cache
+from pd_kernels.transfer import (
+    Blocks,
+    Stored,
+    finish,
+    gather,
+    gather_pages,
+    new_sums,
+    scatter,
+    scatter_pages,
+)
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.scatter import launch_scatter
 
@@ -27,7 +34,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def elements(
-    model: Model, cache: Cache, order: str, page_size: int
+    model: Model, cache: CacheViews, order: str, page_size: int
 ) -> Iterator[tuple[tuple[int, int, int, bool], torch.Tensor]]:
     """Every token of every head: layer, head, token of the prompt, whether V; and its elements,
     found by the order's own arithmetic."""
@@ -49,9 +56,11 @@ def elements(
         yield (layer, head, token, v), storage[start : start + dims]
 
 
-def chunk(cache: Cache, slot: torch.Tensor, pages: list[int], heads: range | None = None) -> Chunk:
+def chunk(
+    cache: CacheViews, slot: torch.Tensor, pages: list[int], heads: range | None = None
+) -> ChunkLaunch:
     blocks = Blocks.of(cache.keys, cache.values, 16, "raw", BF16, BF16, heads)
-    return Chunk(blocks, torch.tensor(pages, dtype=torch.int32), slot, FIRST, TOKENS, None)
+    return ChunkLaunch(blocks, torch.tensor(pages, dtype=torch.int32), slot, FIRST, TOKENS, None)
 
 
 def slot_of(model: Model, heads: int) -> torch.Tensor:
@@ -97,23 +106,23 @@ def test_some_heads_are_those_of_the_views() -> None:
     assert torch.equal(some[: 2 * run], every[run : 3 * run])
 
 
-def wrong_pages(cache: Cache, slot: torch.Tensor) -> Chunk:
+def wrong_pages(cache: CacheViews, slot: torch.Tensor) -> ChunkLaunch:
     return chunk(cache, slot, [PAGES[0], PAGES[2], PAGES[1]])
 
 
-def wrong_heads(cache: Cache, slot: torch.Tensor) -> Chunk:
-    flipped = Cache([x.flip(1) for x in cache.keys], [x.flip(1) for x in cache.values], [])
+def wrong_heads(cache: CacheViews, slot: torch.Tensor) -> ChunkLaunch:
+    flipped = CacheViews([x.flip(1) for x in cache.keys], [x.flip(1) for x in cache.values], [])
     return chunk(flipped, slot, PAGES)
 
 
-def wrong_first_token(cache: Cache, slot: torch.Tensor) -> Chunk:
+def wrong_first_token(cache: CacheViews, slot: torch.Tensor) -> ChunkLaunch:
     right = chunk(cache, slot, PAGES)
-    return Chunk(right.blocks, right.pages, slot, FIRST + 1, TOKENS, None)
+    return ChunkLaunch(right.blocks, right.pages, slot, FIRST + 1, TOKENS, None)
 
 
 @pytest.mark.parametrize("wrong", [wrong_pages, wrong_heads, wrong_first_token])
 def test_a_gather_that_goes_wrong_is_seen_by_comparing_payloads(
-    wrong: Callable[[Cache, torch.Tensor], Chunk],
+    wrong: Callable[[CacheViews, torch.Tensor], ChunkLaunch],
 ) -> None:
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
     right, other = slot_of(MODEL, 3), slot_of(MODEL, 3)
@@ -128,14 +137,14 @@ def test_a_damaged_scale_changes_what_is_decoded_and_the_sums(codec: str) -> Non
     blocks = Blocks.of(cache.keys, cache.values, 16, codec, BF16, BF16)
     nbytes, pages = blocks.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
-    launch_gather(Chunk(blocks, pages, slot, FIRST, TOKENS, None), patience=0)
+    launch_gather(ChunkLaunch(blocks, pages, slot, FIRST, TOKENS, None), max_polls=0)
     outcomes = []
     for damage in (0, 1):
         slot[3] ^= damage
         sums = new_sums(nbytes, slot.device)
         copy = cache.clone()
         into = Blocks.of(copy.keys, copy.values, 16, codec, BF16, BF16)
-        launch_scatter(Chunk(into, pages, slot, FIRST, TOKENS, sums))
+        launch_scatter(ChunkLaunch(into, pages, slot, FIRST, TOKENS, sums))
         outcomes.append((copy.storages[0], finish(sums, nbytes)))
     (pages_of_right, digest), (pages_of_wrong, other) = outcomes
     assert digest != other
@@ -151,8 +160,8 @@ def test_what_was_fp8_before_passes_unchanged_through_powers_of_two(spread: floa
     before = cache.clone()
     blocks = Blocks.of(cache.keys, cache.values, 16, "fp8_e4m3", BF16, BF16)
     slot = torch.zeros(blocks.nbytes(TOKENS), dtype=torch.uint8)
-    there = Chunk(blocks, torch.tensor(PAGES, dtype=torch.int32), slot, FIRST, TOKENS, None)
-    launch_gather(there, patience=0)
+    there = ChunkLaunch(blocks, torch.tensor(PAGES, dtype=torch.int32), slot, FIRST, TOKENS, None)
+    launch_gather(there, max_polls=0)
     for _, stored in elements(MODEL, cache, "LBHNC", 16):
         stored.zero_()
     launch_scatter(there)
@@ -165,7 +174,7 @@ def test_cpu_tensors_take_the_reference_and_operators_pass_torchs_own_checks() -
     nbytes, pages = blocks.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
     slot, by_kernel = (sloppy(seed, nbytes) for seed in (1, 2))
     gather_pages(blocks, pages, slot, FIRST, TOKENS)
-    launch_gather(Chunk(blocks, pages, by_kernel, FIRST, TOKENS, None))
+    launch_gather(ChunkLaunch(blocks, pages, by_kernel, FIRST, TOKENS, None))
     assert torch.equal(slot, by_kernel)
     scatter_pages(blocks, pages, slot, FIRST, TOKENS)
     args = (
@@ -173,8 +182,10 @@ def test_cpu_tensors_take_the_reference_and_operators_pass_torchs_own_checks() -
         *(blocks.page_size, FIRST, TOKENS, blocks.codec, blocks.source, blocks.destination),
         blocks.step,
     )
-    for module in (pd_kernels.transfer.gather, pd_kernels.transfer.scatter):
-        torch.library.opcheck(module._operator, args, test_utils=("test_schema", "test_faketensor"))
+    for operator in (gather._gather, scatter._scatter):
+        torch.library.opcheck(
+            operator.registered, args, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +205,7 @@ def test_rows_of_whole_sections_only_are_for_kernels(
     cache = make_cache(Model("one", 1, 1, dim, dim), 2, 16, "LBHNC", torch.bfloat16, "cpu")
     blocks = Blocks.of(cache.keys, cache.values, 16, codec, BF16, Stored(theirs))
     pages, slot = torch.zeros(1, dtype=torch.int32), torch.empty(0)
-    assert Chunk(blocks, pages, slot, 0, 1, None).whole_sections is whole
+    assert ChunkLaunch(blocks, pages, slot, 0, 1, None).whole_sections is whole
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written() -> None:

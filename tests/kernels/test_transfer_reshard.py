@@ -9,9 +9,9 @@ import torch
 from support.caches import Rank, everything
 from support.setups import LATENT, Layer, Model, Setup
 
-from pd_connector.plan.chunks import Chunk as PlannedChunk
+from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import routes
-from pd_kernels.transfer import Payload, Resharding, reshard
+from pd_kernels.transfer import PayloadShape, Resharding, reshard
 from pd_kernels.transfer.reshard import launch_reshard, reference_reshard
 
 CODECS = ["raw", "fp8_e4m3", "int8"]
@@ -29,7 +29,7 @@ def payloads(model: Model, ranks: int, codec: str) -> list[torch.Tensor]:
             source = torch.Generator().manual_seed(hash((layer, head, token, v)) % (1 << 31))
             rank.storage[layer][places] = torch.randn(len(places), generator=source).bfloat16()
         (route,) = routes(mine, other, (codec, "raw"), (codec, "raw"))
-        planned = PlannedChunk(0, 0, 0, len(route.layers), 0, TOKENS, False)
+        planned = Chunk(0, 0, 0, len(route.layers), 0, TOKENS, False)
         slot = memoryview(bytearray(planned.nbytes(route)))
         pages = rank.pages(route.source, planned.pages(16))
         rank.cache.gather(route, planned, pages, slot)
@@ -42,7 +42,7 @@ def payloads(model: Model, ranks: int, codec: str) -> list[torch.Tensor]:
 def test_any_size_to_any_other(model: Model, codec: str) -> None:
     layer = model[0]
     every = {ranks: payloads(model, ranks, codec) for ranks in (1, 2, 4)}
-    payload = Payload(codec, layer.heads, 1, TOKENS, layer.key_dim, layer.value_dim, 2)
+    payload = PayloadShape(codec, layer.heads, 1, TOKENS, layer.key_dim, layer.value_dim, 2)
     for ours, theirs in itertools.product(every, repeat=2):
         for call in (reference_reshard, launch_reshard, reshard):
             slabs = [torch.full((len(slab) + 32,), 0xA5).byte() for slab in every[theirs]]
@@ -58,7 +58,7 @@ def test_any_size_to_any_other(model: Model, codec: str) -> None:
 def test_the_kernel_moves_what_the_reference_moves(
     codec: str, shape: tuple[int, int, int], ranks: tuple[int, int]
 ) -> None:
-    payload = Payload(codec, 4, 2, *shape, 2)
+    payload = PayloadShape(codec, 4, 2, *shape, 2)
     source = torch.Generator().manual_seed(3)
     sources = [
         torch.randint(0, 256, (payload.nbytes(ranks[0]),), generator=source).byte()
@@ -73,7 +73,7 @@ def test_the_kernel_moves_what_the_reference_moves(
 
 
 def test_slabs_that_cannot_be_are_refused() -> None:
-    payload = Payload("raw", 4, 1, 10, 16, 16, 2)
+    payload = PayloadShape("raw", 4, 1, 10, 16, 16, 2)
     slab = torch.zeros(payload.nbytes(1), dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"wanted {payload.nbytes(1)} dense bytes"):
         Resharding.of([slab], [slab[1:]], payload)

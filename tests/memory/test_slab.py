@@ -75,6 +75,7 @@ class Pool(RuleBasedStateMachine):
     def no_slot_is_lost_or_doubled(self) -> None:
         assert self.pool.held == len(self.held) + len(self.quarantined)
         assert self.pool.free + self.pool.held == SLOTS
+        self.pool.check_integrity()
 
     @invariant()
     def holders_are_known(self) -> None:
@@ -144,3 +145,19 @@ def test_untouched_slots_cost_no_memory() -> None:
     slab = Slab(64, 4 << 20)
     assert slab.nbytes == 256 << 20
     assert resident() - before < 64 << 20
+
+
+@pytest.mark.parametrize("damage", ["lost", "doubled", "unknown"])
+def test_a_slot_that_is_not_somewhere_exactly_once_is_named(damage: str) -> None:
+    pool = SlotPool(3)
+    taken = pool.take("a")
+    assert taken == 0
+    pool.check_integrity()
+    if damage == "lost":
+        pool._holder.clear()
+    elif damage == "doubled":
+        pool._free.append(taken)
+    else:
+        pool._quarantine[7] = 1.0
+    with pytest.raises(AssertionError, match="each of 3 slots must be there once"):
+        pool.check_integrity()

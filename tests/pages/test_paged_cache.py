@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import pages_for
-from pd_connector.pages.copies import DeviceCopier, HostCopier, Where
+from pd_connector.pages.copiers import HostCopier, TorchCopier
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.pages.spans import TokenSpan
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.sizes import page_part_bytes
@@ -186,7 +187,7 @@ def test_between_any_two_layouts_every_element_arrives_bit_by_bit(
     dense = fill(sources, span[1], seed, spread=False)
     destinations = ranks(model, theirs, span[1], seed + 1)
     for rank in (*sources, *destinations):
-        rank.cache._copier = DeviceCopier() if by_torch else HostCopier()
+        rank.cache._copies._copier = TorchCopier() if by_torch else HostCopier()
     for destination in destinations:
         before = snapshot(destination)
         ways = move(sources, destination, span, room=data.draw(st.integers(1, 4)))
@@ -456,9 +457,9 @@ class Dtypes(TorchDispatchMode):
 def test_torch_moves_fp8_as_integers() -> None:
     """Some of its operations do not exist for FP8 on a GPU."""
     view = torch.randn(6, 2, 16, 8).to(torch.float8_e4m3fn)
-    pages = Where((4, 1), 3, 30, 16, 16)
+    pages = TokenSpan((4, 1), 3, 30, 16, 16)
     block, other = torch.zeros(2, 27, 8).to(view.dtype), torch.zeros_like(view)
-    copier = DeviceCopier()
+    copier = TorchCopier()
     with Dtypes() as dtypes:
         copier.read(view, pages, block)
         copier.write(other, pages, block)

@@ -16,9 +16,9 @@ from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
 from support.setups import Layer, Setup
 
+from pd_connector import compiler as compiler_module
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
-from pd_connector.pages import warm_up
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.route import Route, routes
@@ -146,7 +146,7 @@ def kernels_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """In place of that of every cache."""
     slow = Compiler()
-    name = "pd_connector.pages.device.DevicePages._compile_for"
+    name = "pd_connector.pages.kernel_pages.KernelPages._compile_for"
     monkeypatch.setattr(name, lambda pages, route, gathers: slow(route, gathers))
     yield slow
     slow.may_end.set()
@@ -170,8 +170,8 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile in the thread that asks."""
 
     class Thread:
-        def __init__(self, target: Any, args: Any, name: str) -> None:
-            self.start = lambda: target(*args)
+        def __init__(self, target: Any, name: str, daemon: bool) -> None:
+            self.start = target
 
         def is_alive(self) -> bool:
             return False
@@ -180,7 +180,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
             return None
 
     fake = SimpleNamespace(Thread=Thread, Lock=threading.Lock)
-    monkeypatch.setattr(warm_up, "threading", fake)
+    monkeypatch.setattr(compiler_module, "threading", fake)
 
 
 @pytest.fixture(params=[True, False])

@@ -23,7 +23,7 @@ from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.sizes import page_part_bytes
-from pd_kernels.transfer.chunk import Chunk as Launch
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from support.caches import Rank
 from support.setups import Layer, Model, Setup
 
@@ -56,7 +56,7 @@ def pretend() -> None:
         )
     )
     JITFunction._do_compile = compile_nothing
-    Launch.fits_kernels = property(lambda launch: launch.whole_sections)  # type: ignore[assignment]
+    ChunkLaunch.fits_kernels = property(lambda launch: launch.whole_sections)  # type: ignore[assignment]
     torch.cuda.device = lambda _: contextlib.nullcontext()  # type: ignore[misc,assignment]
 
 
@@ -109,7 +109,7 @@ def counted(
     paths = routes(source, destination, (codec, "raw"), (codec, "raw"))
     unlike = routes(source, destination, (other, "raw"), (other, "raw"))
     for rank, gathers in zip(ranks, (True, False), strict=True):
-        layers = dict(rank.cache._layers)
+        layers = dict(rank.cache._layers.by_number)
         if misplaces:
             assert layers[1].value is not None
             moved = misplaced(layers[1].key), misplaced(layers[1].value)

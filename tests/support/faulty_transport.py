@@ -108,8 +108,8 @@ class FaultTransport(Transport):
             raise TransportError(f"injected: connect {number} fails")
         return self.inner.connect(consumer)
 
-    def disconnect(self, route: Link) -> None:
-        self.inner.disconnect(route)
+    def disconnect(self, link: Link) -> None:
+        self.inner.disconnect(link)
 
     def expect(self, producer: bytes) -> Hashable:
         return self.inner.expect(producer)
@@ -117,11 +117,11 @@ class FaultTransport(Transport):
     def dismiss(self, source: Hashable) -> None:
         self.inner.dismiss(source)
 
-    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         number, self._writes = self._writes, self._writes + 1
         if number in self._plan.writes:
             raise TransportError(f"injected: write {number} fails")
-        token = self.inner.write(route, header, payload, slot)
+        token = self.inner.write(link, header, payload, slot)
         self._started[token] = number
         return token
 

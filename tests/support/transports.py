@@ -38,9 +38,9 @@ class MeddlingTransport(Transport):
     def connect(self, consumer: bytes) -> Link:
         return self._inner.connect(consumer)
 
-    def disconnect(self, route: Link) -> None:
-        self._inner.disconnect(route)
-        for token in [token for token, to in self._swallowed.items() if to == route]:
+    def disconnect(self, link: Link) -> None:
+        self._inner.disconnect(link)
+        for token in [token for token, to in self._swallowed.items() if to == link]:
             del self._swallowed[token]
             self._written.append(Written(token, False, "disconnected"))
 
@@ -50,16 +50,16 @@ class MeddlingTransport(Transport):
     def dismiss(self, source: Hashable) -> None:
         self._inner.dismiss(source)
 
-    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         written = self._meddle(header, bytes(payload), slot)
         if written is not None:
             header, data, slot = written
-            return self._inner.write(route, header, memoryview(data), slot)
+            return self._inner.write(link, header, memoryview(data), slot)
         token = -1 - len(self._swallowed) - len(self._written)
         if self._ends:
             self._written.append(Written(token, True, ""))
         else:
-            self._swallowed[token] = route
+            self._swallowed[token] = link
         return token
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:

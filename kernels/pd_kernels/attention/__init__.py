@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of decode batches over paged caches, one launch each, balanced by length.
+"""Attention of decode batches over paged caches: one launch per batch, balanced by the lengths of sequences.
 
-`paged_decode` has keys and values per head, `mla_decode` one latent for all heads; `Plan` shares a
-schedule between layers, `Mod` changes scores and masks, `merge_partials` joins shards of sequences.
+`paged_decode` is for keys and values per head, `mla_decode` for one latent of all heads. `DecodePlan` holds the work
+partition that layers share, `Mod` changes scores and masks, `merge_partials` joins shards of sequences.
+
+One call, in the order of the files: `paged.py` (the public function), `paged_call.py` and `decode_call.py` (checks, launch
+options), `operators.py` (kernel or reference), `decode_plan.py` with `work_partition.py` and `plan_kernel.py` (which worker
+does what), `paged_kernel.py` with `online_softmax.py` (attention), `split_merge.py` (split-KV partials).
 """
 
+from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.merge import Partials, merge_partials
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
 from pd_kernels.attention.mods import Mod, alibi, document, soft_cap
 from pd_kernels.attention.paged import paged_decode, plan_paged_decode
-from pd_kernels.attention.plan import Plan
 
 __all__ = [
+    "DecodePlan",
     "Mod",
     "Partials",
-    "Plan",
     "alibi",
     "document",
     "merge_partials",

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over KV that lies on several ranks: queries and partials travel, KV does not.
 
-As DistAttention does it (Infinite-LLM, Lin et al. 2024): the owner of a sequence sends its query to the
-ranks that hold KV of it, each attends to what it holds, and the owner merges the partials. What is
-shipped depends on the number of queries and holders, not on the length of the context. The ranks of a
-process group, gloo for CPU tensors and NCCL for a GPU's, call `dist_attention` together.
+As in DistAttention (Infinite-LLM, Lin et al. 2024): the owner of a sequence sends its queries to the ranks that hold KV of
+it, each rank attends to what it holds, and the owner merges the partials. The bytes sent depend on the number of
+queries and holders, not on the length of the context. All ranks of a process group (gloo for CPU tensors, NCCL for
+GPUs) call `dist_attention` together.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ from pd_kernels.attention.merge import Partials, merge_partials
 from pd_kernels.attention.paged import paged_decode
 
 
-class Shard(NamedTuple):
-    """The KV that a rank holds, a row for each sequence of `Placement.held(rank)`.
+class KvShard(NamedTuple):
+    """The KV that one rank holds: a row for each sequence of `Placement.held(rank)`.
 
     Attributes:
         k_cache, v_cache: `[pages, page, kv heads, dim]`, as `paged_decode` takes them.
         block_table: int32 `[rows, pages of a shard]`.
-        lengths: int32 `[rows]`, tokens held; may be 0.
+        lengths: int32 `[rows]`, tokens that the rank holds of each sequence; may be 0.
     """
 
     k_cache: torch.Tensor
@@ -32,37 +32,45 @@ class Shard(NamedTuple):
     block_table: torch.Tensor
     lengths: torch.Tensor
 
-    def rows(self, rows: Sequence[int]) -> "Shard":
-        """Only those rows."""
+    def rows(self, rows: Sequence[int]) -> "KvShard":
+        """The shard with only those rows, in that order."""
         index = torch.tensor(rows, device=self.lengths.device)
         return self._replace(block_table=self.block_table[index], lengths=self.lengths[index])
 
 
 class Attended(NamedTuple):
-    """What a rank gets for its own queries, and what it has sent for that of all."""
+    """The result for a rank's own queries.
 
-    out: torch.Tensor  # [own, queries, heads, dim], or as `q` without queries
-    lse: torch.Tensor  # float32 [own, queries, heads]
-    sent_bytes: int  # of queries and partials, to other ranks
+    Attributes:
+        out: shaped like `q`.
+        lse: float32 `[own, (queries,) heads]`, natural log-sum-exp.
+        sent_bytes: bytes of queries and partials that this rank has sent to others.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    sent_bytes: int
 
 
-Attend = Callable[[torch.Tensor, Shard, bool], Partials]
-"""Of queries `[rows, queries, heads, dim]`, a shard, and whether it ends with the queries' own tokens."""
+Attend = Callable[[torch.Tensor, KvShard, bool], Partials]
+"""Attention over a shard: takes queries `[rows, queries, heads, dim]`, the shard, and whether the shard ends with the
+queries' own tokens (`causal`)."""
 
 
 def paged_partials(
     q: torch.Tensor,
-    shard: Shard,
+    shard: KvShard,
     causal: bool,
     *,
     scale: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Partials:
-    """`paged_decode` over a shard."""
+    """Attend with `paged_decode` to a shard."""
     return Partials(
         *paged_decode(
-            *(q, *shard),
+            q,
+            *shard,
             causal=causal,
             scale=scale,
             k_scale=k_scale,
@@ -74,31 +82,52 @@ def paged_partials(
 
 def dist_attention(
     q: torch.Tensor,
-    shard: Shard,
+    shard: KvShard,
     placement: Placement,
     *,
     group: dist.ProcessGroup | None = None,
     attend: Attend = paged_partials,
     out: torch.Tensor | None = None,
 ) -> Attended:
-    """Attend with this rank's queries to KV on all ranks, and for other ranks to the KV here.
+    """Attend with this rank's queries to the KV on all ranks, and with theirs to the KV here.
 
-    With NCCL, a new group must have communicated before (a barrier will do): this call need not involve
-    all of its ranks.
+    All ranks of the group call this together. With NCCL, a new group must have communicated before (a barrier is
+    enough), because this call need not involve all ranks.
 
     Args:
-        q: `[own, heads, dim]` or `[own, queries, heads, dim]`, of the sequences of
-            `placement.own(rank)`. A rank that owns none passes one of length 0: queries of all ranks
-            have the same shape and dtype but for their number.
-        shard: what this rank holds.
-        placement: the same on all ranks.
-        group: of processes; all of them call this. The default is the world.
-        attend: attention over a shard. Scores that depend on a token's position in the sequence
-            (windows, ALiBi) need a function of one's own, which knows where shards begin.
-        out: dense, as `q`, to be written; of q's dtype by default.
+        q: `[own, heads, dim]` or `[own, queries, heads, dim]`, for the sequences of `placement.own(rank)` in their
+            order. All ranks pass the same shape and dtype, but for `own`; a rank that owns none passes 0 of them.
+        shard: the KV that this rank holds.
+        placement: which rank owns and which ranks hold each sequence; the same on all ranks.
+        group: the process group; all processes by default.
+        attend: attention over a shard. If scores depend on a token's position in the sequence (windows, ALiBi), pass
+            a function that knows where shards begin.
+        out: dense, shaped like `q`; written. A new tensor of q's dtype by default.
+
+    Returns:
+        The result of this rank's queries, and how many bytes it has sent.
 
     Raises:
         ValueError: `placement` does not fit the group, `q` or `shard`.
+
+    Source:
+        DistAttention, Infinite-LLM (Lin et al. 2024, arXiv 2401.02669).
+
+    Example:
+        A group of one rank, which owns the sequence and holds its 20 tokens.
+
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from pd_kernels.attention.dist import KvShard, dist_attention
+        >>> from pd_kernels.attention.dist_placement import Placement
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> k_cache, v_cache = torch.randn(2, 2, 16, 2, 64)
+        >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+        >>> shard = KvShard(k_cache, v_cache, table, lengths)
+        >>> result = dist_attention(torch.randn(1, 4, 64), shard, Placement(owners=(0,), holders=((0,),)))
+        >>> result.out.shape, result.sent_bytes
+        (torch.Size([1, 4, 64]), 0)
+        >>> dist.destroy_process_group()
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     placement.check(ranks)
@@ -123,8 +152,10 @@ def dist_attention(
     return Attended(merged.out.view(q.shape), lse, mail.sent_bytes)
 
 
-def _attend(asked: torch.Tensor, shard: Shard, newest: Sequence[bool], attend: Attend) -> Partials:
-    """Partials of all rows: one call, or two if several queries make a difference between rows."""
+def _attend(
+    asked: torch.Tensor, shard: KvShard, newest: Sequence[bool], attend: Attend
+) -> Partials:
+    """Attend with all rows. One call; two if rows have several queries, and only some end with the queries' tokens."""
     if not newest:
         return Partials(asked.float(), asked.new_empty(asked.shape[:-1], dtype=torch.float32))
     if asked.shape[1] == 1 or len(set(newest)) == 1:
@@ -145,7 +176,7 @@ def _return(
     placement: Placement,
     out: torch.Tensor | None,
 ) -> Partials:
-    """Send partials to those who asked, and merge those that come back."""
+    """Send partials to the ranks that asked, and merge those that come back."""
     asked = {peer: placement.asked(mail.rank, peer) for peer in range(len(sources))}
     asked = {peer: rows for peer, rows in asked.items() if rows}
     outs = query.new_empty(max(1, len(asked)), *query.shape, dtype=torch.float32)
@@ -153,9 +184,10 @@ def _return(
     late = []
     for place, (peer, rows) in enumerate(asked.items()):
         whole = len(rows) == len(query)
-        there = Partials(*(each[place] if whole else each[place, rows] for each in (outs, lses)))
+        index: Any = place if whole else (place, rows)
+        there = Partials(outs[index], lses[index])
         mail.receive(there, peer)
-        if not whole:  # an indexed tensor is a copy
+        if not whole:  # an indexed tensor is a copy, which is written back when it has arrived
             late.append((place, rows, there))
     parts = zip(partials.out.split(list(sources)), partials.lse.split(list(sources)), strict=True)
     for peer, part in enumerate(parts):
@@ -169,7 +201,7 @@ def _return(
 
 
 class _Mail:
-    """Tensors from and to other ranks, posted together; a rank's own are copied."""
+    """Tensors from and to other ranks, posted together. What a rank sends to itself is copied."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
         self.rank = rank
@@ -179,11 +211,11 @@ class _Mail:
         self._own: list[list[torch.Tensor]] = [[], []]
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Let dense tensors be written by what a peer sends; empty ones do not travel."""
+        """Post receives into dense tensors; `deliver` waits for them. Empty tensors are not sent."""
         self._post(dist.irecv, tensors, peer)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Send tensors to a peer, who receives as many of the same shapes."""
+        """Post sends of tensors to a peer, which receives as many of the same shapes."""
         tensors = [tensor.contiguous() for tensor in tensors]
         if peer != self.rank:
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
@@ -203,7 +235,7 @@ class _Mail:
                 )
 
     def deliver(self) -> None:
-        """Wait until everything posted has arrived (with NCCL: let the current stream wait)."""
+        """Wait until everything posted has arrived. With NCCL the current stream waits, not the host."""
         for written, read in zip(*self._own, strict=True):
             written.copy_(read)
         for work in dist.batch_isend_irecv(self._posted) if self._posted else ():

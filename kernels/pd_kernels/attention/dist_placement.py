@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks ask for sequences and which hold their KV: pure, the same on all ranks."""
+"""Which rank owns a sequence, and which ranks hold its KV: pure functions, with the same result on all ranks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the queries and the KV of a batch lie; ranks are those of the group.
+    """Where the queries and the KV of a batch lie. Ranks are numbered within the process group.
 
     Attributes:
-        owners: of each sequence, the rank that has its queries and gets its result.
-        holders: of each sequence, the ranks that hold some of its KV, in the order of its tokens: the
-            last one has those of the queries themselves. None: the result is that of empty shards.
+        owners: for each sequence, the rank that has its queries and gets its result.
+        holders: for each sequence, the ranks that hold some of its KV, in the order of its tokens: the last rank holds
+            the queries' own tokens. No rank at all stands for a sequence without KV.
+
+    Example:
+        Sequence 0 belongs to rank 0 and lies on both ranks; sequence 1 is rank 1's alone.
+
+        >>> placement = Placement(owners=(0, 1), holders=((0, 1), (1,)))
+        >>> placement.held(0), placement.held(1)
+        ([0], [0, 1])
+        >>> placement.newest(1)
+        [True, True]
     """
 
     owners: tuple[int, ...]
     holders: tuple[tuple[int, ...], ...]
 
     def check(self, ranks: int) -> None:
-        """Raise ValueError for ranks that are not in the group, or are named twice."""
+        """Raise ValueError if a rank is not in the group of `ranks`, or holds a sequence twice."""
         if len(self.owners) != len(self.holders):
             raise ValueError(
                 f"{len(self.owners)} owners, {len(self.holders)} holders: want one of each per sequence"
@@ -34,15 +43,15 @@ class Placement:
         return [sequence for sequence, owner in enumerate(self.owners) if owner == rank]
 
     def held(self, rank: int) -> list[int]:
-        """Sequences a rank holds KV of, in the order of its shard's rows: by owner, then by number."""
+        """Sequences of which a rank holds KV, in the order of its shard's rows: by owner, then by number."""
         found = [sequence for sequence, ranks in enumerate(self.holders) if rank in ranks]
         return sorted(found, key=lambda sequence: self.owners[sequence])
 
     def asked(self, owner: int, holder: int) -> list[int]:
-        """Rows of an owner's queries that a holder attends with."""
+        """Rows of an owner's queries with which a holder attends."""
         own = enumerate(self.own(owner))
         return [row for row, sequence in own if holder in self.holders[sequence]]
 
     def newest(self, rank: int) -> list[bool]:
-        """Of each row of a rank's shard, whether it ends with the queries' own tokens."""
+        """For each row of a rank's shard, whether the shard ends with the queries' own tokens."""
         return [self.holders[sequence][-1] == rank for sequence in self.held(rank)]

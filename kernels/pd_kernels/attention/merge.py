@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Merging of partial attention: one answer from the answers over parts of a sequence's KV.
+"""Merge partial attention: one result from attention over several shards of a sequence's KV.
 
-A partial is what attention over one part gives: `out`, float32, normalised by the part's own sum,
-and `lse`, float32, the natural logarithm of that sum; an empty part has -inf, whatever its `out`.
-The merge is exact, in the sense that only rounding separates it from attention over the whole
-(DistAttention, Lin et al. 2024, section 4).
+A partial is the result of attention over one shard: `out`, float32, normalised by the shard's own sum, and `lse`,
+float32, the natural logarithm of that sum; -inf for an empty shard, whose `out` may be anything. Up to rounding, the merged
+result is that of attention over the whole sequence (Infinite-LLM, Lin et al. 2024, section 4).
 """
 
 from collections.abc import Sequence
@@ -15,15 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE = 2048  # elements of a program's tile: four accesses of 16 bytes per thread and shard
+_TILE = 2048
+"""Elements of a program's tile: four accesses of 16 bytes per thread and shard."""
 _WARPS = 4
 
 
 class Partials(NamedTuple):
-    """Attention over a part of the KV, or over all of it."""
+    """Attention over a part of the KV, or over all of it.
 
-    out: torch.Tensor  # float32 [..., dim], normalised
-    lse: torch.Tensor  # float32 [...], natural logarithm, -inf where there was no KV
+    Attributes:
+        out: float32 `[..., dim]`, normalised.
+        lse: float32 `[...]`, the natural log-sum-exp of the scores; -inf without KV.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def merge_partials(
@@ -33,19 +38,33 @@ def merge_partials(
 ) -> Partials:
     """Merge partials of shards of the same sequences.
 
-    On a GPU this queues one kernel on the current stream and returns; on CPU it takes plain torch.
+    On a GPU this queues one kernel on the current stream and returns; CPU tensors take plain torch.
 
     Args:
-        outs: float32 `[shards, ..., dim]`, or a list of `[..., dim]`, which is copied into one.
-            `out` of an empty shard is not read: it may hold anything.
+        outs: float32 `[shards, ..., dim]`, or a list of `[..., dim]`, which is copied into one tensor. The `out`
+            of an empty shard is not read and may hold anything.
         lses: float32 `[shards, ...]`, or a list of `[...]`.
-        out: dense `[..., dim]`, float32, float16 or bfloat16, to be written; float32 by default.
+        out: dense `[..., dim]`, float32, float16 or bfloat16; written. A new float32 tensor by default.
 
     Returns:
-        `out`, and float32 `lse` `[...]` of the merged shards. Where all are empty: 0 and -inf.
+        `out`, and float32 `lse`, `[...]`, of the whole. If all shards are empty: 0 and -inf.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
+
+    Example:
+        Attention over 30 tokens equals the merge of attention over the first 20 and the last 10.
+
+        >>> import torch
+        >>> from pd_kernels.attention import Partials, merge_partials
+        >>> query, keys, values = torch.randn(64), torch.randn(30, 64), torch.randn(30, 64)
+        >>> def attend(tokens):
+        ...     scores = keys[tokens] @ query / 8
+        ...     return Partials(scores.softmax(0) @ values[tokens], scores.logsumexp(0))
+        >>> first, last, whole = attend(slice(20)), attend(slice(20, 30)), attend(slice(30))
+        >>> merged = merge_partials([first.out, last.out], [first.lse, last.lse])
+        >>> torch.allclose(merged.out, whole.out, atol=1e-5), torch.allclose(merged.lse, whole.lse)
+        (True, True)
     """
     outs = outs if isinstance(outs, torch.Tensor) else torch.stack(list(outs))
     lses = lses if isinstance(lses, torch.Tensor) else torch.stack(list(lses))
@@ -84,7 +103,7 @@ def _(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor
 
 
 def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
-    """`merge_partials`, in torch."""
+    """Do what `merge_partials` does, in plain torch."""
     largest = lses.amax(0)
     weights = (lses - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
     total = weights.sum(0)
@@ -95,7 +114,7 @@ def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
 
 
 def launch_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`merge_partials` by the kernel. Within a shard, partials that are not dense are copied."""
+    """Run `merge_partials` by the kernel. Partials that are not dense within a shard are copied first."""
     outs = outs if outs[0].is_contiguous() else outs.contiguous()
     lses = lses if lses[0].is_contiguous() else lses.contiguous()
     shards, dim = len(outs), outs.shape[-1]
@@ -107,8 +126,13 @@ def launch_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> t
     rows = max(1, _TILE // width)
     grid = (triton.cdiv(lse.numel(), rows),)
     _merge[grid](
-        *(outs, lses, out, lse),
-        *(lse.numel(), outs.stride(0) // unit, lses.stride(0)),
+        outs=outs,
+        lses=lses,
+        out=out,
+        lse=lse,
+        rows=lse.numel(),
+        out_stride=outs.stride(0) // unit,
+        lse_stride=lses.stride(0),
         UNIT=unit,
         SHARDS=shards,
         DIM=dim,
@@ -137,7 +161,7 @@ def _merge(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = row < rows
-    # Shards lie far apart: 64 bits. UNIT says what their distance is a multiple of.
+    # 64 bits, because shards may lie far apart. UNIT tells the compiler that their distance is a multiple of it.
     between = out_stride.to(tl.int64) * UNIT
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for shard in tl.static_range(SHARDS):

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention.call import Results, attend, operator, planned, with_queries
-from pd_kernels.attention.mla_batch import LATENT, MlaBatch
+from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.mla_call import LATENT, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
-from pd_kernels.attention.plan import Plan
+from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
 from pd_kernels.attention.reference import reference_mla_decode
 
 
@@ -23,47 +23,82 @@ def mla_decode(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
-    plan: Plan | None = None,
+    plan: DecodePlan | None = None,
 ) -> Any:
     """Attend with the last tokens of each sequence to its latents, after weight absorption.
 
-    On a GPU this queues one kernel on the current stream (three without `plan`) and returns; it may
-    be captured in a CUDA graph, and lengths, tables and caches may change between replays. CPU
-    tensors take the reference in torch.
+    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may be captured in a
+    CUDA graph; lengths, tables and caches may change between replays. CPU tensors take the reference in torch.
 
     Args:
-        q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 4
-            queries; 512 of a head belong to the latent, 64 to the part with RoPE.
-        cache: `[pages, page, 576]` of q's dtype, or uint8 `[pages, page, 656]`, FlashMLA's FP8 layout:
-            512 codes (e4m3), 4 scales (float32, one for 128 codes), 64 bfloat16; q is bfloat16 then.
-            Elements of a token consecutive; any page size, whole tiles of 64 tokens are fastest.
-        block_table, lengths: as of `paged_decode`.
-        scale: of scores, that of the heads before absorption: it does not follow from 576.
-        causal: queries see no later tokens. False for latents that do not hold the queries' own.
+        q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 4 queries. 512
+            elements of a head belong to the latent, 64 to the part with RoPE.
+        cache: `[pages, page, 576]` of q's dtype; or uint8 `[pages, page, 656]`, FlashMLA's FP8 layout: 512 codes
+            (e4m3), 4 scales (float32, one per 128 codes), 64 bfloat16 elements with RoPE. q is bfloat16 then. The
+            elements of a token must be consecutive. Any page size; multiples of 64 tokens are fastest.
+        block_table, lengths: as in `paged_decode`.
+        scale: factor of the scores: that of the heads before absorption, which does not follow from 576.
+        causal: queries see no later tokens. False for latents that do not hold the queries' own tokens.
         out: dense `[batch, (queries,) heads, 512]`; written and returned.
-        return_lse, return_partials, plan: as of `paged_decode`; the plan from `plan_mla_decode`.
+        return_lse, return_partials: as in `paged_decode`.
+        plan: from `plan_mla_decode` with such arguments, filled for these lengths. Without it, one is made.
 
     Returns:
         `out`, or `(out, lse)`.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not belong together or are not supported.
+        ValueError: shapes, dtypes or strides that do not fit each other or are not supported.
+
+    Source:
+        DeepSeek-V2 (arXiv 2405.04434), section 2.1; the FP8 layout is FlashMLA's.
+
+    Example:
+        >>> import torch
+        >>> from pd_kernels.attention import mla_decode
+        >>> q, cache = torch.randn(1, 16, 576).bfloat16(), torch.randn(3, 64, 576).bfloat16()
+        >>> table = torch.tensor([[2, 0]], dtype=torch.int32)
+        >>> mla_decode(q, cache, table, torch.tensor([100]), scale=192**-0.5).shape
+        torch.Size([1, 16, 512])
     """
-    results = Results.of(q, LATENT, out, return_lse, return_partials)
+    results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
+    by_query_out, by_query_lse = results.by_query
+    scratch, rows = planned(plan)
     run(
-        *(with_queries(q), cache, block_table, lengths),
-        *(*results.by_query, *planned(plan)),
-        *(scale, causal),
+        query=with_queries(q),
+        cache=cache,
+        table=block_table,
+        lengths=lengths,
+        out=by_query_out,
+        lse=by_query_lse,
+        scratch=scratch,
+        rows=rows,
+        scale=scale,
+        causal=causal,
     )
     return results.returned
 
 
-def plan_mla_decode(q: torch.Tensor, cache: torch.Tensor, *, max_batch: int | None = None) -> Plan:
-    """Room for the plan of calls with such a `q` and `cache`, to be filled once a step, for all layers
-    and for batches up to `max_batch` (by default that of `q`)."""
+def plan_mla_decode(
+    q: torch.Tensor, cache: torch.Tensor, *, max_batch: int | None = None
+) -> DecodePlan:
+    """Allocate a plan for calls of `mla_decode` with such a `q` and `cache`, which all layers share.
+
+    Fill it once a step (`plan.fill(lengths)`).
+
+    Args:
+        q, cache: as `mla_decode` takes them; only shapes, dtypes and the device matter.
+        max_batch: the most sequences of a batch; by default that of `q`.
+
+    Example:
+        >>> import torch
+        >>> from pd_kernels.attention import plan_mla_decode
+        >>> plan = plan_mla_decode(torch.zeros(4, 16, 576), torch.zeros(9, 64, 576)).fill(torch.tensor([100, 7]))
+        >>> plan.rows.heads, plan.rows.tile
+        (1, 64)
+    """
     query = with_queries(q)
-    return MlaBatch(query, cache, query, query, 1.0, True).plan(max_batch)
+    return MlaCall(query, cache, query, query, 1.0, True).plan(max_batch)
 
 
 def _run(
@@ -78,7 +113,7 @@ def _run(
     scale: float,
     causal: bool,
 ) -> None:
-    batch = MlaBatch(query, cache, table, lengths, scale, causal)
+    batch = MlaCall(query, cache, table, lengths, scale, causal)
     attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
 
 

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel of `mla_decode`: as `paged_decode`'s, over one latent that is key and value of all heads.
+"""The kernel of `mla_decode`: like `paged_decode`'s, over one latent that is key and value of all heads.
 
-A row has up to 64 lines of query and head: what one product of the tensor cores takes, and what the
-registers of a multiprocessor hold of results (64 x 512, float32, is half of them).
+A row has up to 64 lines (query x head). That is what one product of the tensor cores takes, and as many results as
+registers can hold: 64 x 512 in float32 are half of a multiprocessor's. Latents are read as four slices of 128.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
-from pd_kernels.attention.mla_batch import CODED_BYTES, LATENT, ROPE, MlaBatch
-from pd_kernels.attention.plan import current_piece, touched_rows
-from pd_kernels.attention.schedule import FIELDS
-from pd_kernels.attention.softmax import LOG2E, weigh
+from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
+from pd_kernels.attention.online_softmax import LOG2E, softmax_step
+from pd_kernels.attention.plan_kernel import current_piece, rows_of
+from pd_kernels.attention.split_merge import MAX_POLLS, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
 _LATENT = tl.constexpr(LATENT)
 _ROPE = tl.constexpr(ROPE)
-_CHUNK = tl.constexpr(LATENT // 4)
-_CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and scales
+_SLICE = tl.constexpr(LATENT // 4)
+_CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and their scales
 
 
-@triton.jit(do_not_specialize=["table_stride", "scale", "patience"])
+@triton.jit(do_not_specialize=["table_stride", "scale", "max_polls"])
 def latent_attention(
     query,
     cache,
@@ -31,13 +31,13 @@ def latent_attention(
     lengths,
     out,
     lse,
-    records,
+    ranges,
     counters,
     partials,
     weights,
     table_stride,
     scale,
-    patience,
+    max_polls,
     HEADS: tl.constexpr,  # rows of a sequence
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -45,59 +45,96 @@ def latent_attention(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    QUERY: tl.constexpr,  # strides: sequence, query, head
-    CACHE: tl.constexpr,  # strides: page, token
+    QUERY: tl.constexpr,  # strides of sequence, query, head
+    CACHE: tl.constexpr,  # strides of page, token
     CODED: tl.constexpr,  # FlashMLA's FP8 layout
-    DEPTH: tl.constexpr,
-    PART: tl.constexpr,
+    DEPTH: tl.constexpr,  # pieces merged at a time
+    PART: tl.constexpr,  # lines of a merge part
     WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr,
-    WORK: tl.constexpr,
-    MERGE: tl.constexpr,
+    WORK: tl.constexpr,  # attend
+    MERGE: tl.constexpr,  # merge split rows
 ):
     QUERIES: tl.constexpr = LINES // GROUP
     worker = tl.program_id(0)
-    record = records + worker * _FIELDS
+    work_range = ranges + worker * _FIELDS
     if WORK:
-        for done in tl.range(0, touched_rows(record), disable_licm=True):
+        for done in tl.range(0, rows_of(work_range), disable_licm=True):
             line = tl.arange(0, HEIGHT)
             row, start, stop, length, _ = current_piece(
-                record, done, lengths, HEADS, QUERIES, 0, TILE
+                work_range, done, lengths, HEADS, QUERIES, 0, TILE
             )
             sequence, _, number = result_lines(row, line, HEADS, LINES, HEIGHT)
             place = number // GROUP * QUERY[1] + number % GROUP * QUERY[2]
             place = (place + sequence.to(tl.int64) * QUERY[0])[:, None]
             exists = (number < LINES)[:, None]
-            column, rope = tl.arange(0, _CHUNK)[None, :], tl.arange(0, _ROPE)[None, :]
+            column, rope = tl.arange(0, _SLICE)[None, :], tl.arange(0, _ROPE)[None, :]
             own = query + place
             result_0, result_1, result_2, result_3, top, total = _attend(
                 tl.load(own + column, mask=exists, other=0.0),
-                tl.load(own + _CHUNK + column, mask=exists, other=0.0),
-                tl.load(own + 2 * _CHUNK + column, mask=exists, other=0.0),
-                tl.load(own + 3 * _CHUNK + column, mask=exists, other=0.0),
-                tl.load(own + 4 * _CHUNK + rope, mask=exists, other=0.0),
-                cache,
-                table + sequence.to(tl.int64) * table_stride,
-                length - QUERIES + number // GROUP,
-                *(length, start, stop, scale),
-                *(PAGE, TILE, CAUSAL, CACHE, CODED, STAGES),
+                tl.load(own + _SLICE + column, mask=exists, other=0.0),
+                tl.load(own + 2 * _SLICE + column, mask=exists, other=0.0),
+                tl.load(own + 3 * _SLICE + column, mask=exists, other=0.0),
+                tl.load(own + 4 * _SLICE + rope, mask=exists, other=0.0),
+                cache=cache,
+                pages=table + sequence.to(tl.int64) * table_stride,
+                position=length - QUERIES + number // GROUP,
+                length=length,
+                begin=start,
+                end=stop,
+                scale=scale,
+                PAGE=PAGE,
+                TILE=TILE,
+                CAUSAL=CAUSAL,
+                CACHE=CACHE,
+                CODED=CODED,
+                STAGES=STAGES,
             )
             share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
-            # Read again, not kept over the loop, whose products take nearly all registers.
+            # Read again instead of kept during the loop, whose products take nearly all registers.
             row, start, stop, length, tiles = current_piece(
-                record, done, lengths, HEADS, QUERIES, 0, TILE
+                work_range, done, lengths, HEADS, QUERIES, 0, TILE
             )
             finish_row(
-                *(partials, weights, counters, out, lse, record, worker, row),
-                *(start, (start == 0) & (stop == tiles)),
-                (result_0 * share, result_1 * share, result_2 * share, result_3 * share),
-                *(weight, HEADS, LINES, HEIGHT, GROUP, _LATENT, WITH_LSE),
+                partials=partials,
+                weights=weights,
+                counters=counters,
+                out=out,
+                lse=lse,
+                work_range=work_range,
+                worker=worker,
+                row=row,
+                start=start,
+                whole=(start == 0) & (stop == tiles),
+                results=(result_0 * share, result_1 * share, result_2 * share, result_3 * share),
+                weight=weight,
+                HEADS=HEADS,
+                LINES=LINES,
+                HEIGHT=HEIGHT,
+                GROUP=GROUP,
+                DIM=_LATENT,
+                WITH_LSE=WITH_LSE,
             )
     if MERGE:
         merge_split_rows(
-            *(partials, weights, counters, out, lse, record, worker, patience),
-            *(HEADS, LINES, HEIGHT, GROUP, _LATENT, _LATENT, DEPTH, PART, WITH_LSE),
+            partials=partials,
+            weights=weights,
+            counters=counters,
+            out=out,
+            lse=lse,
+            work_range=work_range,
+            worker=worker,
+            max_polls=max_polls,
+            HEADS=HEADS,
+            LINES=LINES,
+            HEIGHT=HEIGHT,
+            GROUP=GROUP,
+            DIM=_LATENT,
+            BLOCK=_LATENT,
+            DEPTH=DEPTH,
+            PART=PART,
+            WITH_LSE=WITH_LSE,
         )
 
 
@@ -122,16 +159,26 @@ def _attend(
     CODED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles `begin` to `end` of a row: sums of latents, four of float32 `[HEIGHT, 128]`, the largest
-    score (base 2) and the sum of weights, `[HEIGHT]`."""
+    """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
+
+    Args:
+        lines_0, ..., lines_3, lines_rope: slices of the queries, `[HEIGHT, 128]`; the last one `[HEIGHT, 64]`.
+        pages: the sequence's row of the block table.
+        position: place of each line's query in the sequence.
+        length: tokens of the sequence.
+
+    Returns:
+        result_0, ..., result_3: slices of the weighted sum of latents, not normalised, float32 `[HEIGHT, 128]`.
+        top, total: the largest score (base 2) and the sum of weights of each line, float32 `[HEIGHT]`.
+    """
     HEIGHT: tl.constexpr = lines_0.shape[0]
     rope = tl.arange(0, _ROPE)[None, :]
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
     total = tl.zeros((HEIGHT,), tl.float32)
-    result_0 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
-    result_1 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
-    result_2 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
-    result_3 = tl.zeros((HEIGHT, _CHUNK), tl.float32)
+    result_0 = tl.zeros((HEIGHT, _SLICE), tl.float32)
+    result_1 = tl.zeros((HEIGHT, _SLICE), tl.float32)
+    result_2 = tl.zeros((HEIGHT, _SLICE), tl.float32)
+    result_3 = tl.zeros((HEIGHT, _SLICE), tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < length
@@ -150,7 +197,7 @@ def _attend(
         if CODED:
             ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
         else:
-            ropes = tokens + 4 * _CHUNK + rope
+            ropes = tokens + 4 * _SLICE + rope
         score = tl.dot(lines_rope, tl.trans(tl.load(ropes, mask=mask, other=0.0)))
         score = tl.dot(lines_0, tl.trans(latent_0), score)
         score = tl.dot(lines_1, tl.trans(latent_1), score)
@@ -160,7 +207,7 @@ def _attend(
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         score = tl.where(seen, score, float("-inf"))
-        share, before, top, total = weigh(score, top, total, 1)
+        share, before, top, total = softmax_step(score, top, total, 1)
         share = share.to(lines_0.dtype)
         result_0 = tl.dot(share, latent_0, result_0 * before[:, None])
         result_1 = tl.dot(share, latent_1, result_1 * before[:, None])
@@ -170,32 +217,42 @@ def _attend(
 
 
 @triton.jit
-def _latents(tokens, mask, chunk: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.constexpr):
-    """A chunk of a tile's latents, `[TILE, 128]`; codes are multiplied by their scale."""
-    column = tl.arange(0, _CHUNK)[None, :]
+def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.constexpr):
+    """Load a slice of a tile's latents, `[TILE, 128]`. FP8 codes are multiplied by their scale."""
+    column = tl.arange(0, _SLICE)[None, :]
     if not CODED:
-        return tl.load(tokens + chunk * _CHUNK + column, mask=mask, other=0.0)
-    codes = (tokens + chunk * _CHUNK).to(tl.pointer_type(tl.float8e4nv)) + column
-    scales = (tokens + 4 * _CHUNK).to(tl.pointer_type(tl.float32)) + chunk
+        return tl.load(tokens + number * _SLICE + column, mask=mask, other=0.0)
+    codes = (tokens + number * _SLICE).to(tl.pointer_type(tl.float8e4nv)) + column
+    scales = (tokens + 4 * _SLICE).to(tl.pointer_type(tl.float32)) + number
     values = tl.load(codes, mask=mask, other=0.0).to(tl.float32)
     return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
 
 
 def launch_mla(
-    batch: MlaBatch,
+    batch: MlaCall,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
     phases: tuple[tuple[bool, bool], ...] = ((True, True),),
 ) -> None:
-    """`mla_decode` by the kernel, with the tensors of a plan; `phases` as in `launch_paged`."""
-    records, counters, partials, weights = scratch
+    """Run `mla_decode` by the kernel; the arguments are those of `launch_paged`, `out` has 512 elements a line."""
+    ranges, counters, partials, weights = scratch
     for work, merge in phases:
-        latent_attention[(records.shape[0],)](
-            *(batch.query, batch.cache, batch.table, batch.lengths),
-            *(out, out if lse is None else lse, records, counters, partials, weights),
-            *(batch.table.stride(0), batch.scale * LOG2E, PATIENCE),
-            **batch.constants(lse is not None),
+        latent_attention[(ranges.shape[0],)](
+            query=batch.query,
+            cache=batch.cache,
+            table=batch.table,
+            lengths=batch.lengths,
+            out=out,
+            lse=out if lse is None else lse,
+            ranges=ranges,
+            counters=counters,
+            partials=partials,
+            weights=weights,
+            table_stride=batch.table.stride(0),
+            scale=batch.scale * LOG2E,
+            max_polls=MAX_POLLS,
+            **batch.constants(with_lse=lse is not None),
             PAGE=batch.cache.shape[1],
             CACHE=batch.cache.stride()[:2],
             CODED=batch.coded,

@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What a score becomes and which tokens count: small functions that are compiled into the kernel.
+"""Score and mask functions, as in FlexAttention: small functions that are compiled into the kernel.
 
-As FlexAttention's: `score_mod(score, b, h, q_idx, kv_idx, args)` gives a new score and
-`mask_mod(b, h, q_idx, kv_idx, args)` says what is seen. `b` is the sequence, `h` the query head, `q_idx`
-and `kv_idx` are positions in the sequence, those of real tokens always; all of them are int32 that
-broadcast to `score`, float32 `[lines, tokens]`. `args` are the mod's tensors and numbers.
+`score_mod(score, b, h, q_idx, kv_idx, args)` returns a new score. `mask_mod(b, h, q_idx, kv_idx, args)` returns
+whether a token is seen. `b` is the sequence, `h` the query head; `q_idx` and `kv_idx` are positions in the sequence,
+always of tokens that exist. All of them are int32 and broadcast to `score`, float32 `[lines, tokens]`. `args` are
+the mod's tensors and numbers.
 
-A function of operators only serves Triton and torch alike:
+A function that uses operators only (`score - 0.1 * (q_idx - kv_idx)`) serves Triton and torch alike. A function that calls
+`triton.language` (`tl.load(args[0] + h)`) needs a second one for torch, the `reference`, where `args[0]` is the tensor.
 
-    def nearer(score, b, h, q_idx, kv_idx, args):
-        return score - 0.1 * (q_idx - kv_idx)
-
-    paged_decode(..., score_mod=Mod.of(nearer))
-
-One that calls `triton.language` (`tl.load(args[0] + h)`) takes its twin in torch as `reference`, where
-`args[0]` is the tensor. Causality and sliding windows are arguments of `paged_decode`, because they
-decide which tiles are read.
+Causality and sliding windows are arguments of `paged_decode`, because they decide which tiles are read.
 """
 
 import functools
@@ -29,22 +23,26 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.softmax import LOG2E
+from pd_kernels.attention.online_softmax import LOG2E
 
 _numbers = itertools.count()
+
 REGISTRY: dict[int, "Mod"] = {}
-"""Of all mods: operators take no functions, so `torch.compile` passes numbers."""
+"""All mods by their numbers. An operator of torch takes no functions, so that it is passed numbers."""
+
+NO_MOD = -1
+"""Stands for no mod."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mod:
-    """A score or mask function with what it captures.
+    """A score or mask function with the values that it captures. Made by `Mod.of`.
 
     Attributes:
-        kernel: the function as Triton compiles it.
-        reference: the same for tensors.
+        kernel: the function for Triton.
+        reference: the function for tensors of torch.
         args: tensors on the cache's device, and numbers.
-        number: in REGISTRY.
+        number: its key in REGISTRY.
     """
 
     kernel: Any
@@ -62,13 +60,23 @@ class Mod:
         args: tuple[torch.Tensor | float, ...] = (),
         reference: Callable[..., torch.Tensor] | None = None,
     ) -> "Mod":
-        """A mod of a plain function, whose source Triton must be able to find (no lambda).
+        """Make a mod of a plain function. Triton must find its source: no lambda.
 
-        Make it once, not per step: it is kept for the life of the process, and each function is
-        compiled into a kernel of its own. `args` may change in place between calls.
+        Make a mod once, not per step: it is kept for the life of the process, and each function is compiled into a
+        kernel of its own.
 
         Args:
-            reference: the same in torch, where `function` is not.
+            function: score or mask function, see the module.
+            args: passed to it as `args`; tensors may change in place between calls.
+            reference: the same function for torch, if `function` calls `triton.language`.
+
+        Example:
+            >>> from pd_kernels.attention import Mod
+            >>> def nearer(score, b, h, q_idx, kv_idx, args):
+            ...     return score - args[0] * (q_idx - kv_idx)
+            >>> mod = Mod.of(nearer, args=(0.5,))
+            >>> mod.reference(1.0, 0, 0, 10, 4, mod.args)
+            -2.0
         """
         return cls(_compiled(function), reference or function, args)
 
@@ -83,7 +91,7 @@ def _soft_cap(score, b, h, q_idx, kv_idx, args):
 
 
 def soft_cap(cap: float) -> Mod:
-    """`cap * tanh(score / cap)` (Gemma 2)."""
+    """A score mod: `cap * tanh(score / cap)` (Gemma 2)."""
 
     def reference(score, b, h, q_idx, kv_idx, args):
         return cap * torch.tanh(score / cap)
@@ -96,7 +104,10 @@ def _alibi(score, b, h, q_idx, kv_idx, args):
 
 
 def alibi(slopes: torch.Tensor) -> Mod:
-    """A penalty by distance, `slopes` float32 `[query heads]` (Press et al. 2021)."""
+    """A score mod: a penalty that grows with the distance (ALiBi, Press et al. 2021).
+
+    `slopes` is float32 `[query heads]`, on the cache's device.
+    """
 
     def reference(score, b, h, q_idx, kv_idx, args):
         return score + args[0][h] * (kv_idx - q_idx)
@@ -110,7 +121,10 @@ def _document(b, h, q_idx, kv_idx, args):
 
 
 def document(ids: torch.Tensor) -> Mod:
-    """A token sees its own document: `ids` integers `[batch, tokens]`, dense, tokens >= all lengths."""
+    """A mask mod: a token sees its own document only.
+
+    `ids` are integers `[batch, tokens]`, the document of each token, dense; `tokens` is at least the longest length.
+    """
 
     def reference(b, h, q_idx, kv_idx, args):
         return args[0][b, kv_idx] == args[0][b, q_idx]

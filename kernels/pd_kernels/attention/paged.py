@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention.call import Results, attend, operator, planned, with_queries
-from pd_kernels.attention.mods import REGISTRY, Mod
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.mods import NO_MOD, REGISTRY, Mod
+from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
+from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.attention.plan import Plan
 from pd_kernels.attention.reference import reference_paged_decode
 
 
@@ -30,49 +30,78 @@ def paged_decode(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
-    plan: Plan | None = None,
+    plan: DecodePlan | None = None,
 ) -> Any:
     """Attend with the last tokens of each sequence to its KV.
 
-    On a GPU this queues one kernel on the current stream (three without `plan`) and returns; it may
-    be captured in a CUDA graph, and lengths, tables and caches may change between replays. CPU
-    tensors take the reference in torch.
+    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may be captured in a
+    CUDA graph; lengths, tables and caches may change between replays. CPU tensors take the reference in torch.
 
     Args:
-        q: bfloat16 or float16 `[batch, heads, dim]`, or `[batch, queries, heads, dim]` with up to 8
-            queries: the last tokens of the sequence, whose KV is in the cache. dim is one of DIMS.
-        k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any strides,
-            elements of a head consecutive; any page size.
-        block_table: int32 `[batch, pages of a sequence]`. Ids are not checked on the device; those of
-            pages without tokens of the sequence are not read.
-        lengths: int32 or int64 `[batch]`, tokens of KV, the queries' own included. A sequence of
-            length 0 gives 0, with lse -inf; so does a query that lies before the first token.
-        scale: of scores; `dim ** -0.5` by default.
-        causal: queries see no later tokens. False for KV that does not hold the queries' own.
-        window: tokens that a query sees, its own included; 0 for all. Those before are not read.
-        score_mod, mask_mod: see `mods`.
-        k_scale, v_scale: of an FP8 cache: its elements are multiplied by them.
+        q: bfloat16 or float16 `[batch, heads, dim]`, or `[batch, queries, heads, dim]` with up to 8 queries: the last
+            tokens of the sequence, whose KV is in the cache. dim is one of `paged_call.DIMS`.
+        k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any page size, any
+            strides, but the elements of a head must be consecutive.
+        block_table: int32 `[batch, pages of a sequence]`. The device does not check the ids. Entries behind the
+            sequence's last page are not read.
+        lengths: tokens of KV of each sequence, those of the queries included: int32 or int64 `[batch]`. A sequence of
+            length 0 gives 0, with lse -inf; so does a query before the first token.
+        scale: factor of the scores; `dim ** -0.5` by default.
+        causal: queries see no later tokens. False for KV that does not hold the queries' own tokens.
+        window: tokens that a query sees, its own included; 0 for all. Earlier tokens are not read.
+        score_mod, mask_mod: change scores, or say which tokens are seen; see `mods.py`.
+        k_scale, v_scale: scales of an FP8 cache: stored values are multiplied by them.
         out: dense, shaped like q; written and returned.
-        return_lse: also return the natural logarithm of each query's sum, float32 `[batch, (queries,)
-            heads]`.
-        return_partials: `out` is float32, and lse is returned: what `merge_partials` takes.
-        plan: from `plan_paged_decode` with such arguments, filled for these lengths. Without, one is
-            made.
+        return_lse: also return the natural log-sum-exp of each line's scores, float32 `[batch, (queries,) heads]`.
+        return_partials: `out` is float32, and lse is returned, as `merge_partials` takes them.
+        plan: from `plan_paged_decode` with such arguments, filled for these lengths. Without it, one is made.
 
     Returns:
         `out`, or `(out, lse)`.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not belong together or are not supported.
+        ValueError: shapes, dtypes or strides that do not fit each other or are not supported.
+
+    Source:
+        Split-KV decoding with a partial softmax per piece is FlashDecoding's; for the partition of the work see
+        `work_partition.py`.
+
+    Example:
+        Two sequences of 20 and 5 tokens, 4 query heads that share 2 KV heads, pages of 16 tokens.
+
+        >>> import torch
+        >>> from pd_kernels.attention import paged_decode
+        >>> q = torch.randn(2, 4, 64).bfloat16()
+        >>> k_cache, v_cache = torch.randn(2, 3, 16, 2, 64).bfloat16()
+        >>> table = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
+        >>> out, lse = paged_decode(q, k_cache, v_cache, table, torch.tensor([20, 5]), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 4, 64]), torch.Size([2, 4]))
+        >>> scores = (q[1, 0].float() @ k_cache[1, :5, 0].float().T) * 64**-0.5
+        >>> torch.allclose(out[1, 0].float(), scores.softmax(0) @ v_cache[1, :5, 0].float(), atol=0.02)
+        True
     """
-    results = Results.of(q, q.shape[-1], out, return_lse, return_partials)
+    results = DecodeOutputs.of(q, q.shape[-1], out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
+    by_query_out, by_query_lse = results.by_query
+    scratch, rows = planned(plan)
     run(
-        *(with_queries(q), k_cache, v_cache, block_table, lengths),
-        *(*results.by_query, *planned(plan)),
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        *(k_scale, v_scale, causal, window),
-        *(-1 if mod is None else mod.number for mod in (score_mod, mask_mod)),
+        query=with_queries(q),
+        keys=k_cache,
+        values=v_cache,
+        table=block_table,
+        lengths=lengths,
+        out=by_query_out,
+        lse=by_query_lse,
+        scratch=scratch,
+        rows=rows,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        key_scale=k_scale,
+        value_scale=v_scale,
+        causal=causal,
+        window=window,
+        score_mod=NO_MOD if score_mod is None else score_mod.number,
+        mask_mod=NO_MOD if mask_mod is None else mask_mod.number,
     )
     return results.returned
 
@@ -83,15 +112,43 @@ def plan_paged_decode(
     *,
     window: int = 0,
     max_batch: int | None = None,
-) -> Plan:
-    """Room for the plan of calls with such a `q` and `k_cache`, to be filled once a step.
+) -> DecodePlan:
+    """Allocate a plan for calls of `paged_decode` with such a `q` and `k_cache`.
 
-    Layers share it if they have the same heads, dims, cache dtype and window; batches up to
-    `max_batch` (by default that of `q`) do, too.
+    Fill it once a step (`plan.fill(lengths)`), and pass it to every layer. Layers share a plan if they have the same
+    heads, dims, cache dtype and window.
+
+    Args:
+        q, k_cache: as `paged_decode` takes them; only shapes, dtypes and the device matter.
+        window: as in `paged_decode`.
+        max_batch: the most sequences of a batch; by default that of `q`.
+
+    Example:
+        >>> import torch
+        >>> from pd_kernels.attention import paged_decode, plan_paged_decode
+        >>> q, lengths = torch.randn(1, 2, 64), torch.tensor([7])
+        >>> k_cache, v_cache = torch.randn(2, 1, 16, 2, 64)
+        >>> plan = plan_paged_decode(q, k_cache, max_batch=8).fill(lengths)
+        >>> table = torch.zeros(1, 1, dtype=torch.int32)
+        >>> for layer in range(2):
+        ...     out = paged_decode(q, k_cache, v_cache, table, lengths, plan=plan)
     """
     query = with_queries(q)
-    batch = Batch(query, k_cache, k_cache, query, query, 1.0, 1.0, 1.0, True, window, None, None)
-    return batch.plan(max_batch)
+    example = PagedCall(
+        query=query,
+        keys=k_cache,
+        values=k_cache,
+        table=query,
+        lengths=query,
+        scale=1.0,
+        key_scale=1.0,
+        value_scale=1.0,
+        causal=True,
+        window=window,
+        score_mod=None,
+        mask_mod=None,
+    )
+    return example.plan(max_batch)
 
 
 def _run(
@@ -112,9 +169,20 @@ def _run(
     score_mod: int,
     mask_mod: int,
 ) -> None:
-    mods = (REGISTRY.get(number) for number in (score_mod, mask_mod))
-    scales = scale, key_scale, value_scale
-    batch = Batch(query, keys, values, table, lengths, *scales, causal, window, *mods)
+    batch = PagedCall(
+        query=query,
+        keys=keys,
+        values=values,
+        table=table,
+        lengths=lengths,
+        scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        causal=causal,
+        window=window,
+        score_mod=REGISTRY.get(score_mod),
+        mask_mod=REGISTRY.get(mask_mod),
+    )
     attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
 
 

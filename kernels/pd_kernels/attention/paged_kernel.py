@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel of `paged_decode`: a worker attends to its stretch of the rows, then helps to merge.
+"""The kernel of `paged_decode`: each worker attends to its work range, then helps to merge split rows.
 
-A row has the queries of one KV head: `lines` of query and head in the group, padded to what a matrix
-product takes, so that K and V are read once for all of them.
+A row has all lines (query x query head) of one KV head, padded to what a matrix product takes, so that K and V are
+read once for all of them. `work_partition.py` defines the words.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.attention.arrival import PATIENCE, finish_row, merge_split_rows, result_lines
-from pd_kernels.attention.paged_batch import Batch
-from pd_kernels.attention.plan import current_piece, first_tile, touched_rows
-from pd_kernels.attention.schedule import FIELDS
-from pd_kernels.attention.softmax import LOG2E, weigh
+from pd_kernels.attention.online_softmax import LOG2E, softmax_step
+from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
+from pd_kernels.attention.split_merge import MAX_POLLS, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
 _LOG2E = tl.constexpr(LOG2E)
 
 
-@triton.jit(do_not_specialize=["table_stride", "scale", "value_scale", "patience"])
+@triton.jit(do_not_specialize=["table_stride", "scale", "value_scale", "max_polls"])
 def paged_attention(
     query,
     keys,
@@ -29,49 +29,49 @@ def paged_attention(
     lengths,
     out,
     lse,
-    records,
+    ranges,
     counters,
     partials,
     weights,
     score_args,
     mask_args,
     table_stride,
-    scale,  # of scores, K's included
+    scale,  # of scores, with K's scale
     value_scale,
-    patience,
+    max_polls,
     HEADS: tl.constexpr,  # rows of a sequence
-    LINES: tl.constexpr,  # of a KV head
+    LINES: tl.constexpr,  # per KV head
     HEIGHT: tl.constexpr,  # lines of a row, padded
-    GROUP: tl.constexpr,  # query heads of a KV head
+    GROUP: tl.constexpr,  # query heads per KV head
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # DIM, padded
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
-    QUERY: tl.constexpr,  # strides: sequence, query, head
-    KEY: tl.constexpr,  # strides: page, token, head
+    QUERY: tl.constexpr,  # strides of sequence, query, head
+    KEY: tl.constexpr,  # strides of page, token, head
     VALUE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PART: tl.constexpr,
+    DEPTH: tl.constexpr,  # pieces merged at a time
+    PART: tl.constexpr,  # lines of a merge part
     WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr,
-    WORK: tl.constexpr,
-    MERGE: tl.constexpr,
+    WORK: tl.constexpr,  # attend
+    MERGE: tl.constexpr,  # merge split rows
 ):
     QUERIES: tl.constexpr = LINES // GROUP
     worker = tl.program_id(0)
-    record = records + worker * _FIELDS
+    work_range = ranges + worker * _FIELDS
     if WORK:
-        # Numbers that are the same for all rows or tiles are computed anew: kept, they cost the registers
-        # with which one more program fits on a multiprocessor.
-        for done in tl.range(0, touched_rows(record), disable_licm=True):
+        # Without licm: values that no iteration changes are computed again in each. Kept in registers, they
+        # would leave room for one program less on a multiprocessor.
+        for done in tl.range(0, rows_of(work_range), disable_licm=True):
             line = tl.arange(0, HEIGHT)
             column = tl.arange(0, BLOCK)
             row, start, stop, length, _ = current_piece(
-                record, done, lengths, HEADS, QUERIES, WINDOW, TILE
+                work_range, done, lengths, HEADS, QUERIES, WINDOW, TILE
             )
             sequence, head, number = result_lines(row, line, HEADS, LINES, HEIGHT)
             unseen = first_tile(length, QUERIES, WINDOW, TILE)
@@ -81,32 +81,75 @@ def paged_attention(
             mask = exists[:, None] & (column < DIM)[None, :]
             lines = tl.load(query + place[:, None] + column[None, :], mask=mask, other=0.0)
             result, top, total = _attend(
-                lines,
-                keys + head.to(tl.int64) * KEY[2],
-                values + head.to(tl.int64) * VALUE[2],
-                table + sequence.to(tl.int64) * table_stride,
-                *(score_args, mask_args, sequence),
-                head * GROUP + number % GROUP,
-                length - QUERIES + number // GROUP,
-                *(length, unseen + start, unseen + stop, scale),
-                *(DIM, BLOCK, PAGE, TILE, WINDOW, CAUSAL, KEY, VALUE),
-                *(SCORE_MOD, MASK_MOD, STAGES),
+                lines=lines,
+                keys=keys + head.to(tl.int64) * KEY[2],
+                values=values + head.to(tl.int64) * VALUE[2],
+                pages=table + sequence.to(tl.int64) * table_stride,
+                score_args=score_args,
+                mask_args=mask_args,
+                sequence=sequence,
+                head=head * GROUP + number % GROUP,
+                position=length - QUERIES + number // GROUP,
+                length=length,
+                begin=unseen + start,
+                end=unseen + stop,
+                scale=scale,
+                DIM=DIM,
+                BLOCK=BLOCK,
+                PAGE=PAGE,
+                TILE=TILE,
+                WINDOW=WINDOW,
+                CAUSAL=CAUSAL,
+                KEY=KEY,
+                VALUE=VALUE,
+                SCORE_MOD=SCORE_MOD,
+                MASK_MOD=MASK_MOD,
+                STAGES=STAGES,
             )
             result = result * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
             row, start, stop, length, tiles = current_piece(
-                record, done, lengths, HEADS, QUERIES, WINDOW, TILE
+                work_range, done, lengths, HEADS, QUERIES, WINDOW, TILE
             )
             finish_row(
-                *(partials, weights, counters, out, lse, record, worker, row),
-                *(start, (start == 0) & (stop == tiles)),
-                (result,),
-                *(weight, HEADS, LINES, HEIGHT, GROUP, DIM, WITH_LSE),
+                partials=partials,
+                weights=weights,
+                counters=counters,
+                out=out,
+                lse=lse,
+                work_range=work_range,
+                worker=worker,
+                row=row,
+                start=start,
+                whole=(start == 0) & (stop == tiles),
+                results=(result,),
+                weight=weight,
+                HEADS=HEADS,
+                LINES=LINES,
+                HEIGHT=HEIGHT,
+                GROUP=GROUP,
+                DIM=DIM,
+                WITH_LSE=WITH_LSE,
             )
     if MERGE:
         merge_split_rows(
-            *(partials, weights, counters, out, lse, record, worker, patience),
-            *(HEADS, LINES, HEIGHT, GROUP, DIM, BLOCK, DEPTH, PART, WITH_LSE),
+            partials=partials,
+            weights=weights,
+            counters=counters,
+            out=out,
+            lse=lse,
+            work_range=work_range,
+            worker=worker,
+            max_polls=max_polls,
+            HEADS=HEADS,
+            LINES=LINES,
+            HEIGHT=HEIGHT,
+            GROUP=GROUP,
+            DIM=DIM,
+            BLOCK=BLOCK,
+            DEPTH=DEPTH,
+            PART=PART,
+            WITH_LSE=WITH_LSE,
         )
 
 
@@ -137,8 +180,20 @@ def _attend(
     MASK_MOD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles `begin` to `end` of a row: sums of values, float32 `[HEIGHT, BLOCK]`, the largest score
-    (base 2) and the sum of weights, `[HEIGHT]`."""
+    """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
+
+    Args:
+        lines: the queries, `[HEIGHT, BLOCK]`.
+        keys, values: of the KV head.
+        pages: the sequence's row of the block table.
+        head: query head of each line.
+        position: place of each line's query in the sequence.
+        length: tokens of the sequence.
+
+    Returns:
+        result: weighted sum of values, not normalised, float32 `[HEIGHT, BLOCK]`.
+        top, total: the largest score (base 2) and the sum of weights of each line, float32 `[HEIGHT]`.
+    """
     HEIGHT: tl.constexpr = lines.shape[0]
     column = tl.arange(0, BLOCK)
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
@@ -159,7 +214,7 @@ def _attend(
         there = (page * KEY[0] + within * KEY[1])[:, None] + column[None, :]
         key = tl.load(keys + there, mask=mask, other=0.0)
         there = (page * VALUE[0] + within * VALUE[1])[:, None] + column[None, :]
-        # Memory behind the last token may hold anything, and 0 * NaN is NaN.
+        # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0)
         score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
         seen = inside[None, :]
@@ -176,34 +231,51 @@ def _attend(
             if MASK_MOD is not None:
                 seen = seen & MASK_MOD(sequence, head[:, None], asked, real, mask_args)
         score = tl.where(seen, score, float("-inf"))
-        share, before, top, total = weigh(score, top, total, 1)
+        share, before, top, total = softmax_step(score, top, total, 1)
         result = result * before[:, None]
         result = tl.dot(share.to(lines.dtype), value.to(lines.dtype), result)
     return result, top, total
 
 
 def launch_paged(
-    batch: Batch,
+    batch: PagedCall,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
     phases: tuple[tuple[bool, bool], ...] = ((True, True),),
 ) -> None:
-    """`paged_decode` by the kernel, with the tensors of a plan.
+    """Run `paged_decode` by the kernel.
 
     Args:
-        phases: of each launch, whether it attends and whether it merges. One launch does both.
+        batch: the arguments of the call.
+        out: `[batch, queries, query heads, dim]`, dense; written.
+        lse: float32 `[batch, queries, query heads]`, written; or None.
+        scratch: `DecodePlan.tensors` of a filled plan.
+        phases: for each launch, whether it attends and whether it merges. One launch does both; tests take two.
     """
-    records, counters, partials, weights = scratch
+    ranges, counters, partials, weights = scratch
     score, mask = batch.score_mod, batch.mask_mod
     scale = batch.scale * batch.key_scale * (1.0 if score else LOG2E)
     for work, merge in phases:
-        paged_attention[(records.shape[0],)](
-            *(batch.query, batch.keys, batch.values, batch.table, batch.lengths),
-            *(out, out if lse is None else lse, records, counters, partials, weights),
-            *(score.args if score else (), mask.args if mask else ()),
-            *(batch.table.stride(0), scale, batch.value_scale, PATIENCE),
-            **batch.constants(lse is not None),
+        paged_attention[(ranges.shape[0],)](
+            query=batch.query,
+            keys=batch.keys,
+            values=batch.values,
+            table=batch.table,
+            lengths=batch.lengths,
+            out=out,
+            lse=out if lse is None else lse,
+            ranges=ranges,
+            counters=counters,
+            partials=partials,
+            weights=weights,
+            score_args=score.args if score else (),
+            mask_args=mask.args if mask else (),
+            table_stride=batch.table.stride(0),
+            scale=scale,
+            value_scale=batch.value_scale,
+            max_polls=MAX_POLLS,
+            **batch.constants(with_lse=lse is not None),
             DIM=batch.width,
             BLOCK=triton.next_power_of_2(batch.width),
             PAGE=batch.keys.shape[1],

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float32, sequence by sequence: what the kernels must compute."""
+"""Attention in float32 with plain torch, sequence by sequence: the definition of what the kernels compute."""
 
 import torch
 
-from pd_kernels.attention.mla_batch import GROUPS, LATENT, MlaBatch
+from pd_kernels.attention.mla_call import GROUPS, LATENT, MlaCall
 from pd_kernels.attention.mods import Mod
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_call import PagedCall
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The first tokens of a sequence, `[token, ...]`, from a cache `[page, token, ...]`."""
+    """The first `tokens` tokens of a sequence, `[token, ...]`, from a cache `[page, token, ...]`."""
     size = cache.shape[1]
     found = cache[pages[: -(-tokens // size)].long()]
     return found.flatten(0, 1)[:tokens]
@@ -26,12 +26,15 @@ def attend(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence's result, float32 `[queries, heads, value dim]`, and lse, `[queries, heads]`.
+    """Attend with the last tokens of one sequence.
 
     Args:
-        query: `[queries, heads, dim]`: of the last tokens.
+        query: `[queries, heads, dim]`.
         keys, values: float32 `[token, kv heads, dim]`.
         sequence: its number in the batch, for mods.
+
+    Returns:
+        The result, float32 `[queries, heads, value dim]`, and lse, float32 `[queries, heads]`.
     """
     queries, heads, _ = query.shape
     tokens, kv_heads, _ = keys.shape
@@ -59,8 +62,8 @@ def attend(
     return torch.einsum("qkgt,tkd->qkgd", share, values).flatten(1, 2), lse
 
 
-def reference_paged_decode(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """What `paged_decode` does, sequence by sequence, in float32."""
+def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Do what `paged_decode` does; writes `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         pages = batch.table[number]
         keys, values = (
@@ -87,7 +90,7 @@ def reference_paged_decode(batch: Batch, out: torch.Tensor, lse: torch.Tensor | 
 
 
 def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
-    """FlashMLA's FP8 layout, uint8 `[..., 656]`, as float32 `[..., 576]`."""
+    """Decode FlashMLA's FP8 layout, uint8 `[..., 656]`, into float32 `[..., 576]`."""
     codes = cache[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
     rest = cache[..., LATENT:].contiguous()
     scales = rest[..., : 4 * GROUPS].contiguous().view(torch.float32)
@@ -97,8 +100,8 @@ def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
     )
 
 
-def reference_mla_decode(batch: MlaBatch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """What `mla_decode` does, sequence by sequence, in float32."""
+def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Do what `mla_decode` does; writes `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         tokens = read_pages(batch.cache, batch.table[number], length)
         latents = (decoded_latents(tokens) if batch.coded else tokens.float())[:, None]

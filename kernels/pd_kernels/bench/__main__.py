@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from pd_kernels.bench.check import check_transfer
 from pd_kernels.bench.decode import measure_decode
 from pd_kernels.bench.decode_check import check_decode
-from pd_kernels.bench.report import Row, line, print_rows, write_json
+from pd_kernels.bench.report import Comparison, line, print_rows, write_json
 from pd_kernels.bench.transfer import measure_transfer
+from pd_kernels.bench.transfer_check import check_transfer
 
 PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
 
@@ -62,12 +62,12 @@ def header(gpu: str, arguments: list[str]) -> str:
     return f"{', '.join(found)}; {now}; python -m pd_kernels.bench {shlex.join(arguments)}"
 
 
-def report(measured: Iterable[Row], json: Path | None) -> list[Row]:
+def report(measured: Iterable[Comparison], json: Path | None) -> list[Comparison]:
     """Print rows, and write all there are to `json`, as they come: what ends the run costs none.
 
     At the end there is a table of them.
     """
-    rows: list[Row] = []
+    rows: list[Comparison] = []
     for row in measured:
         rows.append(row)
         print(line(row), flush=True)

@@ -30,14 +30,14 @@ DEEPSEEK_MLA = Model("DeepSeek MLA", 61, 1, 576, 0)
 MODELS = (LLAMA_8B, LLAMA_70B_TP8, DEEPSEEK_MLA)
 
 
-class Cache(NamedTuple):
+class CacheViews(NamedTuple):
     """Views `[page, head, token, dim]` of each layer; `values` is empty for a latent."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     storages: list[torch.Tensor]  # what all views lie in
 
-    def clone(self) -> "Cache":
+    def clone(self) -> "CacheViews":
         """The same layout over a copy of the memory."""
         copies = {old.data_ptr(): old.clone() for old in self.storages}
 
@@ -45,7 +45,7 @@ class Cache(NamedTuple):
             new = copies[view.untyped_storage().data_ptr()]
             return new.as_strided(view.shape, view.stride(), view.storage_offset())
 
-        return Cache(
+        return CacheViews(
             [moved(view) for view in self.keys],
             [moved(view) for view in self.values],
             list(copies.values()),
@@ -54,7 +54,7 @@ class Cache(NamedTuple):
 
 def make_cache(
     model: Model, pages: int, page_size: int, order: str, dtype: torch.dtype, device: str
-) -> Cache:
+) -> CacheViews:
     """A cache of random numbers: normal, cut at 400 so that FP8 holds them."""
     if order == POOLS:
         return _pools(model, pages, page_size, dtype, device)
@@ -64,10 +64,10 @@ def make_cache(
     whole = storage.permute([order.index(axis) for axis in "LBHNC"])
     keys = [layer[..., : model.key_dim] for layer in whole]
     values = [layer[..., model.key_dim :] for layer in whole] if model.value_dim else []
-    return Cache(keys, values, [storage])
+    return CacheViews(keys, values, [storage])
 
 
-def _pools(model: Model, pages: int, page_size: int, dtype: torch.dtype, device: str) -> Cache:
+def _pools(model: Model, pages: int, page_size: int, dtype: torch.dtype, device: str) -> CacheViews:
     def pool(dim: int) -> torch.Tensor:
         return _random([pages * page_size, model.heads, dim], dtype, device)
 
@@ -76,7 +76,7 @@ def _pools(model: Model, pages: int, page_size: int, dtype: torch.dtype, device:
 
     keys = [pool(model.key_dim) for _ in range(model.layers)]
     values = [pool(model.value_dim) for _ in range(model.layers)] if model.value_dim else []
-    return Cache([view(x) for x in keys], [view(x) for x in values], [*keys, *values])
+    return CacheViews([view(x) for x in keys], [view(x) for x in values], [*keys, *values])
 
 
 def _random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:

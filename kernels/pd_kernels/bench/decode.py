@@ -27,7 +27,7 @@ from pd_kernels.bench.decode_cases import (
     paged_set,
 )
 from pd_kernels.bench.decode_goals import geometric_means
-from pd_kernels.bench.report import Param, Row, duration, guarded, throughput
+from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 
 BF16 = torch.bfloat16
@@ -67,7 +67,7 @@ MERGE_BAR = 0.01
 Calls = list[Callable[[], Any]]
 
 
-def measure_decode(quick: bool) -> Iterator[Row]:
+def measure_decode(quick: bool) -> Iterator[Comparison]:
     """All rows, as they are measured; a line for each batch, and for each baseline that cannot run."""
     rows = []
     for row in _measured(quick):
@@ -76,7 +76,7 @@ def measure_decode(quick: bool) -> Iterator[Row]:
     yield from geometric_means(rows, LENGTHS)
 
 
-def _measured(quick: bool) -> Iterator[Row]:
+def _measured(quick: bool) -> Iterator[Comparison]:
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
     for heads in (LLAMA,) if quick else HEADS:
@@ -129,7 +129,7 @@ def _sets(lengths: list[int], heads: Heads, page: int, cache: torch.dtype) -> li
 
 def _paged(
     heads: Heads, params: dict[str, Param], lengths: list[int], page: int, copy: float
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     large = len(lengths) >= 16 and min(lengths) >= 4_096
     took = {}
     for cache in (BF16, FP8):
@@ -150,7 +150,9 @@ def _paged(
     yield duration("fp8 / bfloat16", params, took[FP8], took[BF16], FP8_BAR if large else None)
 
 
-def _against_flex(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Row]:
+def _against_flex(
+    heads: Heads, params: dict[str, Param], lengths: list[int]
+) -> Iterator[Comparison]:
     sets = _sets(lengths, heads, decode_baselines.FLEX_PAGE, BF16)
     theirs_s = _seconds("FlexAttention", decode_baselines.flex_attention_calls, sets)
     if theirs_s:
@@ -158,7 +160,7 @@ def _against_flex(heads: Heads, params: dict[str, Param], lengths: list[int]) ->
         yield duration("paged_decode / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
 
 
-def _merging(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Row]:
+def _merging(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Comparison]:
     """The merge of shards beside the attention that they share."""
     sets = _sets(lengths, heads, PAGES[0], BF16)
     whole_s = seconds(paged_calls(sets)[0], REPLAYS)
@@ -184,7 +186,7 @@ def _merge_calls(heads: Heads, batch: int, shards: int) -> Calls:
 
 def _latent(
     params: dict[str, Param], lengths: list[int], heads: int, queries: int, copy: float
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     coded = params["cache"] == "fp8"
     read = sum(lengths) * (656 if coded else 2 * 576)
     sets = [latent_set(lengths, heads, queries, 64, coded) for _ in range(copies(read))]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_kernels.attention.mla_batch import CODED_BYTES, LATENT, ROPE
+from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE
 
 DEVICE = "cuda"
 FP8 = torch.float8_e4m3fn

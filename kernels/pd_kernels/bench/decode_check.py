@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from pd_kernels.attention import (
+    DecodePlan,
     Mod,
-    Plan,
     alibi,
     document,
     plan_mla_decode,
@@ -17,15 +17,15 @@ from pd_kernels.attention import (
     soft_cap,
 )
 from pd_kernels.attention.merge import launch_merge, reference_merge
-from pd_kernels.attention.mla_batch import MlaBatch
+from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
-from pd_kernels.attention.paged_batch import Batch
+from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
-from pd_kernels.attention.schedule import schedule
+from pd_kernels.attention.work_partition import partition
 from pd_kernels.bench import decode_cases
-from pd_kernels.bench.cases import problems
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
+from pd_kernels.bench.random_cases import problems
 
 BOUND = 5e-3
 MERGE_BOUND = 1e-6
@@ -72,7 +72,7 @@ def _paged(chance: random.Random) -> str:
     window = chance.choice([0, 0, 100, 4_096])
     arguments = paged_set(lengths, heads, page, cache, queries)
     scales = (heads.dim**-0.5, 1.0, 1.0) if cache != FP8 else (heads.dim**-0.5, 0.7, 1.3)
-    batch = Batch(*arguments, *scales, True, window, *_mods(chance, heads.query, lengths))
+    batch = PagedCall(*arguments, *scales, True, window, *_mods(chance, heads.query, lengths))
     told = f"{heads} page {page} {cache} queries {queries} window {window} lengths {lengths}"
     batch.check()
     batch.check_kernel()
@@ -90,7 +90,7 @@ def _latent(chance: random.Random) -> str:
     lengths, heads = _lengths(chance), chance.choice([16, 24, 64, 128])
     queries, page = chance.choice([1, 2, 4]), chance.choice([16, 64])
     coded = chance.random() < 0.4
-    batch = MlaBatch(*latent_set(lengths, heads, queries, page, coded), 0.05, True)
+    batch = MlaCall(*latent_set(lengths, heads, queries, page, coded), 0.05, True)
     told = f"heads {heads} page {page} queries {queries} coded {coded} lengths {lengths}"
     batch.check()
     batch.check_kernel()
@@ -129,7 +129,7 @@ def _merge(chance: random.Random) -> str:
 class _Kernel(NamedTuple):
     """A case: its plan, its lengths, which the reference and the launch read, and both of them."""
 
-    plan: Plan
+    plan: DecodePlan
     lengths: torch.Tensor
     shape: tuple[int, ...]
     reference: Callable[[torch.Tensor, torch.Tensor], None]
@@ -200,8 +200,8 @@ def _differs(
     wanted: tuple[torch.Tensor, torch.Tensor],
 ) -> str:
     plan, (out, lse), (result, sums) = kernel.plan, found, wanted
-    defined = schedule(kernel.lengths, plan.rows, plan.workers, plan.costs)
-    if not torch.equal(plan.records, defined):
+    defined = partition(kernel.lengths, plan.rows, plan.workers, plan.costs)
+    if not torch.equal(plan.ranges, defined):
         return "the plan differs from its definition"
     error = float((out.float() - result).norm() / result.norm().clamp_min(1e-30))
     if not error <= BOUND:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import geometric_mean
 
-from pd_kernels.bench.report import FAILED, Row, duration
+from pd_kernels.bench.report import FAILED, Comparison, duration
 
 GOALS = {
     ("paged_decode / FlexAttention", "ragged"): "1.3x geometric mean",
@@ -16,8 +16,8 @@ GOALS = {
 
 
 def geometric_means(
-    rows: Sequence[Row], lengths: Mapping[str, Callable[[random.Random], list[int]]]
-) -> Iterator[Row]:
+    rows: Sequence[Comparison], lengths: Mapping[str, Callable[[random.Random], list[int]]]
+) -> Iterator[Comparison]:
     """Of our times and the baseline's, a row for each goal that was measured.
 
     Args:

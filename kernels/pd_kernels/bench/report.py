@@ -13,7 +13,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One figure of a comparison.
 
     Attributes:
@@ -37,32 +37,34 @@ class Row:
 
 def throughput(
     name: str, params: Mapping[str, Param], ours: float, baseline: float, bar: float | None
-) -> Row:
+) -> Comparison:
     """GB/s of bytes read and written, beside those of a plain copy."""
     ratio = ours / baseline
-    return Row(name, params, ours, baseline, "GB/s", ratio, bar, bar is None or ratio >= bar)
+    return Comparison(name, params, ours, baseline, "GB/s", ratio, bar, bar is None or ratio >= bar)
 
 
 def duration(
     name: str, params: Mapping[str, Param], ours_s: float, baseline_s: float, bar: float | None
-) -> Row:
+) -> Comparison:
     """Microseconds, beside those of another way."""
     ratio = ours_s / baseline_s
     passed = bar is None or ratio <= bar
-    return Row(name, params, ours_s * 1e6, baseline_s * 1e6, "us", ratio, bar, passed)
+    return Comparison(name, params, ours_s * 1e6, baseline_s * 1e6, "us", ratio, bar, passed)
 
 
-def guarded(name: str, params: Mapping[str, Param], rows: Iterator[Row]) -> Iterator[Row]:
+def guarded(
+    name: str, params: Mapping[str, Param], rows: Iterator[Comparison]
+) -> Iterator[Comparison]:
     """The rows of a case; if it raises, those it had, and one that says so, which is not ok."""
     try:
         yield from rows
     except Exception as error:  # whatever stops a case must not stop the rest
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         none = math.nan
-        yield Row(name, {**params, FAILED: cause}, none, none, "", none, None, False)
+        yield Comparison(name, {**params, FAILED: cause}, none, none, "", none, None, False)
 
 
-def line(row: Row) -> str:
+def line(row: Comparison) -> str:
     """A row for reading, as it comes."""
     told = " ".join(f"{key}={value}" for key, value in row.params.items() if key != FAILED)
     if FAILED in row.params:
@@ -72,7 +74,7 @@ def line(row: Row) -> str:
     return f"{row.name}: {told}: {figures}, ratio {row.ratio:.3f}{bar}"
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
+def write_json(path: Path, rows: Sequence[Comparison]) -> None:
     """All rows as a list; figures that there are not are null."""
     found = [
         {key: None if value != value else value for key, value in asdict(row).items()}
@@ -81,7 +83,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[Comparison]) -> None:
     """A plain table; missed bars, and cases that failed, are marked."""
     columns = list(dict.fromkeys(key for row in rows for key in row.params if key != FAILED))
     header = ["", *columns, "ours", "baseline", "unit", "ratio", "bar", ""]

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from pd_kernels.bench.baselines import torch_gather, torch_reshard
-from pd_kernels.bench.caches import LLAMA_8B, MODELS, Cache, Model, make_cache
-from pd_kernels.bench.report import Param, Row, duration, guarded, throughput
+from pd_kernels.bench.caches import LLAMA_8B, MODELS, CacheViews, Model, make_cache
+from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
+from pd_kernels.bench.transfer_baselines import torch_gather, torch_reshard
 from pd_kernels.transfer import (
     Blocks,
-    Payload,
+    PayloadShape,
     Resharding,
     Stored,
     gather_pages,
@@ -31,7 +31,7 @@ DEVICE = "cuda"
 LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
 
 
-def measure_transfer(token_counts: Sequence[int]) -> Iterator[Row]:
+def measure_transfer(token_counts: Sequence[int]) -> Iterator[Comparison]:
     """All rows, each as it is measured; a line of progress for each model and token count."""
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
@@ -48,13 +48,15 @@ def measure_transfer(token_counts: Sequence[int]) -> Iterator[Row]:
         yield from guarded("reshard", told, _reshard(told, LLAMA_8B, ranks, copy))
 
 
-def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -> Iterator[Row]:
+def _paged(
+    model: Model, tokens: int, page_size: int, order: str, copy: float
+) -> Iterator[Comparison]:
     pages = -(-tokens // page_size)
     raw_bytes = model.bytes_of(tokens, 2)
     sets = copies(2 * raw_bytes)
     caches = [make_cache(model, pages + 8, page_size, order, BF16, DEVICE) for _ in range(sets)]
     tables = [torch.randperm(pages + 8, device=DEVICE)[:pages].int() for _ in range(sets)]
-    raw: dict[str, Row] = {}  # by direction
+    raw: dict[str, Comparison] = {}  # by direction
     for codec in ("raw", "fp8_e4m3", "int8"):
         stored = Stored(BF16)
         blocks = [Blocks.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
@@ -84,7 +86,7 @@ def _paged(model: Model, tokens: int, page_size: int, order: str, copy: float) -
 
 
 def _torch_seconds(
-    model: Model, caches: list[Cache], tables: list[torch.Tensor], tokens: int, codec: str
+    model: Model, caches: list[CacheViews], tables: list[torch.Tensor], tokens: int, codec: str
 ) -> float:
     dtype = {"raw": BF16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}[codec]
     dims = [model.key_dim] * model.layers + [model.value_dim] * len(caches[0].values)
@@ -99,9 +101,9 @@ def _torch_seconds(
 
 def _reshard(
     params: Mapping[str, Param], model: Model, ranks: tuple[int, int], copy: float
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     tokens = int(params["tokens"])
-    payload = Payload(
+    payload = PayloadShape(
         "raw", model.heads, model.layers, tokens, model.key_dim, model.value_dim, BF16.itemsize
     )
     sources, destinations = (
@@ -120,8 +122,8 @@ def _reshard(
 
 
 def _rates(
-    name: str, params: Mapping[str, Param], rate: float, copy: float, raw: dict[str, Row]
-) -> Iterator[Row]:
+    name: str, params: Mapping[str, Param], rate: float, copy: float, raw: dict[str, Comparison]
+) -> Iterator[Comparison]:
     """Bytes per second beside a copy's, to which `raw` is held; of the codecs beside `raw`, too.
 
     `raw` holds the rows of that codec by their names, and takes them when they come.

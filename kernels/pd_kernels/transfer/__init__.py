@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between paged caches and payloads: gather, scatter, reshard, each one launch, with the codec and
-the checksum in the same pass.
+"""KV between paged caches and payloads: gather, scatter and reshard, each in one launch.
 
-`payload.py` says what a payload is; docs/codecs.md has it byte by byte.
+The codec and the checksum are part of the same pass. `pd_connector.kv.payload` has the payload's format in
+numbers, docs/codecs.md describes it byte by byte. One gather, in the order of the calls: `blocks.py` (which
+layers of a cache), `chunk_launch.py` (which tokens), `chunk_operator.py` (kernel or reference), `gather.py`
+(the launch), `prologue.py` and one of the kernel files (`copy_kernel.py`, `gather_*_kernel.py`).
 """
 
 from pd_kernels.transfer.blocks import Blocks, Stored
 from pd_kernels.transfer.gather import gather_pages
-from pd_kernels.transfer.reshard import Payload, Resharding, reshard
+from pd_kernels.transfer.reshard import PayloadShape, Resharding, reshard
 from pd_kernels.transfer.scatter import scatter_pages
 from pd_kernels.transfer.sums import finish, new_sums, payload_sums
 
 __all__ = [
     "Blocks",
-    "Payload",
+    "PayloadShape",
     "Resharding",
     "Stored",
     "finish",

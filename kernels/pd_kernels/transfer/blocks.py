@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a cache moves, and how it is coded: made once per cache, route and layers."""
+"""Which layers and heads of a cache move, and how they are coded: made once per cache, route and layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from pd_kernels.transfer.payload import CODECS, SECTION_BYTES, BlockBytes, block_bytes
+from pd_connector.kv.payload import CODEC_NAMES, SECTION_BYTES, BlockBytes, block_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-MAX_LAYERS = 65_535  # the third extent of a launch
+
+MAX_LAYERS = 65_535
+"""CUDA's limit of the third extent of a launch."""
+
+_MAX_STRIDE_BYTES = 1 << 31
+"""Kernels hold the strides of page, token and dim in 32 bits."""
 
 
 class Stored(NamedTuple):
@@ -18,7 +23,7 @@ class Stored(NamedTuple):
 
     Attributes:
         dtype: one of `DTYPES`.
-        scales: of each block, in FP8 caches; empty for 1.
+        scales: one scale per block, for FP8 caches; empty if all are 1.
     """
 
     dtype: torch.dtype
@@ -32,36 +37,36 @@ class Stored(NamedTuple):
         return self.scales[block] if self.scales else 1.0
 
 
-class Extent(NamedTuple):
-    """Bytes of a chunk's blocks: K (or the latent), then V where there is one."""
+class BlockSizes(NamedTuple):
+    """Bytes of the blocks of one layer in a payload: K (or the latent), then V if there is one."""
 
     parts: tuple[BlockBytes, ...]
 
     @property
-    def layer_bytes(self) -> int:
+    def total(self) -> int:
         return sum(part.total for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of one cache that pass along one route.
+    """The blocks (K or V of one layer each) of one cache that pass along one route. Made by `Blocks.of`.
 
     Attributes:
-        views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` of the
-            heads that move, any strides; uint8 `[page, head, 1, bytes]` for `verbatim`. The memory
-            is the engine's and is not copied.
-        table: int64 `[block, 5]` on the device: address, and strides of page, head, token and dim
+        views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with the heads
+            that move, any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The memory is the
+            engine's and is not copied.
+        table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token and dim
             in bytes.
-        factors: float32 `[block]` on the device: see `step`.
-        parts: blocks of a layer, 1 or 2.
-        page_size: tokens of a page of the engine; a page of `views` may be a part of it.
+        factors: float32 `[block]` on the device, see `step`.
+        parts: blocks of a layer: 2, or 1 for latents and `verbatim`.
+        page_size: tokens of a page of the engine. A page of `views` may be a part of it.
         codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
-        source: what the producer's cache holds.
-        destination: what the consumer's cache holds.
-        step: how a value becomes what the destination stores: `times` its factor, where the source
-            is FP8 (and both sides' scales are not the same), `over` it, where only the destination
-            is, or `none`.
-        wide: whether all rows may be read and written 16 bytes at a time.
+        source: dtype of the producer's cache.
+        destination: dtype of the consumer's cache.
+        step: how a decoded value becomes what the destination stores. `times`: it is multiplied by the
+            block's factor (the source is FP8, and the two sides' scales differ). `over`: it is divided by
+            the factor (only the destination is FP8). `none`: it is stored as it is.
+        wide: whether all addresses and strides allow 16-byte accesses.
     """
 
     views: tuple[torch.Tensor, ...]
@@ -86,35 +91,43 @@ class Blocks:
         destination: Stored,
         heads: range | None = None,
     ) -> "Blocks":
-        """The blocks of some layers.
+        """Describe the blocks of some layers. Copies a small table to the device; touches no KV.
 
         Args:
-            keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides; all of
-                one shape and one dtype, that of `source` in the producer and of `destination` in
-                the consumer.
-            values: V of each layer, of K's shape but for dim; empty for latents.
-            page_size: tokens of a page of the engine, a multiple of the views' tokens.
-            codec: as both sides agreed: `raw`, `fp8_e4m3` or `int8`.
-            heads: which of the views' heads move; all by default.
+            keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides, all of one shape
+                and dtype. The dtype is that of `source` in the producer, of `destination` in the consumer.
+            values: V of each layer, shaped like K but for dim; empty for latents.
+            page_size: tokens of a page of the engine, a multiple of the tokens of the views.
+            codec: `raw`, `fp8_e4m3` or `int8`; both sides pass the same one.
+            source: how the producer's cache stores elements.
+            destination: how the consumer's cache stores them.
+            heads: which heads of the views move; all by default.
 
         Raises:
-            ValueError: views that do not belong together, pages more than 2 GiB apart, or a codec
-                that cannot take `source`.
+            ValueError: views that do not fit each other, elements of a page more than 2 GiB apart, or a
+                codec that cannot take `source`.
+
+        Example:
+            Two layers of 3 KV heads; only heads 1 and 2 move.
+
+            >>> import torch
+            >>> from pd_kernels.transfer import Blocks, Stored
+            >>> keys, values = torch.zeros(2, 2, 6, 3, 16, 32).bfloat16()  # layer, page, head, token, dim
+            >>> bf16 = Stored(torch.bfloat16)
+            >>> blocks = Blocks.of(keys, values, 16, "int8", bf16, bf16, heads=range(1, 3))
+            >>> blocks.layers, blocks.heads, blocks.dims
+            (2, 2, (32, 32))
+            >>> blocks.nbytes(tokens=100)
+            26656
         """
-        if codec not in CODECS or codec == "verbatim":
-            raise ValueError(f"codec {codec!r}: must be one of {', '.join(CODECS[:3])}")
+        if codec not in CODEC_NAMES:
+            raise ValueError(f"codec {codec!r}: must be one of {', '.join(CODEC_NAMES)}")
         for stored in (source, destination):
             if stored.dtype not in DTYPES:
                 raise ValueError(f"cache of {stored.dtype}: must be one of {DTYPES}")
         if source.is_fp8 and codec != "raw":
             raise ValueError(f"{codec} of an FP8 cache: use raw, which is one byte an element too")
-        if values and len(values) != len(keys):
-            raise ValueError(f"K of {len(keys)} layers and V of {len(values)}: must be as many")
-        parts = 2 if values else 1
-        paired = zip(keys, values, strict=True) if values else ((key,) for key in keys)
-        views = [view for layer in paired for view in layer]
-        if heads is not None:
-            views = [view[:, heads.start : heads.stop] for view in views]
+        views, parts = _interleaved(keys, values, heads)
         for view in views:
             _check(view, views[0], page_size, (source.dtype, destination.dtype))
         for name, scales in (("source", source.scales), ("destination", destination.scales)):
@@ -124,39 +137,54 @@ class Blocks:
         return cls.at(
             views,
             torch.tensor(factors, dtype=torch.float32, device=views[0].device),
-            parts,
-            page_size,
-            codec,
-            source.dtype,
-            destination.dtype,
-            _step(source, destination, len(views)),
+            parts=parts,
+            page_size=page_size,
+            codec=codec,
+            source=source.dtype,
+            destination=destination.dtype,
+            step=_step(source, destination, len(views)),
         )
 
     @classmethod
     def of_rows(cls, rows: Sequence[torch.Tensor], parts_per_page: int) -> "Blocks":
-        """Whole pages of some layers, as bytes.
+        """Describe whole pages of some layers, which pass as bytes (`verbatim`).
 
         Args:
-            rows: of each layer, uint8 `[page, head, bytes]` of the heads that move; head is 1 where
-                a page is not apart by head.
+            rows: one per layer, uint8 `[page, head, bytes]` with the heads that move. head is 1 if the heads
+                of a page cannot be told apart.
             parts_per_page: pages of `rows` that are one page of the engine.
 
         Raises:
-            ValueError: rows that are not of one shape.
+            ValueError: the rows are not uint8 of one shape.
+
+        Example:
+            >>> import torch
+            >>> from pd_kernels.transfer import Blocks
+            >>> pages = Blocks.of_rows([torch.zeros(6, 8, 1024, dtype=torch.uint8)] * 2, parts_per_page=1)
+            >>> pages.nbytes(tokens=3)  # 2 layers, 3 pages, 8 heads of 1024 bytes
+            49152
         """
         views = [row.unsqueeze(2) for row in rows]
         for view in views:
             if view.shape[1:] != views[0].shape[1:] or view.dtype != torch.uint8:
                 raise ValueError(f"rows {tuple(view.shape)} of {view.dtype}: must be alike, uint8")
-        ones = torch.ones(len(views), device=views[0].device)
-        bytes_of = torch.uint8, torch.uint8
-        return cls.at(views, ones, 1, parts_per_page, "verbatim", *bytes_of, "none")
+        return cls.at(
+            views,
+            torch.ones(len(views), device=views[0].device),
+            parts=1,
+            page_size=parts_per_page,
+            codec="verbatim",
+            source=torch.uint8,
+            destination=torch.uint8,
+            step="none",
+        )
 
     @classmethod
     def at(
         cls,
         views: Sequence[torch.Tensor],
         factors: torch.Tensor,
+        *,
         parts: int,
         page_size: int,
         codec: str,
@@ -164,18 +192,29 @@ class Blocks:
         destination: torch.dtype,
         step: str,
     ) -> "Blocks":
-        """Blocks with these attributes, wherever the views lie.
+        """Make blocks with these attributes, and their table from the addresses of the views.
 
         Raises:
-            ValueError: pages more than 2 GiB apart.
+            ValueError: elements of a page more than 2 GiB apart.
         """
-        table, wide = _table(views), _wide(views)
-        kinds = codec, source, destination, step
-        return cls(tuple(views), table, factors, parts, page_size, *kinds, wide)
+        return cls(
+            views=tuple(views),
+            table=_table(views),
+            factors=factors,
+            parts=parts,
+            page_size=page_size,
+            codec=codec,
+            source=source,
+            destination=destination,
+            step=step,
+            wide=_wide(views),
+        )
 
     def stand_in(self) -> "Blocks":
-        """One layer of one page of memory of its own, zero, which takes the same kernels as these: to
-        compile them with a chunk of one token, before there are chunks."""
+        """Make blocks of one layer and one page of zeros, in memory of their own, that take the same kernels.
+
+        A chunk of one token of them compiles the kernels before real chunks come.
+        """
         views = [view.new_zeros((1, *view.shape[1:])) for view in self.views[: self.parts]]
         factors = self.factors[: self.parts]
         return replace(self, views=tuple(views), table=_table(views), factors=factors)
@@ -190,12 +229,12 @@ class Blocks:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of K, and of V where there is one."""
+        """Elements of one token of one head: of K, and of V if there is one."""
         return tuple(view.shape[3] for view in self.views[: self.parts])
 
-    def extent(self, tokens: int) -> Extent:
-        """Sizes of a chunk of `tokens` tokens; `verbatim`, of so many pages of `views`."""
-        return Extent(
+    def sizes(self, tokens: int) -> BlockSizes:
+        """Sizes of a layer's blocks in a chunk of `tokens` tokens; for `verbatim`, of so many pages."""
+        return BlockSizes(
             tuple(
                 block_bytes(self.codec, part == 0, self.heads, tokens, dim, self.source.itemsize)
                 for part, dim in enumerate(self.dims)
@@ -203,16 +242,29 @@ class Blocks:
         )
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the payload of a chunk."""
-        return self.layers * self.extent(tokens).layer_bytes
+        """Bytes of the payload of a chunk of `tokens` tokens; for `verbatim`, of so many pages of `views`."""
+        return self.layers * self.sizes(tokens).total
 
     @property
     def as_stored(self) -> bool:
-        """Whether the wire has what the destination stores, bit by bit."""
+        """Whether the payload's codes are, bit by bit, what the destination stores."""
         if self.codec == "fp8_e4m3":
             return bool(self.destination == torch.float8_e4m3fn)
         same = bool(self.source == self.destination) and self.step == "none"
         return self.codec == "verbatim" or (self.codec == "raw" and same)
+
+
+def _interleaved(
+    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], heads: range | None
+) -> tuple[list[torch.Tensor], int]:
+    """K and V of each layer in turn, with `heads` only; and how many blocks a layer has."""
+    if len(values) and len(values) != len(keys):
+        raise ValueError(f"K of {len(keys)} layers and V of {len(values)}: must be as many")
+    paired = zip(keys, values, strict=True) if len(values) else ((key,) for key in keys)
+    views = [view for layer in paired for view in layer]
+    if heads is not None:
+        views = [view[:, heads.start : heads.stop] for view in views]
+    return views, 2 if len(values) else 1
 
 
 def _step(source: Stored, destination: Stored, blocks: int) -> str:
@@ -246,14 +298,19 @@ def _check(
 
 def _table(views: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = [(view.data_ptr(), *_strides(view)) for view in views]
-    farthest = max(max(page, token, dim) for _, page, _, token, dim in rows)
-    if farthest >= 1 << 31:
-        raise ValueError(f"stride of {farthest} bytes: of pages, tokens and dims, below 2 GiB")
+    for view, (_, page, _, token, dim) in zip(views, rows, strict=True):
+        # Kernels multiply the index within a row by dim's stride in 32 bits.
+        farthest = max(page, token, dim * (view.shape[3] - 1))
+        if farthest >= _MAX_STRIDE_BYTES:
+            raise ValueError(
+                f"view {tuple(view.shape)}, strides of {page}, {token} and {dim} bytes of page, token "
+                "and dim: pages, tokens, and the elements of a token must be less than 2 GiB apart"
+            )
     return torch.tensor(rows, dtype=torch.int64, device=views[0].device)
 
 
 def _strides(view: torch.Tensor) -> list[int]:
-    """In bytes; 0 where there is only one, whatever torch says."""
+    """Strides in bytes. 0 for an axis of length 1, whose stride in torch may be anything."""
     size = view.element_size()
     return [
         stride * size if count > 1 else 0

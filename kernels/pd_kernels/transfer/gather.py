@@ -5,12 +5,13 @@
 import torch
 import triton
 
-from pd_kernels.transfer import fp8, int8, numerics
+from pd_connector.kv.payload import SUPER_PAGE, super_pages
+from pd_kernels.transfer import gather_fp8_kernel, gather_int8_kernel, numerics
 from pd_kernels.transfer.blocks import Blocks
-from pd_kernels.transfer.chunk import TRITON, Chunk
-from pd_kernels.transfer.copying import launch_copy
-from pd_kernels.transfer.paging import read_tokens
-from pd_kernels.transfer.payload import SUPER_PAGE, super_pages
+from pd_kernels.transfer.chunk_launch import TRITON, ChunkLaunch
+from pd_kernels.transfer.chunk_operator import ChunkOperator
+from pd_kernels.transfer.copy_kernel import launch_copy
+from pd_kernels.transfer.paged_tokens import read_tokens
 from pd_kernels.transfer.sums import reference_payload_sums
 
 
@@ -22,128 +23,102 @@ def gather_pages(
     tokens: int,
     sums: torch.Tensor | None = None,
 ) -> None:
-    """Write the payload of a chunk: its tokens in all layers of `blocks`.
+    """Write the payload of a chunk: some tokens in all layers of `blocks`.
 
-    On a GPU this queues one kernel on the current stream (a small buffer is zeroed before where
-    `fp8_e4m3` computes its scales) and returns; on CPU, and where rows are not multiples of 16
-    bytes, a head has more than 2^26 elements or a block more than 2^28, it takes plain torch.
+    On a GPU this queues one kernel on the current stream and returns. (`fp8_e4m3` with a scale per head zeroes
+    a small buffer first.) CPU tensors take plain torch, and so do chunks that kernels cannot index: rows of
+    codes that are not multiples of 16 bytes, heads of more than 2^26 elements, blocks of more than 2^28.
 
     Args:
-        blocks: of the producer's cache, whose memory is only read.
-        pages: int32 `[pages]`, the engine's pages that hold the chunk, on the cache's device. Their
-            ids are not checked: one that does not exist reads beyond the cache.
-        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16
-            bytes. The payload is written from its start, every byte; nothing behind it is touched.
-        first_token: the chunk's first, counted from the start of the first page; 0 for `verbatim`.
-        tokens: of the chunk; for `verbatim` pages of `blocks.views`.
-        sums: from `new_sums(blocks.nbytes(tokens))`; the payload's sums are added to it.
+        blocks: K and V in the producer's cache; only read.
+        pages: int32 `[pages]` on the cache's device, the engine's pages that hold the chunk. The device does
+            not check them: an id that does not exist reads outside the cache.
+        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16 bytes.
+            Every byte of the payload is written, from the slot's start; nothing behind it is touched.
+        first_token: the chunk's first token, counted from the start of the first page; 0 for `verbatim`.
+        tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
+        sums: from `new_sums(blocks.nbytes(tokens), device)`; the payload's sums are added.
 
     Raises:
         ValueError: the slot or the sums are too small, or the pages do not hold the chunk.
+
+    Example:
+        Two layers with 3 KV heads of 32 elements. Tokens 5 to 24 of pages 4 and 1 pass to another cache, whose
+        pages are 2 and 0.
+
+        >>> import torch
+        >>> from pd_kernels.transfer import Blocks, Stored, gather_pages, scatter_pages
+        >>> bf16 = Stored(torch.bfloat16)
+        >>> def some_blocks():
+        ...     views = torch.randn(2, 2, 6, 3, 16, 32).bfloat16()  # K|V, layer, page, head, token, dim
+        ...     return Blocks.of(views[0], views[1], 16, "raw", bf16, bf16)
+        >>> ours, theirs = some_blocks(), some_blocks()
+        >>> slot = torch.empty(ours.nbytes(20), dtype=torch.uint8)
+        >>> gather_pages(ours, torch.tensor([4, 1], dtype=torch.int32), slot, 5, 20)
+        >>> scatter_pages(theirs, torch.tensor([2, 0], dtype=torch.int32), slot, 5, 20)
+        >>> torch.equal(theirs.views[0][2, :, 5:], ours.views[0][4, :, 5:])
+        True
     """
-    if torch.compiler.is_compiling():
-        _operator(
-            *(list(blocks.views), blocks.factors, pages, slot, sums),
-            *(blocks.parts, blocks.page_size, first_token, tokens),
-            *(blocks.codec, blocks.source, blocks.destination, blocks.step),
-        )
-    else:  # a list of 160 views through the dispatcher takes longer than most chunks
-        _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
+    _gather(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
-def _run(chunk: Chunk) -> None:
-    chunk.check()
-    if chunk.fits_kernels:
-        with torch.cuda.device(chunk.slot.device):
-            launch_gather(chunk)
-    else:
-        reference_gather(chunk)
+def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POLLS) -> None:
+    """Run `gather_pages` by a kernel.
 
-
-@torch.library.custom_op("pd_kernels::gather_pages", mutates_args=("slot", "sums"))
-def _operator(
-    views: list[torch.Tensor],
-    factors: torch.Tensor,
-    pages: torch.Tensor,
-    slot: torch.Tensor,
-    sums: torch.Tensor | None,
-    parts: int,
-    page_size: int,
-    first_token: int,
-    tokens: int,
-    codec: str,
-    source: torch.dtype,
-    destination: torch.dtype,
-    step: str,
-) -> None:
-    # What a compiler gives may be copies, and a kernel goes where the table says: made of these.
-    blocks = Blocks.at(views, factors, parts, page_size, codec, source, destination, step)
-    _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
-
-
-@_operator.register_fake
-def _(*_: object) -> None:
-    return None
-
-
-def launch_gather(chunk: Chunk, patience: int = fp8.PATIENCE) -> None:
-    """`gather_pages` by kernels; `patience` is how often fp8 looks at what other programs have published."""
+    Args:
+        max_polls: how often a program of `fp8_e4m3` polls before it computes missing magnitudes itself.
+    """
     if chunk.blocks.codec == "fp8_e4m3":
-        _launch_fp8(chunk, patience)
+        _launch_fp8(chunk, max_polls)
     elif chunk.blocks.codec == "int8":
         _launch_int8(chunk)
     else:
         launch_copy(chunk, gather=True)
 
 
-def _launch_fp8(chunk: Chunk, patience: int) -> None:
+def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
     blocks = chunk.blocks
     compute = blocks.step == "none"
-    widths = chunk.lanes(8)
-    lanes = fp8.lanes(blocks.source.itemsize)
-    tiles = triton.cdiv(chunk.tokens * max(widths), lanes)
+    widths = chunk.vectors(8)
+    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize)
+    tiles = triton.cdiv(chunk.tokens * max(widths), vectors)
     columns = blocks.parts * blocks.heads
-    ahead = tiles if compute and tiles > fp8.resident(chunk.slot.device) else 0
+    crowded = compute and tiles > gather_fp8_kernel.resident(chunk.slot.device)
+    ahead = tiles if crowded else 0
     programs = tiles + ahead
     grid = (programs, columns, blocks.layers) if compute else (columns, tiles, blocks.layers)
     words = columns * blocks.layers * tiles if compute else 1
-    state = torch.zeros(words, dtype=torch.int32, device=chunk.slot.device)
-    fp8.gather_fp8[grid](
-        *(blocks.table, blocks.factors, chunk.pages, chunk.slot),
-        *(blocks.table if chunk.sums is None else chunk.sums, state),
-        *(chunk.first_token, chunk.tokens),
-        **chunk.places(),
+    gather_fp8_kernel.gather_fp8[grid](
+        **chunk.operands(summed=chunk.sums is not None),
+        factors=blocks.factors,
+        state=torch.zeros(words, dtype=torch.int32, device=chunk.slot.device),
         tiles=tiles,
         ahead=ahead,
-        patience=patience,
-        **chunk.paging(),
+        max_polls=max_polls,
         HEADS=blocks.heads,
-        KEY_LANES=widths[0],
-        VALUE_LANES=widths[1],
+        KEY_VECTORS=widths[0],
+        VALUE_VECTORS=widths[1],
         SOURCE=TRITON[blocks.source],
         COMPUTE=compute,
         CHECK=chunk.sums is not None,
-        LANES=lanes,
-        num_warps=fp8.WARPS,
-        maxnreg=fp8.REGISTERS,
+        VECTORS=vectors,
+        num_warps=gather_fp8_kernel.WARPS,
+        maxnreg=gather_fp8_kernel.REGISTERS,
     )
 
 
-def _launch_int8(chunk: Chunk) -> None:
+def _launch_int8(chunk: ChunkLaunch) -> None:
     blocks = chunk.blocks
     key_dim, value_dim = blocks.dims[0], blocks.dims[-1]
-    channels, padded = int8.key_channels(key_dim), triton.next_power_of_2(value_dim)
-    value_tokens = int8.value_tokens(padded)
-    pages = super_pages(chunk.tokens)
-    tiles = pages * (key_dim // channels)
+    channels, padded = gather_int8_kernel.key_channels(key_dim), triton.next_power_of_2(value_dim)
+    value_tokens = gather_int8_kernel.value_tokens(padded)
+    count = super_pages(chunk.tokens)
+    tiles = count * (key_dim // channels)
     if blocks.parts == 2:
         tiles = max(tiles, triton.cdiv(chunk.tokens, value_tokens))
-    int8.gather_int8[(blocks.parts * blocks.heads, tiles, blocks.layers)](
-        *(blocks.table, chunk.pages, chunk.slot),
-        blocks.table if chunk.sums is None else chunk.sums,
-        *(chunk.first_token, chunk.tokens, pages),
-        **chunk.places(),
-        **chunk.paging(),
+    gather_int8_kernel.gather_int8[(blocks.parts * blocks.heads, tiles, blocks.layers)](
+        **chunk.operands(summed=chunk.sums is not None),
+        super_pages=count,
         HEADS=blocks.heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
@@ -152,23 +127,22 @@ def _launch_int8(chunk: Chunk) -> None:
         PADDED=padded,
         SOURCE=TRITON[blocks.source],
         CHECK=chunk.sums is not None,
-        num_warps=int8.WARPS,
-        maxnreg=int8.REGISTERS,
+        num_warps=gather_int8_kernel.WARPS,
+        maxnreg=gather_int8_kernel.REGISTERS,
     )
 
 
-def reference_gather(chunk: Chunk) -> None:
-    """What `gather_pages` does, block by block, in torch."""
+def reference_gather(chunk: ChunkLaunch) -> None:
+    """Do what `gather_pages` does, block by block, in plain torch."""
     blocks, pages = chunk.blocks, chunk.pages.tolist()
     payload, begin = chunk.payload, 0
     for number, view in enumerate(blocks.views):
-        part = number % blocks.parts
-        size = chunk.extent.parts[part]
+        size = chunk.sizes.parts[number % blocks.parts]
         block = payload[begin : begin + size.total]
         begin += size.total
         x = read_tokens(view, pages, chunk.first_token, chunk.tokens, blocks.page_size)
         if chunk.verbatim:
-            block.copy_(x.transpose(0, 1).reshape(-1))  # a page of all heads is a token here
+            block.copy_(x.transpose(0, 1).reshape(-1))  # a "token" is a page of one head here
             continue
         scales, codes = _encode(x, blocks, number)
         block[: size.scales] = 0
@@ -179,12 +153,12 @@ def reference_gather(chunk: Chunk) -> None:
 
 
 def _encode(x: torch.Tensor, blocks: Blocks, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the scales and the codes of a block `[head, token, dim]`."""
+    """Code block `number`, `[head, token, dim]`: the bytes of its scales, and those of its codes."""
     if blocks.codec == "raw":
         return x.new_empty(0).view(torch.uint8), _bytes(x)
     value = x.float()
     if blocks.codec == "int8":
-        return _encode_int8(value, number % blocks.parts == 0)
+        return _encode_int8(value, key=number % blocks.parts == 0)
     if blocks.step == "over":
         factor = float(blocks.factors[number])
         scales = torch.full((x.shape[0],), factor, device=x.device)
@@ -206,3 +180,6 @@ def _encode_int8(value: torch.Tensor, key: bool) -> tuple[torch.Tensor, torch.Te
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+_gather = ChunkOperator("gather_pages", ("slot", "sums"), launch_gather, reference_gather)

@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Reshard: payloads of one tensor-parallel size into payloads of another, in one launch.
 
-For payloads that pass through a store and meet consumers of another size. A head's codes and scales
-are moved as they are, whatever the codec: nothing is lost.
+For payloads that lie in a store and meet consumers of another size. Codes and scales of a head are moved as they
+are, whatever the codec, so that nothing is lost.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,37 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.transfer.copying import UNSPECIALISED
-from pd_kernels.transfer.payload import SECTION_BYTES, BlockBytes, block_bytes, scale_bytes_per_head
+from pd_connector.kv.payload import (
+    SECTION_BYTES,
+    BlockBytes,
+    block_bytes,
+    scale_bytes_per_head,
+)
+from pd_kernels.transfer.prologue import UNSPECIALISED
 
-LANES = 1024  # of 16 bytes: what a program moves of a head's codes
-SCALES = 1024  # of 2 bytes: what it moves of the head's scales
+VECTORS = 1024
+"""Vectors of 16 bytes that a program moves of a head's codes."""
+SCALES = 1024
+"""Words of 2 bytes that a program moves of a head's scales."""
 WARPS = 4
 
 
-class Payload(NamedTuple):
-    """What is alike in the payloads of all ranks of one chunk.
+class PayloadShape(NamedTuple):
+    """What the payloads of one chunk have in common on all ranks.
 
     Attributes:
         codec: `raw`, `fp8_e4m3` or `int8`.
         heads: KV heads of a layer in the whole model.
-        value_dim: 0 where there is no V.
-        element: bytes of an element of the source's cache.
+        layers: layers of the chunk.
+        tokens: tokens of the chunk.
+        key_dim: elements of a token of one head of K (or of the latent).
+        value_dim: the same of V; 0 if there is no V.
+        element_bytes: bytes of an element in the producer's cache.
+
+    Example:
+        >>> shape = PayloadShape("raw", 8, 2, 100, 128, 128, element_bytes=2)
+        >>> shape.nbytes(ranks=1), shape.nbytes(ranks=4)
+        (819200, 204800)
     """
 
     codec: str
@@ -38,14 +53,18 @@ class Payload(NamedTuple):
     tokens: int
     key_dim: int
     value_dim: int
-    element: int
+    element_bytes: int
 
     @property
     def dims(self) -> tuple[int, ...]:
         return (self.key_dim, self.value_dim) if self.value_dim else (self.key_dim,)
 
     def held(self, ranks: int) -> int:
-        """Heads of one of so many ranks; each head is held by several where there are more."""
+        """KV heads on each of `ranks` ranks; with more ranks than heads, several ranks hold the same one.
+
+        Raises:
+            ValueError: neither number divides the other.
+        """
         if self.heads % ranks and ranks % self.heads:
             raise ValueError(f"{self.heads} heads on {ranks} ranks: one must divide the other")
         return max(1, self.heads // ranks)
@@ -54,37 +73,40 @@ class Payload(NamedTuple):
         return rank * self.heads // ranks
 
     def parts(self, heads: int) -> tuple[BlockBytes, ...]:
-        """Sizes of the blocks of one layer, of a rank with so many heads."""
+        """Sizes of the blocks of one layer with `heads` heads."""
         return tuple(
-            block_bytes(self.codec, part == 0, heads, self.tokens, dim, self.element)
+            block_bytes(self.codec, part == 0, heads, self.tokens, dim, self.element_bytes)
             for part, dim in enumerate(self.dims)
         )
 
     def nbytes(self, ranks: int) -> int:
-        """Bytes of the payload of one of so many ranks."""
+        """Bytes of the payload of one of `ranks` ranks."""
         return self.layers * sum(part.total for part in self.parts(self.held(ranks)))
 
     def scale_bytes(self, part: int) -> int:
-        """Of one head."""
+        """Bytes of the scales of one head, without the zeros behind them."""
         return scale_bytes_per_head(self.codec, part == 0, self.tokens, self.dims[part])
 
     def code_bytes(self, part: int) -> int:
-        """Of one head."""
+        """Bytes of the codes of one head."""
         return self.parts(1)[part].codes
 
 
 @dataclass(frozen=True, eq=False)
 class Resharding:
-    """Which payloads become which: made once for some slabs.
+    """Which payloads become which. Made once by `Resharding.of` for some slabs.
 
     Attributes:
-        table: int64 `[head of a destination, 6]` on the device: address, heads and the place of
-            the head in the source's payload, then in the destination's.
+        sources: the payload of each rank of the producer.
+        destinations: memory for the payload of each rank of the consumer.
+        payload: what all of them have in common.
+        table: int64 `[head of a destination, 6]` on the device: address of the source's payload, its heads,
+            and the head's place among them; then the same of the destination.
     """
 
     sources: tuple[torch.Tensor, ...]
     destinations: tuple[torch.Tensor, ...]
-    payload: Payload
+    payload: PayloadShape
     table: torch.Tensor
 
     @classmethod
@@ -92,15 +114,20 @@ class Resharding:
         cls,
         sources: Sequence[torch.Tensor],
         destinations: Sequence[torch.Tensor],
-        payload: Payload,
+        payload: PayloadShape,
     ) -> "Resharding":
-        """
+        """Describe a resharding. Copies a small table to the device; touches no payload.
+
         Args:
-            sources: payload of each rank of the producer, uint8, dense, aligned to 16 bytes.
-            destinations: room for that of each rank of the consumer; may be longer.
+            sources: payload of each rank of the producer: uint8, dense, aligned to 16 bytes.
+            destinations: memory for the payload of each rank of the consumer, likewise; may be longer.
+            payload: what all of them have in common.
 
         Raises:
-            ValueError: a slab is too short, or heads cannot be shared among so many ranks.
+            ValueError: a slab is too short, or the heads cannot be shared among so many ranks.
+
+        Example:
+            See `reshard`.
         """
         for slabs in (sources, destinations):
             wanted = payload.nbytes(len(slabs))
@@ -114,19 +141,43 @@ class Resharding:
         for rank, slab in enumerate(destinations):
             first = payload.first_head(rank, len(destinations))
             for head in range(first, first + want):
-                holder = head * len(sources) // payload.heads
-                theirs = head - payload.first_head(holder, len(sources))
-                found = sources[holder].data_ptr(), have, theirs
+                holder, place = _holder(payload, len(sources), head)
+                found = sources[holder].data_ptr(), have, place
                 rows.append((*found, slab.data_ptr(), want, head - first))
         table = torch.tensor(rows, dtype=torch.int64, device=sources[0].device)
         return cls(tuple(sources), tuple(destinations), payload, table)
 
 
-def reshard(resharding: Resharding) -> None:
-    """Write the destinations' payloads.
+def _holder(payload: PayloadShape, ranks: int, head: int) -> tuple[int, int]:
+    """The first of `ranks` ranks that holds a head, and the head's place in that rank's payload."""
+    rank = head * ranks // payload.heads
+    return rank, head - payload.first_head(rank, ranks)
 
-    On a GPU this queues one kernel on the current stream and returns; on CPU, and for rows that are
-    not multiples of 16 bytes, it takes plain torch. Nothing behind a payload is touched.
+
+def reshard(resharding: Resharding) -> None:
+    """Write the payloads of the destinations.
+
+    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and rows of codes that are
+    not multiples of 16 bytes, take plain torch. Nothing behind a payload is touched.
+
+    Args:
+        resharding: from `Resharding.of`.
+
+    Example:
+        The payloads of two ranks become that of one, and come back.
+
+        >>> import torch
+        >>> from pd_kernels.transfer import PayloadShape, Resharding, reshard
+        >>> shape = PayloadShape("int8", 4, 2, 100, 32, 32, element_bytes=2)
+        >>> def slabs(ranks):
+        ...     return [torch.empty(shape.nbytes(ranks), dtype=torch.uint8) for _ in range(ranks)]
+        >>> parts, whole, back = slabs(2), slabs(1), slabs(2)
+        >>> for part in parts:  # payloads without padding, all codes and scales 7
+        ...     _ = part.fill_(7)
+        >>> reshard(Resharding.of(parts, whole, shape))
+        >>> reshard(Resharding.of(whole, back, shape))
+        >>> [torch.equal(*pair) for pair in zip(parts, back)]
+        [True, True]
     """
     if torch.compiler.is_compiling():
         sources, destinations = list(resharding.sources), list(resharding.destinations)
@@ -137,7 +188,7 @@ def reshard(resharding: Resharding) -> None:
 
 def _run(resharding: Resharding) -> None:
     payload, slabs = resharding.payload, (*resharding.sources, *resharding.destinations)
-    element = payload.element if payload.codec == "raw" else 1
+    element = payload.element_bytes if payload.codec == "raw" else 1
     whole = all(dim * element % SECTION_BYTES == 0 for dim in payload.dims)
     aligned = all(slab.is_cuda and slab.data_ptr() % SECTION_BYTES == 0 for slab in slabs)
     if whole and aligned:
@@ -157,10 +208,11 @@ def _operator(
     tokens: int,
     key_dim: int,
     value_dim: int,
-    element: int,
+    element_bytes: int,
 ) -> None:
-    payload = Payload(codec, heads, layers, tokens, key_dim, value_dim, element)
-    # What a compiler gives may be copies, and the kernel goes where the table says: made of these.
+    payload = PayloadShape(codec, heads, layers, tokens, key_dim, value_dim, element_bytes)
+    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so that it is made
+    # of what was passed.
     _run(Resharding.of(sources, destinations, payload))
 
 
@@ -173,7 +225,7 @@ def _(*_: object) -> None:
 def _begin(
     layer, part, heads, key_scales, key_codes, value_scales, value_codes, PARTS: tl.constexpr
 ):
-    """Where a block begins in a payload of so many heads, and its bytes of scales: int64."""
+    """Where a layer's block begins in a payload of `heads` heads, and the bytes of its scales: int64."""
     key = (heads * key_scales + 15) // 16 * 16
     value = (heads * value_scales + 15) // 16 * 16
     layer_bytes = key + heads * key_codes
@@ -191,7 +243,7 @@ def _reshard_heads(
     key_codes,  # sections of 16 bytes of one head
     value_codes,
     PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -201,18 +253,17 @@ def _reshard_heads(
     target, target_heads, target_head = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     scale_bytes = tl.where(part == 0, key_scales, value_scales)
     sections = tl.where(part == 0, key_codes, value_codes)
+    key_bytes, value_bytes = key_codes.to(tl.int64) * 16, value_codes.to(tl.int64) * 16
     here, here_scales = _begin(
-        layer, part, source_heads, key_scales, key_codes.to(tl.int64) * 16, value_scales,
-        value_codes.to(tl.int64) * 16, PARTS,
-    )  # fmt: skip
+        layer, part, source_heads, key_scales, key_bytes, value_scales, value_bytes, PARTS
+    )
     there, there_scales = _begin(
-        layer, part, target_heads, key_scales, key_codes.to(tl.int64) * 16, value_scales,
-        value_codes.to(tl.int64) * 16, PARTS,
-    )  # fmt: skip
+        layer, part, target_heads, key_scales, key_bytes, value_scales, value_bytes, PARTS
+    )
 
-    lane = tile * LANES + tl.arange(0, LANES)
-    place = lane[:, None] * 2 + tl.arange(0, 2)[None, :]
-    inside = (lane < sections)[:, None]
+    vector = tile * VECTORS + tl.arange(0, VECTORS)
+    place = vector[:, None] * 2 + tl.arange(0, 2)[None, :]
+    inside = (vector < sections)[:, None]
     read = source + here + here_scales + source_head * (sections.to(tl.int64) * 16)
     written = target + there + there_scales + target_head * (sections.to(tl.int64) * 16)
     codes = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), 16)
@@ -233,49 +284,56 @@ def _reshard_heads(
 
 
 def launch_reshard(resharding: Resharding) -> None:
-    """`reshard` by the kernel."""
+    """Run `reshard` by the kernel."""
     payload = resharding.payload
     last = len(payload.dims) - 1
     codes = [payload.code_bytes(part) // SECTION_BYTES for part in (0, last)]
     scales = [payload.scale_bytes(part) for part in (0, last)]
-    tiles = max(triton.cdiv(max(codes), LANES), triton.cdiv(max(scales) // 2, SCALES))
+    tiles = max(triton.cdiv(max(codes), VECTORS), triton.cdiv(max(scales) // 2, SCALES))
     columns = resharding.table.shape[0] * len(payload.dims)
     _reshard_heads[(columns, tiles, payload.layers)](
-        *(resharding.table, *scales, *codes),
+        table=resharding.table,
+        key_scales=scales[0],
+        value_scales=scales[1],
+        key_codes=codes[0],
+        value_codes=codes[1],
         PARTS=len(payload.dims),
-        LANES=LANES,
+        VECTORS=VECTORS,
         SCALES=SCALES,
         num_warps=WARPS,
     )
 
 
 def reference_reshard(resharding: Resharding) -> None:
-    """What `reshard` does, head by head, in torch."""
+    """Do what `reshard` does, head by head, in plain torch."""
     payload = resharding.payload
     sources, destinations = resharding.sources, resharding.destinations
     want = payload.held(len(destinations))
     for rank, slab in enumerate(destinations):
         first = payload.first_head(rank, len(destinations))
         for head in range(first, first + want):
-            holder = head * len(sources) // payload.heads
-            theirs = head - payload.first_head(holder, len(sources))
-            ours = _head_runs(payload, payload.held(len(sources)), theirs, sources[holder])
+            holder, place = _holder(payload, len(sources), head)
+            ours = _head_runs(payload, payload.held(len(sources)), place, sources[holder])
             for run, found in zip(_head_runs(payload, want, head - first, slab), ours, strict=True):
                 run.copy_(found)
         for padding in _paddings(payload, want, slab):
             padding.zero_()
 
 
-def _blocks(payload: Payload, heads: int, slab: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Part and bytes of each block."""
+def _blocks(
+    payload: PayloadShape, heads: int, slab: torch.Tensor
+) -> list[tuple[int, torch.Tensor]]:
+    """Each block of a payload: 0 for K or 1 for V, and its bytes."""
     parts = payload.parts(heads)
     sizes = [part.total for part in parts] * payload.layers
     pieces = slab[: sum(sizes)].split(sizes)
     return [(number % len(parts), piece) for number, piece in enumerate(pieces)]
 
 
-def _head_runs(payload: Payload, heads: int, head: int, slab: torch.Tensor) -> list[torch.Tensor]:
-    """The scales and the codes of a head, block by block."""
+def _head_runs(
+    payload: PayloadShape, heads: int, head: int, slab: torch.Tensor
+) -> list[torch.Tensor]:
+    """The scales and the codes of one head, in each block in turn."""
     runs = []
     for part, block in _blocks(payload, heads, slab):
         scale, code = payload.scale_bytes(part), payload.code_bytes(part)
@@ -284,7 +342,7 @@ def _head_runs(payload: Payload, heads: int, head: int, slab: torch.Tensor) -> l
     return runs
 
 
-def _paddings(payload: Payload, heads: int, slab: torch.Tensor) -> list[torch.Tensor]:
+def _paddings(payload: PayloadShape, heads: int, slab: torch.Tensor) -> list[torch.Tensor]:
     """The zeros behind the scales of each block."""
     return [
         block[heads * payload.scale_bytes(part) : payload.parts(heads)[part].scales]

@@ -5,12 +5,13 @@
 import torch
 import triton
 
-from pd_kernels.transfer import decoding, numerics
+from pd_connector.kv.payload import SUPER_PAGE, super_pages
+from pd_kernels.transfer import numerics, scatter_kernel
 from pd_kernels.transfer.blocks import Blocks
-from pd_kernels.transfer.chunk import TRITON, Chunk
-from pd_kernels.transfer.copying import launch_copy
-from pd_kernels.transfer.paging import write_tokens
-from pd_kernels.transfer.payload import SUPER_PAGE, super_pages
+from pd_kernels.transfer.chunk_launch import TRITON, ChunkLaunch
+from pd_kernels.transfer.chunk_operator import ChunkOperator
+from pd_kernels.transfer.copy_kernel import launch_copy
+from pd_kernels.transfer.paged_tokens import write_tokens
 from pd_kernels.transfer.sums import reference_payload_sums
 
 
@@ -24,109 +25,79 @@ def scatter_pages(
 ) -> None:
     """Write the tokens of a payload into the pages of `blocks`, in all its layers.
 
-    On a GPU this queues one kernel on the current stream and returns; on CPU, and where rows are
-    not multiples of 16 bytes, a head has more than 2^26 elements or a block more than 2^28, it takes
-    plain torch.
+    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and chunks that kernels
+    cannot index (see `gather_pages`), take plain torch.
 
     Args:
-        blocks: of the consumer's cache: only the tokens of the chunk are written.
-        pages: int32 `[pages]`, the engine's pages that take the chunk, on the cache's device, each
-            at most once. Their ids are not checked: one that does not exist writes beyond the cache.
-        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16
-            bytes; only read.
-        first_token: the chunk's first, counted from the start of the first page; 0 for `verbatim`.
-        tokens: of the chunk; for `verbatim` pages of `blocks.views`.
-        sums: from `new_sums(blocks.nbytes(tokens))`; the sums of the payload, as it was read, are
-            added to it.
+        blocks: K and V in the consumer's cache; only the tokens of the chunk are written.
+        pages: int32 `[pages]` on the cache's device, the engine's pages that take the chunk, each at most
+            once. The device does not check them: an id that does not exist writes outside the cache.
+        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16 bytes;
+            only read.
+        first_token: the chunk's first token, counted from the start of the first page; 0 for `verbatim`.
+        tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
+        sums: from `new_sums(blocks.nbytes(tokens), device)`; the sums of the payload, as it was read, are
+            added.
 
     Raises:
         ValueError: the slot or the sums are too small, or the pages do not hold the chunk.
+
+    Example:
+        An int8 payload of 3 tokens goes into page 1 of a cache in float16.
+
+        >>> import torch
+        >>> from pd_kernels.transfer import Blocks, Stored, gather_pages, scatter_pages
+        >>> bf16, fp16 = Stored(torch.bfloat16), Stored(torch.float16)
+        >>> key, value = torch.randn(2, 4, 2, 8, 16).bfloat16()  # page, head, token, dim each
+        >>> new_key, new_value = torch.zeros(2, 4, 2, 8, 16).half()
+        >>> ours = Blocks.of([key], [value], 8, "int8", bf16, fp16)
+        >>> theirs = Blocks.of([new_key], [new_value], 8, "int8", bf16, fp16)
+        >>> slot = torch.empty(ours.nbytes(3), dtype=torch.uint8)
+        >>> gather_pages(ours, torch.tensor([2], dtype=torch.int32), slot, 0, 3)
+        >>> scatter_pages(theirs, torch.tensor([1], dtype=torch.int32), slot, 0, 3)
+        >>> torch.allclose(new_value[1, :, :3].float(), value[2, :, :3].float(), atol=0.05)
+        True
     """
-    if torch.compiler.is_compiling():
-        _operator(
-            *(list(blocks.views), blocks.factors, pages, slot, sums),
-            *(blocks.parts, blocks.page_size, first_token, tokens),
-            *(blocks.codec, blocks.source, blocks.destination, blocks.step),
-        )
-    else:  # a list of 160 views through the dispatcher takes longer than most chunks
-        _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
+    _scatter(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
-def _run(chunk: Chunk) -> None:
-    chunk.check()
-    if chunk.fits_kernels:
-        with torch.cuda.device(chunk.slot.device):
-            launch_scatter(chunk)
-    else:
-        reference_scatter(chunk)
-
-
-@torch.library.custom_op("pd_kernels::scatter_pages", mutates_args=("views", "sums"))
-def _operator(
-    views: list[torch.Tensor],
-    factors: torch.Tensor,
-    pages: torch.Tensor,
-    slot: torch.Tensor,
-    sums: torch.Tensor | None,
-    parts: int,
-    page_size: int,
-    first_token: int,
-    tokens: int,
-    codec: str,
-    source: torch.dtype,
-    destination: torch.dtype,
-    step: str,
-) -> None:
-    # What a compiler gives may be copies, and a kernel goes where the table says: made of these.
-    blocks = Blocks.at(views, factors, parts, page_size, codec, source, destination, step)
-    _run(Chunk(blocks, pages, slot, first_token, tokens, sums))
-
-
-@_operator.register_fake
-def _(*_: object) -> None:
-    return None
-
-
-def launch_scatter(chunk: Chunk) -> None:
-    """`scatter_pages` by kernels."""
+def launch_scatter(chunk: ChunkLaunch) -> None:
+    """Run `scatter_pages` by a kernel."""
     if chunk.blocks.as_stored:
         launch_copy(chunk, gather=False)
         return
-    blocks = chunk.blocks
-    widths = chunk.lanes(16)
-    tiles = triton.cdiv(chunk.tokens * max(widths), decoding.LANES)
-    places = chunk.places()
-    scales = max(places["key_scales"], places["value_scales"])
-    further = 0 if chunk.sums is None else triton.cdiv(scales, decoding.LANES)
-    decoding.scatter_decoded[(blocks.parts * blocks.heads, tiles + further, blocks.layers)](
-        *(blocks.table, blocks.factors, chunk.pages, chunk.slot),
-        blocks.table if chunk.sums is None else chunk.sums,
-        *(chunk.first_token, chunk.tokens, super_pages(chunk.tokens)),
-        **places,
+    blocks, summed = chunk.blocks, chunk.sums is not None
+    vectors = scatter_kernel.VECTORS
+    widths = chunk.vectors(16)
+    tiles = triton.cdiv(chunk.tokens * max(widths), vectors)
+    scale_tiles = triton.cdiv(chunk.most_scale_sections, vectors) if summed else 0
+    grid = (blocks.parts * blocks.heads, tiles + scale_tiles, blocks.layers)
+    scatter_kernel.scatter_decoded[grid](
+        **chunk.operands(summed=summed),
+        factors=blocks.factors,
+        super_pages=super_pages(chunk.tokens),
         tiles=tiles,
-        **chunk.paging(),
-        KEY_LANES=widths[0],
-        VALUE_LANES=widths[1],
-        CODE=TRITON[_codes(blocks)],
+        KEY_VECTORS=widths[0],
+        VALUE_VECTORS=widths[1],
+        CODE=TRITON[_code_dtype(blocks)],
         SCALES={"raw": "none", "fp8_e4m3": "head", "int8": "group"}[blocks.codec],
         STEP=blocks.step,
         DESTINATION=TRITON[blocks.destination],
-        CHECK=chunk.sums is not None,
-        LANES=decoding.LANES,
-        num_warps=decoding.WARPS,
-        maxnreg=decoding.registers(blocks.wide, chunk.sums is not None, widths[0] == widths[1]),
+        CHECK=summed,
+        VECTORS=vectors,
+        num_warps=scatter_kernel.WARPS,
+        maxnreg=scatter_kernel.registers(blocks.wide, summed, widths[0] == widths[1]),
     )
 
 
-def reference_scatter(chunk: Chunk) -> None:
-    """What `scatter_pages` does, block by block, in torch."""
+def reference_scatter(chunk: ChunkLaunch) -> None:
+    """Do what `scatter_pages` does, block by block, in plain torch."""
     blocks, pages = chunk.blocks, chunk.pages.tolist()
     payload, begin = chunk.payload, 0
     if chunk.sums is not None:
         chunk.sums.add_(reference_payload_sums(payload))
     for number, view in enumerate(blocks.views):
-        part = number % blocks.parts
-        size = chunk.extent.parts[part]
+        size = chunk.sizes.parts[number % blocks.parts]
         scales = payload[begin : begin + size.scales].clone()
         codes = payload[begin + size.scales : begin + size.total].clone()
         begin += size.total
@@ -141,9 +112,9 @@ def reference_scatter(chunk: Chunk) -> None:
 def _decode(
     codes: torch.Tensor, scales: torch.Tensor, blocks: Blocks, number: int, tokens: int
 ) -> torch.Tensor:
-    """A block `[head, token, dim]` as the destination stores it."""
+    """Decode block `number` into `[head, token, dim]`, as the destination stores it."""
     heads, dim = blocks.heads, blocks.dims[number % blocks.parts]
-    x = codes.view(_codes(blocks)).view(heads, tokens, dim)
+    x = codes.view(_code_dtype(blocks)).view(heads, tokens, dim)
     if blocks.as_stored:
         return x
     value = x.float()
@@ -160,8 +131,11 @@ def _decode(
     return numerics.store(value, factor, blocks.step, blocks.destination)
 
 
-def _codes(blocks: Blocks) -> torch.dtype:
-    """What lies on the wire."""
+def _code_dtype(blocks: Blocks) -> torch.dtype:
+    """The dtype of the codes in the payload."""
     if blocks.codec == "raw":
         return blocks.source
     return torch.int8 if blocks.codec == "int8" else torch.float8_e4m3fn
+
+
+_scatter = ChunkOperator("scatter_pages", ("views", "sums"), launch_scatter, reference_scatter)

@@ -1,54 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The checksum of a payload: its sums on the device, in the pass that moves it, the hash on the host.
+"""The checksum of a payload: summed on the device by the kernel that moves it, hashed on the host.
 
-The payload, zero-padded, is a matrix of 64-bit little-endian words in rows of 256. Its row sums and
-column sums wrap and commute, so that programs may add to them in any order.
+`pd_connector.kv.checksum` defines it: row and column sums of a matrix of 64-bit words. Sums wrap and commute,
+so that programs may add to them in any order.
 """
-
-import hashlib
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 256
-ROW_BYTES = 8 * COLUMNS
+from pd_connector.kv.checksum import COLUMNS, ROW_BYTES, digest_of
+
 COPIES = 16
-"""Of the column sums: neighbouring programs add to different ones, so that they seldom wait."""
+"""Copies of the column sums. Neighbouring programs add to different ones, so that they seldom wait."""
+
+COLUMN_WORDS = COPIES * COLUMNS
+"""Words of all copies; the row sums lie behind them."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _COPIES = tl.constexpr(COPIES)
-_LANES = 1024
+_VECTORS = 1024
 
 
 def new_sums(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Room for the sums of a payload, zero: int64 `[16 * 256 + rows]`, columns first."""
+    """Make zeroed sums for a payload of `nbytes` bytes.
+
+    Returns:
+        int64 `[16 * 256 + rows]` on `device`: 16 copies of the 256 column sums, then a sum per row of 2 KiB.
+    """
     rows = -(-nbytes // ROW_BYTES)
-    return torch.zeros(COPIES * COLUMNS + rows, dtype=torch.int64, device=device)
+    return torch.zeros(COLUMN_WORDS + rows, dtype=torch.int64, device=device)
 
 
 def finish(sums: torch.Tensor, nbytes: int) -> bytes:
-    """The checksum, 8 bytes, from the sums of a payload of `nbytes` bytes.
+    """Compute the checksum of a payload from its sums. Waits for the device.
 
-    Waits for the device. Equal to what a host computes of the same bytes.
+    Args:
+        sums: from `new_sums(nbytes, device)`, after `gather_pages`, `scatter_pages` or `payload_sums`.
+        nbytes: bytes of the payload.
+
+    Returns:
+        8 bytes, equal to `pd_connector.kv.checksum.checksum` of the same payload.
 
     Raises:
-        ValueError: these are not sums of so many bytes.
+        ValueError: the sums have not the shape for so many bytes.
+
+    Example:
+        >>> import torch
+        >>> from pd_connector.kv.checksum import checksum
+        >>> payload = torch.arange(100, dtype=torch.uint8)
+        >>> sums = new_sums(payload.numel(), payload.device)
+        >>> payload_sums(payload, sums)
+        >>> finish(sums, payload.numel()) == checksum(payload.numpy().data)
+        True
     """
     rows = -(-nbytes // ROW_BYTES)
-    if sums.shape != (COPIES * COLUMNS + rows,) or sums.dtype != torch.int64:
+    if sums.shape != (COLUMN_WORDS + rows,) or sums.dtype != torch.int64:
         raise ValueError(
             f"sums {tuple(sums.shape)} of {sums.dtype}: {nbytes} bytes have "
-            f"[{COPIES * COLUMNS + rows}] of int64, see new_sums()"
+            f"[{COLUMN_WORDS + rows}] of int64, see new_sums()"
         )
     words = sums.cpu().numpy().view(np.uint64)
-    columns = words[: COPIES * COLUMNS].reshape(COPIES, COLUMNS).sum(axis=0, dtype=np.uint64)
-    digest = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=8)
-    digest.update(words[COPIES * COLUMNS :].tobytes())
-    digest.update(columns.tobytes())
-    return digest.digest()
+    columns = words[:COLUMN_WORDS].reshape(COPIES, COLUMNS).sum(axis=0, dtype=np.uint64)
+    return digest_of(nbytes, words[COLUMN_WORDS:], columns)
 
 
 @triton.jit
@@ -57,13 +73,13 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
 
     Args:
         sums: see `new_sums`.
-        first_word: place of the tile's first word in the payload, int64.
-        words: int64 `[rows, width]`, zero where there are none; rows begin PITCH words apart.
-        copy: any number; which copy of the column sums takes them.
+        first_word: number of the tile's first word in the payload, int64.
+        words: int64 `[rows, width]`, zero behind the end; rows begin PITCH words apart.
+        copy: any number; it chooses the copy of the column sums.
     """
     ROWS: tl.constexpr = words.shape[0]
     WIDTH: tl.constexpr = words.shape[1]
-    # Rows of the tile after which columns repeat: a power of two, as all extents are.
+    # After so many rows of the tile, the columns repeat. A power of two, as all extents are.
     PERIOD: tl.constexpr = min(ROWS, _COLUMNS // min(_COLUMNS, PITCH & -PITCH))
     shift = (first_word % _COLUMNS).to(tl.int32)
     first_row = sums + _COPIES * _COLUMNS + first_word // _COLUMNS
@@ -72,7 +88,7 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
     periods = tl.reshape(words, (ROWS // PERIOD, PERIOD * WIDTH))
     columns = sums + (copy % _COPIES) * _COLUMNS
     tl.atomic_add(columns + place % _COLUMNS, tl.sum(periods, axis=0), sem="relaxed")
-    # What lies behind column 255 belongs to the next row of the payload.
+    # Words behind column 255 belong to the next row of the payload.
     if PERIOD * PITCH == _COLUMNS:
         early = tl.sum(tl.where((place < _COLUMNS)[None, :], periods, 0), axis=1)
         late = tl.sum(periods, axis=1) - early
@@ -89,12 +105,13 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
 
 @triton.jit
 def add_pieces(sums, first_byte, pieces, BYTES: tl.constexpr, copy):
-    """Add some small unsigned pieces, each within one word, to the sums.
+    """Add scales, each of which lies within one word of the payload, to the sums.
 
     Args:
-        first_byte: of the payload, where each piece lies: int64, like `pieces`.
-        pieces: int64, 0 for those that are not there.
-        BYTES: of a piece, which divides its place.
+        first_byte: where each scale lies in the payload, int64; a multiple of BYTES.
+        pieces: the scales' bits, unsigned, int64; 0 for none.
+        BYTES: bytes of a scale.
+        copy: see `add_words`.
     """
     word = first_byte // 8
     value = pieces << ((first_byte % 8) * 8)
@@ -105,41 +122,55 @@ def add_pieces(sums, first_byte, pieces, BYTES: tl.constexpr, copy):
 
 
 @triton.jit
-def add_section(sums, slot, first_section, sections, LANES: tl.constexpr, copy):
-    """Add `sections` runs of 16 bytes of a payload at `slot`, at most LANES of them."""
-    lane = tl.arange(0, LANES)
+def add_section(sums, slot, first_section, sections, VECTORS: tl.constexpr, copy):
+    """Add `sections` sections of 16 bytes of the payload at `slot`, at most VECTORS of them."""
+    vector = tl.arange(0, VECTORS)
     words = (slot + first_section * 16).to(tl.pointer_type(tl.int64))
-    place = lane[:, None] * 2 + tl.arange(0, 2)[None, :]
-    found = tl.load(words + place, mask=(lane < sections)[:, None], other=0)
-    add_words(sums, first_section * 2, tl.reshape(found, (LANES // 128, 256)), 256, copy)
+    place = vector[:, None] * 2 + tl.arange(0, 2)[None, :]
+    found = tl.load(words + place, mask=(vector < sections)[:, None], other=0)
+    add_words(sums, first_section * 2, tl.reshape(found, (VECTORS // 128, 256)), 256, copy)
+
+
+@triton.jit
+def add_scales(sums, slot, section, scales, head, number, VECTORS: tl.constexpr, copy):
+    """Add a part of a block's scales and the zeros behind them: VECTORS sections, from `number * VECTORS` on.
+
+    The scales of all heads lie together, so that only the programs of head 0 add them.
+    """
+    if head == 0:
+        done = number * VECTORS
+        add_section(sums, slot, section + done, scales - done, VECTORS, copy)
 
 
 @triton.jit(do_not_specialize=["sections"])
-def _sum_payload(slot, sums, sections, LANES: tl.constexpr):
+def _sum_payload(slot, sums, sections, VECTORS: tl.constexpr):
     program = tl.program_id(0)
-    first = program.to(tl.int64) * LANES
-    add_section(sums, slot, first, sections - first, LANES, program)
+    first = program.to(tl.int64) * VECTORS
+    add_section(sums, slot, first, sections - first, VECTORS, program)
 
 
 def launch_payload_sums(payload: torch.Tensor, sums: torch.Tensor) -> None:
-    """`payload_sums` by the kernel; the payload has whole sections of 16 bytes, aligned to 16."""
+    """Run `payload_sums` by the kernel. The payload must be aligned to 16 bytes, and a multiple of 16 long."""
     sections = payload.numel() // 16
-    grid = (triton.cdiv(sections, _LANES),)
-    _sum_payload[grid](payload, sums, sections, LANES=_LANES, num_warps=4)
+    grid = (triton.cdiv(sections, _VECTORS),)
+    _sum_payload[grid](payload, sums, sections, VECTORS=_VECTORS, num_warps=4)
 
 
 @torch.library.custom_op("pd_kernels::payload_sums", mutates_args=("sums",))
 def payload_sums(payload: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add a payload to its sums.
+    """Add a payload's words to its sums. On a GPU this queues one kernel and returns.
 
     Args:
         payload: uint8 `[nbytes]`, dense.
-        sums: from `new_sums(nbytes)`; added to.
+        sums: from `new_sums(nbytes, device)`; changed in place.
 
     Raises:
         ValueError: `sums` is too short.
+
+    Example:
+        See `finish`.
     """
-    if sums.numel() < COPIES * COLUMNS + -(-payload.numel() // ROW_BYTES):
+    if sums.numel() < COLUMN_WORDS + -(-payload.numel() // ROW_BYTES):
         raise ValueError(
             f"{sums.numel()} sums: too few for {payload.numel()} bytes, see new_sums()"
         )
@@ -157,7 +188,7 @@ def _(payload: torch.Tensor, sums: torch.Tensor) -> None:
 
 
 def reference_payload_sums(payload: torch.Tensor) -> torch.Tensor:
-    """The sums of a payload, in torch."""
+    """Compute the sums of a payload in plain torch."""
     rows = -(-payload.numel() // ROW_BYTES)
     matrix = payload.new_zeros(rows * ROW_BYTES)
     matrix[: payload.numel()] = payload

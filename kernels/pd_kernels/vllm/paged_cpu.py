@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from pd_kernels.vllm.paged import FP8, Allowed, PagedBuilder, PagedImpl
+from pd_kernels.vllm.paged_backend import FP8, Allowed, PagedBuilder, PagedImpl
 
 
 class PagedCpu(CPUAttentionBackend):

@@ -14,9 +14,9 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from pd_kernels.attention.paged_batch import DIMS
-from pd_kernels.vllm.limits import Layer, refusals
-from pd_kernels.vllm.paged import Allowed, PagedBuilder, PagedImpl
+from pd_kernels.attention.paged_call import DIMS
+from pd_kernels.vllm.paged_backend import Allowed, PagedBuilder, PagedImpl
+from pd_kernels.vllm.refusals import LayerOptions, refusals
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -75,7 +75,7 @@ class PagedFlash(FlashAttentionBackend):
         *others: Any,
         **named: Any,
     ) -> str | None:
-        reasons = refusals(Layer(head_size, dtype, kv_cache_dtype), DIMS, DTYPES)
+        reasons = refusals(LayerOptions(head_size, dtype, kv_cache_dtype), DIMS, DTYPES)
         theirs = super().supports_combination(head_size, dtype, kv_cache_dtype, *others, **named)
         return "; ".join([*reasons, *([theirs] if theirs else [])]) or None
 

@@ -7,10 +7,10 @@ MLA_VARIABLE = "PD_KERNELS_MLA"
 """Names the MLA backend of vLLM's that ours takes the place of."""
 
 MLA_MEMBERS = {
-    "CPU_MLA": "pd_kernels.vllm.latent_cpu.CpuMla",
-    "TRITON_MLA": "pd_kernels.vllm.latent_cuda.TritonMla",
-    "FLASHMLA": "pd_kernels.vllm.latent_cuda.FlashMla",
-    "FLASH_ATTN_MLA": "pd_kernels.vllm.latent_cuda.FlashAttnMla",
+    "CPU_MLA": "pd_kernels.vllm.mla_cpu.CpuMla",
+    "TRITON_MLA": "pd_kernels.vllm.mla_cuda.TritonMla",
+    "FLASHMLA": "pd_kernels.vllm.mla_cuda.FlashMla",
+    "FLASH_ATTN_MLA": "pd_kernels.vllm.mla_cuda.FlashAttnMla",
 }
 
 

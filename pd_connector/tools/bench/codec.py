@@ -20,7 +20,7 @@ _CALLS = 8
 
 
 def measure(runs: int, shape: Shape = SHAPE) -> list[Comparison]:
-    """GB/s of bfloat16 on one core, for every lossy codec, K and V, both ways.
+    """GB/s of bfloat16 on one core, for every lossy codec, K and V, encoding and decoding.
 
     Args:
         runs: of each, after one that is not counted; ours and torch's in turn.
@@ -34,11 +34,11 @@ def measure(runs: int, shape: Shape = SHAPE) -> list[Comparison]:
     torch.set_num_threads(1)
     try:
         return [
-            _compare({"codec": name, "part": part.value, "way": way}, call, nbytes, runs)
+            _compare({"codec": name, "part": part.value, "way": direction}, call, nbytes, runs)
             for name in CODECS
             if name != "raw"
             for part in Part
-            for way, call, nbytes in _calls(name, part, shape)
+            for direction, call, nbytes in _calls(name, part, shape)
         ]
     finally:
         torch.set_num_threads(threads)

@@ -15,7 +15,7 @@ KV_HEADS = 8
 HEAD_DIM = 128
 
 KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
-"""In bfloat16, K and V: 32 KiB."""
+"""K and V in bfloat16: 32 KiB."""
 
 MADE_UP_WEIGHTS = ("--load-format", "dummy")
 """vLLM's arguments for a model without weights: the same random ones on every engine."""

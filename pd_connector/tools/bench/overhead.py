@@ -46,7 +46,7 @@ def planning_overhead() -> tuple[float, float]:
     heads x 128, in bfloat16 and 16 MiB slots; from offer and load to the last page that is freed.
     No bytes move, and no message is coded. The median of 50 requests on a session that stands.
     """
-    pair = _Pair()
+    pair = _LinkedMachines()
     for number in range(_WARM_UPS):
         pair.request(_TOKENS - number)
     spent = [pair.request(_TOKENS - _WARM_UPS - number) for number in range(_RUNS)]
@@ -54,7 +54,7 @@ def planning_overhead() -> tuple[float, float]:
     return producer_ms, consumer_ms
 
 
-class _Pair:
+class _LinkedMachines:
     """A producer and a consumer whose messages are handed over by calls."""
 
     def __init__(self) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from pd_connector.tools.bench.wire_movers import Mover
+from pd_connector.tools.bench.wire.movers import Mover
 
 
-class Cache(Protocol):
+class MovedCache(Protocol):
     """What a party needs of the KV that is moved."""
 
     def wipe(self) -> None: ...
@@ -27,12 +27,12 @@ class Cache(Protocol):
 class Party(abc.ABC):
     """Its public methods are the calls. `open` sets what is moved, and how."""
 
-    cache: Cache | None = None
+    cache: MovedCache | None = None
     mover: Mover | None = None
 
     @abc.abstractmethod
-    def open(self, way: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Become one side of this way to move KV; returns its address."""
+    def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Become one side of a mover of this kind; returns its address."""
 
     def meet(self, peer: dict[str, Any]) -> None:
         assert self.mover is not None

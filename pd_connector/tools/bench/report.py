@@ -20,7 +20,7 @@ Param = str | int | float
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """One figure of a comparison. Its fields are the keys of a row of the JSON file."""
 
     name: str
@@ -68,7 +68,7 @@ class Comparison:
             return True
         return self.ratio >= self.bar if self.more_is_better else self.ratio <= self.bar
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Figure]:
         """The median, to which the bar applies, then the 10th and 90th percentile."""
         rows = []
         for statistic in ("median", "p10", "p90"):
@@ -76,7 +76,7 @@ class Comparison:
             baseline: float = getattr(self.baseline, statistic)
             judged = statistic == "median"
             rows.append(
-                Row(
+                Figure(
                     self.name,
                     {**self.params, "statistic": statistic, "runs": len(self.ours.values)},
                     ours,

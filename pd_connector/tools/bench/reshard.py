@@ -72,7 +72,7 @@ class _Rank:
         )
 
 
-class _Piece(NamedTuple):
+class _RankChunk(NamedTuple):
     """A chunk, and the pages of both sides that hold its tokens."""
 
     source: _Rank
@@ -161,11 +161,11 @@ def _compare(model: torch.Tensor, engines: Engines, runs: int) -> Comparison:
     pieces = list(_pieces(sources, destinations, tokens))
     slot = memoryview(bytearray(_SLOT_BYTES))
     rates: dict[str, list[float]] = {"ours": [], "torch": []}
-    ways: dict[str, Callable[[], None]] = {
+    contenders: dict[str, Callable[[], None]] = {
         "ours": lambda: _ours(pieces, slot),
         "torch": lambda: _torch(sources, destinations, tokens),
     }
-    for number, (name, move) in itertools.product(range(runs + 1), ways.items()):
+    for number, (name, move) in itertools.product(range(runs + 1), contenders.items()):
         for destination in destinations:
             for layer in destination.layers:
                 layer.zero_()
@@ -184,17 +184,17 @@ def _compare(model: torch.Tensor, engines: Engines, runs: int) -> Comparison:
 
 def _pieces(
     sources: Sequence[_Rank], destinations: Sequence[_Rank], tokens: int
-) -> Iterator[_Piece]:
+) -> Iterator[_RankChunk]:
     for source, destination in itertools.product(sources, destinations):
         paths = routes(source.geometry, destination.geometry, ("raw",), ("raw",))
         for chunk in plan(paths, 0, tokens, _SLOT_BYTES):
             route = paths[chunk.route]
             theirs = [source.pages[p] for p in chunk.pages(route.source.page_size)]
             mine = [destination.pages[p] for p in chunk.pages(route.destination.page_size)]
-            yield _Piece(source, destination, route, chunk, theirs, mine)
+            yield _RankChunk(source, destination, route, chunk, theirs, mine)
 
 
-def _ours(pieces: Sequence[_Piece], slot: memoryview) -> None:
+def _ours(pieces: Sequence[_RankChunk], slot: memoryview) -> None:
     for source, destination, route, chunk, theirs, mine in pieces:
         payload = source.cache.gather(route, chunk, theirs, slot)
         destination.cache.scatter(route, chunk, mine, payload)

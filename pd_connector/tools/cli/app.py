@@ -1,37 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: a table of commands, each imported only when it is asked for.
+"""The command line: every installed package brings its own commands, each imported only when it is asked for.
 
-A command may import an engine, which takes seconds; `pd-connector doctor` must work on a machine
-where such an import dies.
+A command is an entry point of the group `pd_connector.commands`: either a function with typer's annotations,
+or a whole `typer.Typer` where the command has subcommands. It may import an engine, which takes seconds;
+`pd-connector doctor` must work on a machine where such an import fails.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_command
 
-# Name on the command line -> "module:attribute", either a function with typer's annotations or a
-# whole `typer.Typer` for a command with subcommands. The order is that of the help.
-COMMANDS = {
-    "demo": "pd_connector.tools.cli.demo:demo",
-    "doctor": "pd_connector.tools.cli.doctor:doctor",
-    "bench": "pd_connector.tools.cli.bench:app",
-    "profile": "scheduler_plugins.profile.command:profile",
-    "key": "pd_connector.tools.cli.key:key",
-}
+from pd_connector.errors import ConfigError
+from pd_connector.extensions import Extension, load_entry_points
 
+COMMANDS = "pd_connector.commands"
+"""The group of entry points."""
+FIRST = ("demo", "doctor", "bench", "profile", "key")
+"""Their order in the help. Commands that other packages add come after these, by name."""
+FAILED = 1
 
 # Newer typer carries its own click, older typer uses the installed one: their types are not named here.
 
 
-def load(target: str) -> Any:
-    """Import one "module:attribute" and return it as a click command."""
-    module, _, attribute = target.partition(":")
-    found = getattr(importlib.import_module(module), attribute)
+class LazyGroup(TyperGroup):
+    """A group whose commands are entry points."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands, in the order of the help. Imports none of them."""
+        found = load_entry_points(COMMANDS)
+        if not found:
+            fail(
+                f"no command is installed (entry points of group {COMMANDS}): this copy of pd-connector "
+                "runs without its installed metadata, or with that of an older one; pip install it"
+            )
+        return [*(name for name in FIRST if name in found), *(n for n in found if n not in FIRST)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name, imported; None if there is none."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = load(load_entry_points(COMMANDS)[cmd_name])
+        command.name = cmd_name
+        return command
+
+
+def load(extension: Extension) -> Any:
+    """Import one command, and return it as click's. If it cannot be imported, the command says why."""
+    try:
+        found = extension.load()
+    except ConfigError as error:
+        return _unavailable(str(error))
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(add_completion=False)
@@ -39,18 +62,23 @@ def load(target: str) -> Any:
     return get_command(single)
 
 
-class LazyGroup(TyperGroup):
-    """A group whose commands come from `COMMANDS`."""
+def _unavailable(reason: str) -> Any:
+    """A command that takes any arguments, and fails with this reason."""
+    single = typer.Typer(add_completion=False)
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+    @single.command(help=f"Not available: {reason}", context_settings=anything)
+    def unavailable() -> None:
+        fail(reason)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        command = load(COMMANDS[cmd_name])
-        command.name = cmd_name
-        return command
+    return get_command(single)
+
+
+def fail(reason: str) -> None:
+    """Print the reason, and end the command with status 1."""
+    stderr = Console(stderr=True, soft_wrap=True)
+    stderr.print(f"failed: {reason}", style="red", markup=False, highlight=False)
+    raise typer.Exit(FAILED)
 
 
 app = typer.Typer(

@@ -26,7 +26,7 @@ class DemoError(PDConnectorError):
     """The engines run, but do not do what the demo is to show."""
 
 
-class Reply(NamedTuple):
+class StreamedAnswer(NamedTuple):
     """One streamed answer."""
 
     tokens: tuple[str, ...]
@@ -35,7 +35,7 @@ class Reply(NamedTuple):
     first_token_s: float  # request sent -> first token streamed
 
 
-class Row(NamedTuple):
+class PromptResult(NamedTuple):
     """What is shown of one prompt."""
 
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Asker:
         """One request each way, so that none of those shown is anybody's first."""
         self.ask("Once upon a time")
 
-    def ask(self, prompt: str) -> Row:
+    def ask(self, prompt: str) -> PromptResult:
         """Ask this prompt in all three ways.
 
         Raises:
@@ -70,7 +70,7 @@ class Asker:
         moved = self._moved(before)
         stepped = self._two_steps(prompt)
         alone = self._stream(self._prefill, prompt)
-        return Row(
+        return PromptResult(
             routed.prompt_tokens,
             routed.first_token_s,
             stepped.first_token_s,
@@ -79,7 +79,7 @@ class Asker:
             max(_difference(reply, alone) for reply in (routed, stepped)),
         )
 
-    def _two_steps(self, prompt: str) -> Reply:
+    def _two_steps(self, prompt: str) -> StreamedAnswer:
         """Prefill, and then decode: its first token's time is the handoff."""
         extra: dict[str, Any] = {"cache_salt": uuid.uuid4().hex}
         body = {**self._body(prompt, extra), "max_tokens": 1}
@@ -89,7 +89,9 @@ class Asker:
             raise DemoError("the prefill engine answered without kv_transfer_params")
         return self._stream(self._decode, prompt, extra | {"kv_transfer_params": params})
 
-    def _stream(self, client: Client, prompt: str, extra: Mapping[str, Any] | None = None) -> Reply:
+    def _stream(
+        self, client: Client, prompt: str, extra: Mapping[str, Any] | None = None
+    ) -> StreamedAnswer:
         body = self._body(prompt, extra or {"cache_salt": uuid.uuid4().hex})
         body["stream_options"] = {"include_usage": True}
         tokens: list[str] = []
@@ -106,7 +108,7 @@ class Asker:
                 logprobs += choice["logprobs"]["token_logprobs"]
             if event.get("usage"):
                 prompt_tokens = int(event["usage"]["prompt_tokens"])
-        return Reply(tuple(tokens), tuple(logprobs), prompt_tokens, first_s)
+        return StreamedAnswer(tuple(tokens), tuple(logprobs), prompt_tokens, first_s)
 
     def _body(self, prompt: str, extra: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -135,7 +137,7 @@ class Asker:
             time.sleep(0.1)
 
 
-def _difference(reply: Reply, reference: Reply) -> float:
+def _difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:
     if reply.tokens != reference.tokens:
         return math.inf
     return max(abs(a - b) for a, b in zip(reply.logprobs, reference.logprobs, strict=True))

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_connector.tools.bench.contender import (
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.handoff.bench import HandoffBench
+from pd_connector.tools.bench.handoff.contender import (
     BASELINE,
     LINK,
     LINK_DEFAULT,
@@ -20,9 +22,7 @@ from pd_connector.tools.bench.contender import (
     LOCAL_DEFAULT,
     Contender,
 )
-from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.handoff import Findings
-from pd_connector.tools.bench.plan import Plan
+from pd_connector.tools.bench.handoff.measure import HandoffFindings
 from pd_connector.tools.cli.bench_core import codec, overhead, reshard, wire
 from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.tools.launch.netns import available
@@ -99,11 +99,11 @@ def handoff(
     if gpu:
         if local or model:
             raise typer.BadParameter("not together with --local or --model", param_hint="--gpu")
-        _handoff_on_gpu(ours, prompt_tokens, _devices(device), (runs, warm_ups), json)
+        _handoff_on_gpu(ours, prompt_tokens, _devices(device), runs, warm_ups, json)
         return
     if device:
         raise typer.BadParameter("only with --gpu", param_hint="--device")
-    plan = Plan(
+    bench = HandoffBench(
         _chosen(ours, LOCAL if local else LINK, LOCAL_DEFAULT if local else LINK_DEFAULT),
         None if local else link_mbit,
         model,
@@ -113,9 +113,9 @@ def handoff(
     )
     stderr = Console(stderr=True)
     with exit_codes(stderr):
-        _check_possible(plan)
-        findings = plan.carry_out(stderr)
-    report([(BASELINE.connector, findings.comparisons)], _notes(plan, findings), json)
+        _check_possible(bench)
+        findings = bench.measure(stderr)
+    report([(BASELINE.connector, findings.comparisons)], _notes(bench, findings), json)
     if findings.failures:
         raise typer.Exit(NOT_MEASURED)
 
@@ -128,21 +128,22 @@ def _handoff_on_gpu(
     codecs: Sequence[str] | None,
     prompt_tokens: Sequence[int] | None,
     devices: tuple[str, str],
-    counts: tuple[int, int],
+    runs: int,
+    warm_ups: int,
     json: Path | None,
 ) -> None:
-    from pd_connector.tools.bench import gpu  # torch takes seconds to import
+    from pd_connector.tools.bench.gpu import bench as gpu  # torch takes seconds to import
 
     for name in codecs or ():
         if name not in gpu.CODECS:
             known = ", ".join(gpu.CODECS)
             raise typer.BadParameter(f"{name!r}: must be one of {known}", param_hint="--ours")
     lengths = prompt_tokens or gpu.PROMPT_TOKENS
-    plan = gpu.GpuPlan(devices, codecs or gpu.CODECS, lengths, *counts)
+    bench = gpu.GpuBench(devices, codecs or gpu.CODECS, lengths, runs, warm_ups)
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
-        found = plan.carry_out(lambda line: stderr.print(line, markup=False, highlight=False))
-        notes = [*plan.notes(), noise_note(found.others_cores)]
+        found = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
+        notes = [*bench.notes(), noise_note(found.others_cores)]
     report(found.tables, notes, json)
 
 
@@ -170,7 +171,7 @@ def _chosen(
     return [known[name] for name in dict.fromkeys(names or default)]
 
 
-def _check_possible(plan: Plan) -> None:
+def _check_possible(bench: HandoffBench) -> None:
     """Raises BenchError naming what is missing: an engine says it only after half a minute."""
     for module, mend in (
         ("vllm", "install vLLM, or use the environment that has it"),
@@ -178,18 +179,20 @@ def _check_possible(plan: Plan) -> None:
     ):
         if importlib.util.find_spec(module) is None:
             raise BenchError(f"{module} is not installed: {mend}")
-    if plan.link_mbit is not None and (reason := available()):
+    if bench.link_mbit is not None and (reason := available()):
         raise BenchError(
             f"no network namespaces here ({reason}): run it as root with iproute2 installed, or "
             "compare on one machine with --local"
         )
 
 
-def _notes(plan: Plan, findings: Findings) -> list[str]:
+def _notes(bench: HandoffBench, findings: HandoffFindings) -> list[str]:
     """What a reader of the table must know."""
     notes = []
-    if plan.link_mbit is not None:
-        notes.append(f"link: {plan.link_mbit:,.0f} Mbit/s each way, between two network namespaces")
+    if bench.link_mbit is not None:
+        notes.append(
+            f"link: {bench.link_mbit:,.0f} Mbit/s each way, between two network namespaces"
+        )
     rest = {one.contender.name: one for one in findings.series}
     for name, one in rest.items():
         frozen = " (spins: frozen while others were measured)" if one.frozen else ""

@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.tools.bench import wire as wires
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.bench.wire_pair import WirePair
-from pd_connector.tools.bench.wire_size import TOKEN_BYTES
+from pd_connector.tools.bench.wire import measure as wires
+from pd_connector.tools.bench.wire.pair import WirePair
+from pd_connector.tools.bench.wire.size import TOKEN_BYTES
 from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.signals import terminate_as_interrupt
@@ -50,7 +50,7 @@ def wire(
         float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s.")
     ] = 1000.0,
     local: Annotated[bool, typer.Option("--local", help="On one machine only.")] = False,
-    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each way.")] = 5,
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each contender.")] = 5,
     warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 2,
     json: Json = None,
 ) -> None:
@@ -73,10 +73,9 @@ def wire(
     found: list[wires.WireFindings] = []
     with exit_codes(stderr), terminate_as_interrupt():
         _check_possible(local)
-        counts = runs, warm_ups
-        found.append(_on_machine(codecs, mib, counts, stderr))
+        found.append(_on_machine(codecs, mib, runs, warm_ups, stderr))
         if not local:
-            found.append(_over_link(codecs, link_mib, link_mbit, counts, stderr))
+            found.append(_over_link(codecs, link_mib, link_mbit, runs, warm_ups, stderr))
     tables = [table for one in found for table in one.tables]
     notes = [noise_note(max(one.others_cores for one in found))]
     if not local:
@@ -157,24 +156,30 @@ def _check_possible(local: bool) -> None:
 
 
 def _on_machine(
-    codecs: Sequence[str], mib: int, counts: tuple[int, int], console: Console
+    codecs: Sequence[str], mib: int, runs: int, warm_ups: int, console: Console
 ) -> wires.WireFindings:
-    ways = [wires.local_way(transport, codec) for transport in LOCAL_TRANSPORTS for codec in codecs]
+    contenders = [
+        wires.local_contender(transport, codec)
+        for transport in LOCAL_TRANSPORTS
+        for codec in codecs
+    ]
     tokens = mib * TOKENS_PER_MIB
     with WirePair(tokens) as pair:
-        return wires.measure(pair, "local", ways, tokens, *counts, _say(console))
+        return wires.measure(pair, "local", contenders, tokens, runs, warm_ups, _say(console))
 
 
 def _over_link(
-    codecs: Sequence[str], mib: int, mbit: float, counts: tuple[int, int], console: Console
+    codecs: Sequence[str], mib: int, mbit: float, runs: int, warm_ups: int, console: Console
 ) -> wires.WireFindings:
-    ways = [wires.link_way(transport, codec) for transport in LINK_TRANSPORTS for codec in codecs]
+    contenders = [
+        wires.link_contender(transport, codec) for transport in LINK_TRANSPORTS for codec in codecs
+    ]
     tokens = mib * TOKENS_PER_MIB
     env = {KEY_VARIABLE: secrets.token_hex(32)}
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(mbit))
         pair = stack.enter_context(WirePair(tokens, env, bed.namespaces))
-        return wires.measure(pair, "link", ways, tokens, *counts, _say(console))
+        return wires.measure(pair, "link", contenders, tokens, runs, warm_ups, _say(console))
 
 
 def _say(console: Console) -> wires.Say:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.cli.asker import DECODED_TOKENS, Asker, Row
+from pd_connector.tools.cli.asker import DECODED_TOKENS, Asker, PromptResult
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     RouterProcess,
@@ -90,7 +90,9 @@ def demo(
         raise typer.Exit(FAILED)
 
 
-def _run(model: Path, transport: TransportName | None, logs: Path, console: Console) -> list[Row]:
+def _run(
+    model: Path, transport: TransportName | None, logs: Path, console: Console
+) -> list[PromptResult]:
     """Start everything, ask every prompt, and end everything, whatever happens."""
     config = {} if transport is None else {"transports": [str(transport)]}
     # Two engines share a GPU where there is only one.
@@ -134,7 +136,7 @@ def _prompts(lengths: Iterable[int]) -> list[str]:
     return texts
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[PromptResult]) -> Table:
     caption = (
         f"{DECODED_TOKENS} tokens decoded for each prompt. Time to first token: through the "
         "router. Handoff: from the finished prefill to the first token, in two steps. Last "

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL over UCX between slabs in host memory: RDMA where there is any, shared memory or TCP else.
+"""The transport that moves chunks by NIXL, with UCX, between slabs in host memory: over RDMA where there is any, else
+over shared memory or TCP.
 
-The producer writes into the landing slab by itself; a notification that follows the bytes tells
-the consumer. Or the consumer reads from the sending slab by itself. Every route, and every producer
-that is read from, has a NIXL agent of its own, because releasing a transfer that is under way does
-not stop it: UCX goes on reading its source and writing its target. Destroying the agent does.
+The producer writes into the landing slab by itself, and a notification that follows the bytes tells the consumer. Or
+the consumer reads from the sending slab by itself. Each link, and each producer that is read from, has a NIXL
+agent of its own. For to release a transfer that is under way does not stop it: UCX goes on reading its source and
+writing its target. To destroy the agent does stop it.
 
 UCX neither encrypts nor authenticates, and whoever reaches its port can do harm: outside of
 loopback the network between the engines must be trusted, key or no key.
@@ -93,9 +94,9 @@ class NixlTransport(Transport):
         self._host = host
         # Peers are believed by this name, so it must not be guessed.
         self._name = f"pd-{secrets.token_hex(16)}"
-        self._numbers = itertools.count(1)  # of writes, routes and sources
+        self._numbers = itertools.count(1)  # of writes, links and sources
         self._written: list[Written] = []
-        self._routes: dict[int, _Consumer] = {}
+        self._links: dict[int, _Consumer] = {}
         self._expected: dict[int, _Producer] = {}
         # What peers reach: they write into the one slab and read from the other.
         self._receiver = NixlAgent(self._name, host, landing, sending)
@@ -115,14 +116,14 @@ class NixlTransport(Transport):
 
     def connect(self, consumer: bytes) -> Link:
         address = _read_address(consumer)
-        route = next(self._numbers)
-        agent, remote = self._reach(f"{self._name}/{route}", address, self._sending, "consumer")
-        self._routes[route] = _Consumer(agent, remote, address)
-        return route
+        link = next(self._numbers)
+        agent, remote = self._reach(f"{self._name}/{link}", address, self._sending, "consumer")
+        self._links[link] = _Consumer(agent, remote, address)
+        return link
 
-    def disconnect(self, route: Link) -> None:
-        assert isinstance(route, int)
-        consumer = self._routes.pop(route, None)
+    def disconnect(self, link: Link) -> None:
+        assert isinstance(link, int)
+        consumer = self._links.pop(link, None)
         if consumer is None:
             return
         for token in list(consumer.writes):
@@ -142,9 +143,9 @@ class NixlTransport(Transport):
                 producer.agent.release(read.handle)
             producer.agent.close()
 
-    def write(self, route: Link, header: bytes, payload: memoryview, slot: int) -> int:
-        assert isinstance(route, int)
-        consumer = self._routes.get(route)
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        assert isinstance(link, int)
+        consumer = self._links.get(link)
         if consumer is None:
             raise TransportError("nixl transport: no such consumer (any more)")
         landing = consumer.address
@@ -186,7 +187,7 @@ class NixlTransport(Transport):
         producer.reads.append(_Read(handle, header, slot, nbytes))
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
-        for consumer in self._routes.values():
+        for consumer in self._links.values():
             for token, handle in list(consumer.writes.items()):
                 problem = consumer.agent.progress(handle)
                 if problem is not None:
@@ -202,11 +203,11 @@ class NixlTransport(Transport):
     def restless(self) -> bool:
         # NIXL's own progress thread would spin on one core for ever. Without RDMA a consumer's
         # read, too, gets on only while this side helps, and does not say when it begins.
-        return bool(self._routes or self._expected)
+        return bool(self._links or self._expected)
 
     def close(self) -> None:
-        for route in list(self._routes):
-            self.disconnect(route)
+        for link in list(self._links):
+            self.disconnect(link)
         for source in list(self._expected):
             self.dismiss(source)
         self._receiver.close()

@@ -7,24 +7,24 @@ from operator import attrgetter
 from random import Random
 
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.queue.heap import LazyHeap
-from scheduler_plugins.queue.place import Place
+from scheduler_plugins.queue.class_queue import QueueEntry
+from scheduler_plugins.queue.lazy_heap import LazyHeap
 
-PUSH = attrgetter("push")
+KEY_NODE = attrgetter("key_node")
 
 
-def place() -> Place:
-    return Place(Waiting(id="", tokens=1, block_hashes=(), arrival_s=0.0), 16)
+def place() -> QueueEntry:
+    return QueueEntry(Waiting(id="", tokens=1, block_hashes=(), arrival_s=0.0), 16)
 
 
 def test_it_agrees_with_sorting() -> None:
     random = Random(1)
     places = [place() for _ in range(30)]
-    heap, keys = LazyHeap(PUSH), dict[int, int]()
+    heap, keys = LazyHeap(KEY_NODE), dict[int, int]()
     for number in range(1, 2000):
         which, key = random.randrange(30), random.randrange(1000)
         keys[which] = key
-        places[which].push = number
+        places[which].key_node = number
         heap.push((key, which, number, places[which]), len(keys))
         first = heap.first()
         assert first is not None
@@ -36,11 +36,11 @@ def test_it_agrees_with_sorting() -> None:
 
 
 def test_dead_entries_are_dropped_even_where_they_never_surface() -> None:
-    heap, moving, still = LazyHeap(PUSH), place(), place()
-    still.push = 1
+    heap, moving, still = LazyHeap(KEY_NODE), place(), place()
+    still.key_node = 1
     heap.push((0.0, 0, 1, still), 1)
     for number in range(2, 5000):
-        moving.push = number
+        moving.key_node = number
         heap.push((float(number), 1, number, moving), 2)
         assert len(heap._fresh) + len(heap._old) < 200
     assert len(list(heap)) == 2

@@ -34,7 +34,7 @@ def queue_of(policy: str, bound: int, lambda_: float = 0.0) -> WaitingQueue:
     return WaitingQueue(
         create(policy, lambda_),
         set(),
-        block_tokens=16,
+        page_size=16,
         costs=Costs(),
         classes=CLASSES,
         max_overtaken=bound,

@@ -90,7 +90,7 @@ class QueueAgainstOracle(RuleBasedStateMachine):
         self.queue = WaitingQueue(
             create(name, 0.5),
             self.cached,
-            block_tokens=BLOCK,
+            page_size=BLOCK,
             costs=Costs(),
             max_overtaken=bound,
         )
@@ -185,7 +185,7 @@ TestQueueAgainstOracle.settings = settings(max_examples=150, stateful_step_count
 
 def two(cached: set[object]) -> tuple[WaitingQueue, Waiting, Waiting]:
     """A long request that came first and shares `(1,)`, and a short one that shares nothing."""
-    queue = WaitingQueue(create("srjf_calibrated"), cached, block_tokens=BLOCK, costs=Costs())
+    queue = WaitingQueue(create("srjf_calibrated"), cached, page_size=BLOCK, costs=Costs())
     long = Waiting(id="long", tokens=6, block_hashes=chained((1,)), arrival_s=0.0)
     short = Waiting(id="short", tokens=4, block_hashes=(), arrival_s=0.0)
     queue.add(long)
@@ -223,7 +223,7 @@ def test_a_request_loses_its_place_when_its_prefix_is_evicted() -> None:
 
 def test_after_a_change_for_very_many_the_order_catches_up_a_bounded_step_at_a_time() -> None:
     cached: set[object] = set()
-    queue = WaitingQueue(create("srjf_calibrated", 0.0), cached, block_tokens=BLOCK, costs=Costs())
+    queue = WaitingQueue(create("srjf_calibrated", 0.0), cached, page_size=BLOCK, costs=Costs())
     many = 5 * LOOKS_PER_PEEK
     for n in range(many):
         queue.add(Waiting(id=str(n), tokens=2000 - n, block_hashes=chained((1,)), arrival_s=0.0))
@@ -241,18 +241,18 @@ def test_after_a_change_for_very_many_the_order_catches_up_a_bounded_step_at_a_t
 
 def test_a_new_cost_model_orders_anew() -> None:
     costs = Costs(CostModel(a=1.0))
-    queue = WaitingQueue(create("srjf"), set(), block_tokens=1, costs=costs)
+    queue = WaitingQueue(create("srjf"), set(), page_size=1, costs=costs)
     whole = Waiting(id="whole", tokens=10, block_hashes=(), arrival_s=0.0)
     queue.add(whole)
     chunked = Waiting(id="chunked", tokens=11, block_hashes=(), arrival_s=0.0)
     queue.add(chunked)
     assert queue.peek() is whole
-    before_s = queue.cost_s(whole)
+    before_s = queue.estimator.cost_s(whole)
     costs.model = CostModel(a=2.0)
     queue.begin_scan()
     queue.peek()
-    assert queue.cost_s(whole) == 2 * before_s
-    assert sum(queue.lane("default").work.waiting_s) == pytest.approx(42.0)
+    assert queue.estimator.cost_s(whole) == 2 * before_s
+    assert sum(queue.class_queue("default").work.waiting_s) == pytest.approx(42.0)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -265,7 +265,7 @@ def test_keys_do_not_fall_when_blocks_are_evicted(name: str) -> None:
 
 
 def test_lengths_are_grouped_and_the_oldest_decides_which_group_goes_first() -> None:
-    queue = WaitingQueue(create("length_grouped"), set(), block_tokens=16, costs=Costs())
+    queue = WaitingQueue(create("length_grouped"), set(), page_size=16, costs=Costs())
     for n, tokens in enumerate((1000, 10, 900, 12, 100, 700)):
         queue.add(Waiting(id=str(tokens), tokens=tokens, block_hashes=(), arrival_s=float(n)))
     queue.begin_scan()

@@ -23,7 +23,7 @@ class Costs:
 
 def queue_of(policy: str = "srjf_calibrated", cached: set[object] | None = None) -> WaitingQueue:
     return WaitingQueue(
-        create(policy), set() if cached is None else cached, block_tokens=4, costs=Costs()
+        create(policy), set() if cached is None else cached, page_size=4, costs=Costs()
     )
 
 
@@ -98,8 +98,8 @@ def test_ids_are_unique() -> None:
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     queue = queue_of(cached={"x", "y"})
-    assert queue.cost_s(request("whole", 8, ("x", "y"))) == pytest.approx(4e-3)
-    assert queue.cost_s(request("longer", 9, ("x", "y"))) == pytest.approx(1e-3)
+    assert queue.estimator.cost_s(request("whole", 8, ("x", "y"))) == pytest.approx(4e-3)
+    assert queue.estimator.cost_s(request("longer", 9, ("x", "y"))) == pytest.approx(1e-3)
 
 
 def test_a_one_token_request_gets_a_batch_of_its_own() -> None:
@@ -159,17 +159,17 @@ def test_a_prefill_yields_to_a_class_that_is_owed_and_is_not_paid_twice() -> Non
         queue.add(one)
     queue.begin_scan()
     assert queue.pop() is running
-    assert not queue.turns.should_yield(running.qos), "nobody of higher priority waits"
+    assert not queue.fair_share.should_yield(running.qos), "nobody of higher priority waits"
     queue.add(request("owed", 10, qos="gold"))
-    assert queue.turns.should_yield(running.qos)
+    assert queue.fair_share.should_yield(running.qos)
     queue.begin_scan()
     queue.prepend(running)
-    before_s = queue.turns.balance_s("free")
+    before_s = queue.fair_share.balance_s("free")
     assert queue.pop().id == "owed"
     queue.begin_scan()
     assert queue.pop() is running
     earned_s = 0.3 * 10e-3
-    assert queue.turns.balance_s("free") == pytest.approx(before_s + earned_s)
+    assert queue.fair_share.balance_s("free") == pytest.approx(before_s + earned_s)
 
 
 GUARDING = (
@@ -185,7 +185,7 @@ def guarding(*ids: str) -> WaitingQueue:
     queue.add(request("paid", 1000, qos="free"))
     queue.begin_scan()
     queue.pop()
-    assert queue.turns.balance_s("gold") > 0
+    assert queue.fair_share.balance_s("gold") > 0
     for one in ids:
         queue.add(request(one, 10, qos="gold" if one.startswith("g") else "free"))
     queue.begin_scan()
@@ -227,12 +227,12 @@ def test_full_batches_beside_what_is_lent_or_was_not_started() -> None:
 
 def test_a_class_that_is_owed_is_expected_unless_it_is_here() -> None:
     queue = guarding("f1")
-    assert queue.turns.expects_higher([])
-    assert queue.turns.expects_higher(["free"])
-    assert not queue.turns.expects_higher(["gold"]), "it is being prefilled"
+    assert queue.fair_share.expects_higher([])
+    assert queue.fair_share.expects_higher(["free"])
+    assert not queue.fair_share.expects_higher(["gold"]), "it is being prefilled"
     queue.add(request("g1", 10, qos="gold"))
-    assert not queue.turns.expects_higher(["free"])
-    assert not queue_of().turns.expects_higher(["default"]), "there is one class only"
+    assert not queue.fair_share.expects_higher(["free"])
+    assert not queue_of().fair_share.expects_higher(["default"]), "there is one class only"
 
 
 def test_tokens_before_a_prefill_are_those_of_the_shorter_requests_in_order() -> None:

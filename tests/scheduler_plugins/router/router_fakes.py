@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler_plugins.router.app import SHARED, create_app
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import Engine
+from scheduler_plugins.router.engines import BackendEngine
 
 Behaviour = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -47,7 +47,7 @@ async def answer(
     if body.get("stream"):
         return await stream(4)(engine, request, body)
     content = {"id": "cmpl-1", "served_by": engine.name}
-    return web.json_response(content, headers={"X-Engine": engine.name})
+    return web.json_response(content, headers={"X-BackendEngine": engine.name})
 
 
 def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
@@ -278,10 +278,10 @@ class World:
             await until(lambda: sockets() == self._sockets_before, "all sockets are closed")
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[BackendEngine]:
         return self.app[SHARED].pool.engines
 
-    def known(self, fake: FakeEngine) -> Engine:
+    def known(self, fake: FakeEngine) -> BackendEngine:
         """What the router knows of a fake engine."""
         return next(engine for engine in self.engines if engine.url == fake.url)
 

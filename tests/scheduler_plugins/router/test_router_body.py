@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.peers import Peer, Source
 from scheduler_plugins.router import body
 from scheduler_plugins.router.answers import EventCutter, headers_to_client, headers_to_engine
 
-ADDRESS = body.Address("engine", "host", 7000)
+ADDRESS = ProducerAddress("engine", (Peer(Source("host", 7000, "engine"), Shard(0, 4, 0, 1)),))
 
 text = st.text(st.characters(categories=None), max_size=8)  # unpaired surrogates included
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text
@@ -43,7 +46,7 @@ def test_the_decode_side_gets_the_request_unchanged_but_for_the_transfer(
 ) -> None:
     sent = body.decode_copy(content, ADDRESS, "t")
     assert sent.pop("kv_transfer_params")["remote_request_id"] == "t"
-    assert sent == body.alone(content)
+    assert sent == body.single_engine_copy(content)
     assert sent == {k: v for k, v in content.items() if k != "kv_transfer_params"}
 
 
@@ -77,7 +80,7 @@ def test_rewriting_leaves_the_clients_body_alone(content: dict[str, Any]) -> Non
     before = json.dumps(content)
     body.prefill_copy(content, "t")
     body.decode_copy(content, ADDRESS, "t")
-    body.alone(content)
+    body.single_engine_copy(content)
     assert json.dumps(content) == before
 
 
@@ -89,7 +92,7 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes, route: str) -> None:
         parsed = body.parse(raw, route)
     except body.BadRequestError:
         return
-    body.why_alone(parsed)
+    body.why_not_disaggregated(parsed)
     body.encode(parsed)
 
 
@@ -118,7 +121,7 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes, route: str) -> None:
 def test_which_requests_one_transfer_id_can_name(
     content: dict[str, Any], cause: str | None
 ) -> None:
-    assert body.why_alone(content) == cause
+    assert body.why_not_disaggregated(content) == cause
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def test_an_engine_that_cannot_be_reached_is_down_before_any_check_has_run() -> 
     async def scenario() -> None:
         async with World(decode=2) as world:
             engine = world.known(world.d[0])
-            world.app[SHARED].pool.blame(engine, UnreachableError("no connection", refused=True))
+            world.app[SHARED].pool.report_failure(
+                engine, UnreachableError("no connection", refused=True)
+            )
             assert not engine.up
             await world.up(world.d[0])
 

@@ -6,6 +6,8 @@ import json
 
 from router_fakes import DONE, World, event, run, slow, stream, until
 
+from pd_connector.kv.geometry import MAX_LAYERS
+
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -44,7 +46,7 @@ def test_the_two_copies_carry_the_contract() -> None:
                     "remote_engine_id": "engine-p0",
                     "remote_host": "127.0.0.1",
                     "remote_port": 7000,
-                    "remote_ranks": [],
+                    "remote_ranks": [["127.0.0.1", 7000, 0, MAX_LAYERS, 0]],
                     "tp_size": 1,
                     "remote_block_ids": None,
                 },
@@ -161,7 +163,7 @@ def test_headers_go_to_both_sides_and_come_back() -> None:
             sent = {"Authorization": "Bearer k", "X-Request-Id": "r-1", "Cookie": "c=1"}
             reply = await world.post("/v1/completions", {"prompt": "a"}, **sent)
             assert reply.headers["X-Request-Id"] == "r-1"
-            assert reply.headers["X-Engine"] == "d0"
+            assert reply.headers["X-BackendEngine"] == "d0"
             await world.idle()
             for headers in (world.p[0].headers[0], world.d[0].headers[0]):
                 assert headers["Authorization"] == "Bearer k"

@@ -24,11 +24,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from scheduler_plugins.bench.bare import BLOCK_TOKENS, config_of, scheduler_of
+from scheduler_plugins.bench.bare import PAGE_SIZE, config_of, scheduler_of
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
-BLOCK = BLOCK_TOKENS
+BLOCK = PAGE_SIZE
 VOCABULARY = 251
 
 init_none_hash(sha256)
@@ -156,7 +156,7 @@ class Rig:
             self.scheduler._steps.fit = SimpleNamespace(
                 model=fixed, note=lambda *_: None, catch_up=lambda: None
             )
-            self.scheduler._order.costing._costs = self.scheduler._steps.fit
+            self.scheduler._order.estimator._costs = self.scheduler._steps.fit
         self.worker = Worker()
         whole = [isinstance(one, FullAttentionSpec) for one in groups or ()]
         self._group = whole.index(True) if whole else 0

@@ -22,7 +22,7 @@ def believed(rig: Rig, prompt: list[int]) -> int:
     rig.scheduler._cache.tell(rig.scheduler._order)
     request = describe(rig.request("probe", prompt), rig.scheduler._cache)
     del rig._asked["probe"]
-    return rig.scheduler._order.costing.spared_tokens(request)
+    return rig.scheduler._order.estimator.known_tokens(request)
 
 
 def found(rig: Rig, prompt: list[int]) -> int:
@@ -57,7 +57,7 @@ def test_hits_agree_after_every_step(seed: int, blocks: int) -> None:
 
 
 def test_waiting_requests_are_filed_as_the_cache_is() -> None:
-    """The places in the queue, not only fresh look-ups, follow what is stored and evicted."""
+    """The entries of the queue, not only fresh look-ups, follow what is stored and evicted."""
     rig = Rig(blocks=14, max_model_len=12 * BLOCK, seqs=1)
     profile = words(1, 6 * BLOCK)
     rig.add("first", profile)
@@ -66,8 +66,8 @@ def test_waiting_requests_are_filed_as_the_cache_is() -> None:
     rig.step()
     rig.add("shares", profile + words(3, 5))
     rig.step()
-    place = rig.scheduler._order._places["shares"]
-    assert place.cached == 6
+    entry = rig.scheduler._order._entries["shares"]
+    assert entry.cached == 6
     rig.abort("blocker")
     rig.add("evicts", words(4, 12 * BLOCK - 1))
     rig.abort("shares")

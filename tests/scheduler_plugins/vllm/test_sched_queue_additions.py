@@ -41,7 +41,7 @@ def queue_of(
     queue = WaitingQueue(
         create(policy),
         set() if cached is None else cached,
-        block_tokens=4,
+        page_size=4,
         costs=Costs(),
         classes=CLASSES,
         **more,
@@ -101,7 +101,7 @@ def test_a_reserved_request_still_wants_a_batch_by_itself() -> None:
 
 def test_tokens_that_are_loaded_cost_nothing_but_the_last_one() -> None:
     queue = queue_of(request("computed", 5), request("loaded", 100, loaded=100))
-    assert queue.costing.spared_tokens(request("x", 100, loaded=100)) == 99
+    assert queue.estimator.known_tokens(request("x", 100, loaded=100)) == 99
     assert drain(queue) == ["loaded", "computed"]
 
 
@@ -152,6 +152,6 @@ def test_a_block_is_wanted_until_the_last_of_those_that_find_it_is_gone() -> Non
 
 def test_requests_of_no_class_belong_to_the_lowest() -> None:
     queue = queue_of()
-    assert [queue.turns.class_of(name) for name in ("premium", "free", "gold", "")] == [
+    assert [queue.fair_share.class_of(name) for name in ("premium", "free", "gold", "")] == [
         *("premium", "free", "free", "free")
     ]

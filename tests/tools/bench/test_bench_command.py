@@ -9,33 +9,33 @@ import pytest
 from support.bench import ROW_KEYS, comparison
 from typer.testing import CliRunner
 
-from pd_connector.tools.bench import plan as plan_module
-from pd_connector.tools.bench.contender import BASELINE, LINK_DEFAULT, LOCAL
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.handoff import Findings, Series
-from pd_connector.tools.bench.plan import Plan
+from pd_connector.tools.bench.handoff import bench as bench_module
+from pd_connector.tools.bench.handoff.bench import HandoffBench
+from pd_connector.tools.bench.handoff.contender import BASELINE, LINK_DEFAULT, LOCAL
+from pd_connector.tools.bench.handoff.measure import HandoffFindings, Series
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.cli import bench as command
 
 
-def outcome(*comparisons: Comparison, **failures: str) -> Findings:
+def outcome(*comparisons: Comparison, **failures: str) -> HandoffFindings:
     found = [Series(BASELINE, {}, 1.9, True), Series(LOCAL["shm"], {}, 0.01, False)]
-    return Findings(list(comparisons), found, 0, 0.02, 0, {512: 1.01}, failures)
+    return HandoffFindings(list(comparisons), found, 0, 0.02, 0, {512: 1.01}, failures)
 
 
 @pytest.fixture
 def invoke(monkeypatch):
     """Runs `bench handoff` with these findings, or this error, in place of a measurement."""
-    asked: list[Plan] = []
+    asked: list[HandoffBench] = []
 
     def run(found, *arguments: str):
-        def carry_out(self, console):
+        def measure(self, console):
             asked.append(self)
             if isinstance(found, BaseException):
                 raise found
             return found
 
-        monkeypatch.setattr(plan_module.Plan, "carry_out", carry_out)
+        monkeypatch.setattr(bench_module.HandoffBench, "measure", measure)
         monkeypatch.setattr(command, "_check_possible", lambda plan: None)
         return CliRunner().invoke(command.app, ["handoff", *arguments])
 

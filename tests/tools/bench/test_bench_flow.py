@@ -8,9 +8,9 @@ import threading
 import pytest
 from support.bench import FakeTokenizer
 
-from pd_connector.tools.bench.contender import Contender
 from pd_connector.tools.bench.flow import BenchError, together
-from pd_connector.tools.bench.pair import Pair, Prompts
+from pd_connector.tools.bench.handoff.contender import Contender
+from pd_connector.tools.bench.handoff.pair import Pair, Prompts
 from pd_connector.tools.launch import Samples
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from pd_connector.tools.bench import gpu as gpu_module
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.gpu import CODECS, GpuPair, GpuPlan
-from pd_connector.tools.bench.gpu_cache import PAGE_TOKENS, GpuCache
+from pd_connector.tools.bench.gpu import bench as gpu_module
+from pd_connector.tools.bench.gpu.bench import CODECS, GpuBench, GpuPair
+from pd_connector.tools.bench.gpu.cache import PAGE_TOKENS, GpuCache
 from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.bench.report import Comparison, missed
-from pd_connector.tools.bench.wire_pair import WireRun
+from pd_connector.tools.bench.wire.pair import WireRun
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.launch import proc
 from pd_kernels.bench.caches import LLAMA_8B, MODELS, Model
@@ -118,14 +119,14 @@ def test_a_chunk_that_is_damaged_on_its_way_is_no_figure(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'producer' in ' '.join(sys.orig_argv):\n"
-        "    import pd_connector.tools.bench.gpu_movers as movers\n"
+        "    import pd_connector.tools.bench.gpu.movers as movers\n"
         "    write = movers.Collated._write\n"
         "    def damaged(self, queued):\n"
         "        self._slab[self._place(queued.number) + 5] ^= 1\n"
         "        return write(self, queued)\n"
         "    movers.Collated._write = damaged\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with GpuPair(("cpu", "cpu")) as pair:
         pair.open("collated", settings(TINY, 64, "raw"))
         with pytest.raises(BenchError, match="chunk 0 is corrupt"):
@@ -160,7 +161,7 @@ class FakePair:
 
 
 def measured(device: str, tokens: int, **times: float) -> tuple[list[str], list[Comparison]]:
-    plan = GpuPlan((device, device), ("raw", "int8"), (tokens,), runs=2, warm_ups=1)
+    plan = GpuBench((device, device), ("raw", "int8"), (tokens,), runs=2, warm_ups=1)
     pair, said = FakePair(times), []
     found = plan._measure(pair, LLAMA_8B, tokens, said.append)
     assert len(said) == 4 * 3

@@ -15,14 +15,20 @@ from rich.console import Console
 from support.bench import FakeTokenizer
 
 from pd_connector.config import Config
-from pd_connector.tools.bench import handoff as handoff_module
-from pd_connector.tools.bench import plan as plan_module
-from pd_connector.tools.bench.contender import BASELINE, LINK, LOCAL, Contender
 from pd_connector.tools.bench.flow import BenchError, Run
-from pd_connector.tools.bench.handoff import Findings, Measured, Measurement, Series, findings
+from pd_connector.tools.bench.handoff import bench as bench_module
+from pd_connector.tools.bench.handoff import measure as measure_module
+from pd_connector.tools.bench.handoff.bench import HandoffBench
+from pd_connector.tools.bench.handoff.contender import BASELINE, LINK, LOCAL, Contender
+from pd_connector.tools.bench.handoff.measure import (
+    HandoffFindings,
+    MeasuredPairs,
+    Series,
+    TurnMeasurement,
+    findings,
+)
+from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
 from pd_connector.tools.bench.model import KV_BYTES_PER_TOKEN, write_model
-from pd_connector.tools.bench.pair import Pair, Stage
-from pd_connector.tools.bench.plan import Plan
 from pd_connector.tools.launch.netns import Namespace
 
 
@@ -67,12 +73,12 @@ class FakePair:
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(handoff_module, "LOOK_S", 0.05)
-    monkeypatch.setattr(handoff_module, "REST_WINDOW_S", 0.001)
+    monkeypatch.setattr(measure_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(measure_module, "REST_WINDOW_S", 0.001)
 
 
-def measure(pairs, lengths=(8,), runs=3, warm_ups=1) -> Findings:
-    return findings([Measurement(pairs, runs, warm_ups, lambda line: None).measure(lengths)])
+def measure(pairs, lengths=(8,), runs=3, warm_ups=1) -> HandoffFindings:
+    return findings([TurnMeasurement(pairs, runs, warm_ups, lambda line: None).measure(lengths)])
 
 
 def test_pairs_take_turns_and_warm_ups_do_not_count(hasty):
@@ -136,14 +142,14 @@ def test_engines_that_spin_are_frozen_while_others_are_measured(hasty):
 
 def test_a_pair_alone_is_never_frozen(hasty):
     spinning = FakePair("base", [], cores=1.8)
-    measured = Measurement([spinning], 1, 0, lambda line: None).measure([8])
+    measured = TurnMeasurement([spinning], 1, 0, lambda line: None).measure([8])
     assert not measured.series[0].frozen
 
 
-def series(contender: Contender, *handoffs_s: float, text: str = "ab") -> Measured:
+def series(contender: Contender, *handoffs_s: float, text: str = "ab") -> MeasuredPairs:
     """One pair measured alone, with prompts of 2,048 tokens."""
     runs = [Run(2.0, handoff_s, text) for handoff_s in handoffs_s]
-    return Measured([Series(contender, {2048: runs}, 0.0, False)], 0, 0.0)
+    return MeasuredPairs([Series(contender, {2048: runs}, 0.0, False)], 0, 0.0)
 
 
 def test_pairs_measured_one_after_the_other_are_compared_with_the_baseline_of_both_ends():
@@ -180,17 +186,21 @@ def test_the_bars_over_the_link():
 
 def test_over_the_link_one_pair_runs_at_a_time_and_the_baseline_twice():
     ours = [LINK["raw"], LINK["int8"]]
-    names = [[c.name for c in group] for group in Plan(ours, 1000.0, None, [8], 1, 0).groups]
+    names = [
+        [c.name for c in group] for group in HandoffBench(ours, 1000.0, None, [8], 1, 0).groups
+    ]
     assert names == [["NixlConnector"], ["raw"], ["int8"], ["NixlConnector"]]
-    on_one_machine = Plan([LOCAL["shm"]], None, None, [8], 1, 0).groups
+    on_one_machine = HandoffBench([LOCAL["shm"]], None, None, [8], 1, 0).groups
     assert [[c.name for c in group] for group in on_one_machine] == [["NixlConnector", "shm"]]
 
 
-def carried_out(monkeypatch, plan: Plan, failing: str = "") -> tuple[list[Stage], Findings]:
+def carried_out(
+    monkeypatch, plan: HandoffBench, failing: str = ""
+) -> tuple[list[PairSetup], HandoffFindings]:
     """The stages on which the plan measures, with namespaces that nobody has made."""
     sides = tuple(Namespace(n, f"198.19.0.{n}", f"198.18.0.{n}") for n in ("1", "2"))
     bed = contextlib.nullcontext(SimpleNamespace(namespaces=sides))
-    stages: list[Stage] = []
+    stages: list[PairSetup] = []
 
     def measured(self, group, stage, console):
         stages.append(stage)
@@ -200,24 +210,26 @@ def carried_out(monkeypatch, plan: Plan, failing: str = "") -> tuple[list[Stage]
             assert (Path(stage.model) / "config.json").exists()
         return series(group[0], 1.0)
 
-    monkeypatch.setattr(plan_module, "log_folder", lambda: Path("unused"))
-    monkeypatch.setattr(plan_module, "Bed", lambda rate_mbit: bed)
-    monkeypatch.setattr(Plan, "_measure", measured)
-    return stages, plan.carry_out(Console(file=io.StringIO()))
+    monkeypatch.setattr(bench_module, "log_folder", lambda: Path("unused"))
+    monkeypatch.setattr(bench_module, "Bed", lambda rate_mbit: bed)
+    monkeypatch.setattr(HandoffBench, "_measure", measured)
+    return stages, plan.measure(Console(file=io.StringIO()))
 
 
 def test_a_contender_that_fails_costs_its_own_figures_only(monkeypatch):
-    plan = Plan([LINK["raw"], LINK["int8"]], 1000.0, None, [2048], 1, 0)
+    plan = HandoffBench([LINK["raw"], LINK["int8"]], 1000.0, None, [2048], 1, 0)
     _, found = carried_out(monkeypatch, plan, "int8")
     assert found.failures == {"int8": "its engine died"}
     assert {one.contender.name for one in found.series} == {BASELINE.name, "raw"}
     for failing in (BASELINE.name, "raw"):
         with pytest.raises(BenchError, match="its engine died"):
-            carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0), failing)
+            carried_out(
+                monkeypatch, HandoffBench([LINK["raw"]], 1000.0, None, [2048], 1, 0), failing
+            )
 
 
 def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkeypatch):
-    stages, _ = carried_out(monkeypatch, Plan([LINK["raw"]], 1000.0, None, [2048], 1, 0))
+    stages, _ = carried_out(monkeypatch, HandoffBench([LINK["raw"]], 1000.0, None, [2048], 1, 0))
     assert len(stages) == 3
     assert len({id(stage) for stage in stages}) == 1
     (stage, *_) = stages
@@ -232,7 +244,7 @@ def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkey
 
 def test_a_model_that_is_named_is_loaded_with_its_weights(monkeypatch, tmp_path):
     (tmp_path / "config.json").touch()
-    plan = Plan([LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
+    plan = HandoffBench([LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
     (stage, *_), _ = carried_out(monkeypatch, plan)
     assert (stage.model, list(stage.args)) == (str(tmp_path), [])
 
@@ -256,10 +268,10 @@ def test_the_measuring_model_has_32_kib_of_kv_per_token(tmp_path):
 
 
 def test_a_run_that_begins_beside_a_busy_engine_is_counted(hasty, monkeypatch):
-    monkeypatch.setattr(handoff_module, "REST_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(measure_module, "REST_TIMEOUT_S", 0.0)
     busy = FakePair("base", [])
     other = FakePair("shm", [])
-    measurement = Measurement([busy, other], 2, 0, lambda line: None)
+    measurement = TurnMeasurement([busy, other], 2, 0, lambda line: None)
     busy._cores = 1.0  # it comes to work after it has been looked at
     assert measurement.measure([8]).restless == 4
 

@@ -13,15 +13,22 @@ from pd_connector.codec import COMPILER, Elements
 from pd_connector.codec.compiled import loops_for
 from pd_connector.tools.bench import codec as codec_bench
 from pd_connector.tools.bench import overhead as overhead_module
-from pd_connector.tools.bench import reshard, wire
+from pd_connector.tools.bench import reshard
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.bench.report import Comparison, missed
 from pd_connector.tools.bench.reshard import Engines
-from pd_connector.tools.bench.wire import LINE, PAGES, Way, link_way, local_way
-from pd_connector.tools.bench.wire_cache import WireCache
-from pd_connector.tools.bench.wire_pair import WirePair, WireRun
-from pd_connector.tools.bench.wire_size import LAYERS, PAGE_BYTES, PAGE_TOKENS
+from pd_connector.tools.bench.wire import measure as wire
+from pd_connector.tools.bench.wire.cache import WireCache
+from pd_connector.tools.bench.wire.measure import (
+    LINE,
+    PAGES,
+    WireContender,
+    link_contender,
+    local_contender,
+)
+from pd_connector.tools.bench.wire.pair import WirePair, WireRun
+from pd_connector.tools.bench.wire.size import LAYERS, PAGE_BYTES, PAGE_TOKENS
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.cli import bench_core
 from pd_connector.tools.launch import proc
@@ -75,7 +82,7 @@ def test_small_errors_pass_only_where_the_codec_is_lossy():
 def test_kv_moves_between_two_processes_which_are_gone_afterwards():
     with WirePair(TOKENS) as pair:
         pids = pair.pids
-        for way in (local_way("shm", "raw"), local_way("tcp", "int8"), LINE):
+        for way in (local_contender("shm", "raw"), local_contender("tcp", "int8"), LINE):
             pair.open(way.kind, way.settings)
             for _ in range(2):
                 run = pair.run(way.lossy)
@@ -102,7 +109,7 @@ def test_over_a_link_nothing_is_faster_than_the_link():
     rate_mbit = 500.0
     env = {"PD_CONNECTOR_KEY": "a key of more than sixteen characters"}
     with Bed(rate_mbit) as bed, WirePair(4 * TOKENS, env, bed.namespaces) as pair:
-        for way in (LINE, link_way("tcp", "raw")):
+        for way in (LINE, link_contender("tcp", "raw")):
             pair.open(way.kind, way.settings)
             run = pair.run(way.lossy)
             # What a burst lets pass at once is less than a hundredth of this.
@@ -131,14 +138,16 @@ class FakePair:
         pass
 
 
-def measured(place: str, ways: list[Way], **rates: float) -> tuple[FakePair, list[Comparison]]:
+def measured(
+    place: str, ways: list[WireContender], **rates: float
+) -> tuple[FakePair, list[Comparison]]:
     pair = FakePair(rates)
     found = wire.measure(pair, place, ways, TOKENS, 2, 1, lambda line: None)
     return pair, [one for _, several in found.tables for one in several]
 
 
 def test_on_one_machine_verified_pages_need_more_than_half_the_rate_of_unverified_ones():
-    ways = [local_way("shm", codec) for codec in ("raw", "int8")]
+    ways = [local_contender("shm", codec) for codec in ("raw", "int8")]
     pair, good = measured("local", ways, pages=2.0, raw=1.11, int8=0.1)
     assert pair.opened == ["pages", "raw", "int8", "pages"], "the baseline first and last"
     assert missed(good) == []
@@ -147,7 +156,7 @@ def test_on_one_machine_verified_pages_need_more_than_half_the_rate_of_unverifie
 
 
 def test_over_a_link_codecs_must_nearly_double_its_rate():
-    ways = [link_way("tcp", codec) for codec in ("raw", "fp8_e4m3")]
+    ways = [link_contender("tcp", codec) for codec in ("raw", "fp8_e4m3")]
     rates = {"plain": 0.12, "pages": 0.2, "raw": 0.118, "fp8_e4m3": 0.23}
     _, good = measured("link", ways, **rates)
     assert missed(good) == []

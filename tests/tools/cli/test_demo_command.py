@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from pd_connector.tools.cli import asker, demo
 from pd_connector.tools.cli.app import app
-from pd_connector.tools.cli.asker import DemoError, Reply, Row
+from pd_connector.tools.cli.asker import DemoError, PromptResult, StreamedAnswer
 from pd_connector.tools.launch import Samples
 
-ROW = Row(3000, 0.7, 0.04, 12_320_768, 3, 0.0)
+ROW = PromptResult(3000, 0.7, 0.04, 12_320_768, 3, 0.0)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_an_interrupt_exits_with_130(run, tmp_path):
 
 
 def test_other_tokens_are_infinitely_far_apart():
-    reply = Reply(("token_id:1",), (-0.5,), 5, 0.1)
+    reply = StreamedAnswer(("token_id:1",), (-0.5,), 5, 0.1)
     assert asker._difference(reply, reply._replace(tokens=("token_id:2",))) == math.inf
     assert asker._difference(reply, reply._replace(logprobs=(-0.75,))) == 0.25
 

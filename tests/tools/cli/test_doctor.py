@@ -239,7 +239,7 @@ DESCRIPTION = {"describe": True, "remote_host": "10.0.0.2", "remote_port": 5555}
 
 
 def visit(answers=None, *, url=URL, params=DESCRIPTION, metrics="", refused=""):
-    """Findings about a peer that answers this; `answers` overrides single paths."""
+    """HandoffFindings about a peer that answers this; `answers` overrides single paths."""
     known = {
         "/health": "",
         "/version": json.dumps({"version": "0.32.0"}),

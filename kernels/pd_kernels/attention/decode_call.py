@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls of `paged_decode` and `mla_decode` have in common: checks, the shape of rows, launch options."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+
+from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
+from pd_kernels.attention.work_partition import RowShape, TileCosts
+
+MAX_HEIGHT = 64
+"""The most lines of a row. If a KV head has more, they become several rows."""
+
+
+class KernelConfig(NamedTuple):
+    """How an attention kernel is launched.
+
+    Attributes:
+        tile: tokens of a tile.
+        warps: warps of a program.
+        stages: pipeline stages of the loop over tiles. Page ids and tiles are loaded in stages of their own: with 5,
+            one tile is being loaded while another one is computed.
+        programs: programs that fit on a multiprocessor.
+        depth: pieces of a split row that are merged at a time.
+        part: lines of a merge part.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+    depth: int
+    part: int
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, so that `programs` programs fit on a multiprocessor."""
+        return min(255, 65_536 // (32 * self.warps * self.programs) // 8 * 8)
+
+
+class DecodeCall:
+    """The arguments of one call. A kernel's subclass is a frozen dataclass with the rest of them.
+
+    Attributes:
+        query: `[batch, queries, query heads, dim]`.
+        table: int32 `[batch, pages of a sequence]`.
+        lengths: tokens of KV of each sequence, `[batch]`.
+        scale: factor of the scores.
+        causal: whether queries see no later tokens.
+    """
+
+    query: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    causal: bool
+
+    costs: ClassVar[TileCosts]
+    max_queries: ClassVar[int]
+    caches: ClassVar[tuple[str, ...]]
+    """Names of the attributes that are caches."""
+
+    @property
+    def kv_heads(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """Elements of a line of the result."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> KernelConfig:
+        raise NotImplementedError
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return int(self.query.shape[2]) // self.kv_heads
+
+    @property
+    def lines(self) -> int:
+        """Lines (query x query head) of a sequence and KV head."""
+        return int(self.query.shape[1]) * self.group
+
+    @property
+    def height(self) -> int:
+        """Lines of a row, padded to what a matrix product takes."""
+        return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
+
+    @property
+    def rows(self) -> RowShape:
+        """The shape of the rows, for which the plan must be made."""
+        heads = self.kv_heads * -(-self.lines // self.height)
+        return RowShape(heads, self.config.tile, queries=self.query.shape[1], window=0)
+
+    def plan(self, max_batch: int | None = None) -> DecodePlan:
+        """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by default, as many)."""
+        workers = self.config.programs * multiprocessors(self.query.device)
+        batch = len(self.query) if max_batch is None else max_batch
+        return DecodePlan.of(
+            rows=self.rows,
+            costs=self.costs,
+            batch=batch,
+            workers=workers,
+            height=self.height,
+            dim=self.width,
+            device=self.query.device,
+        )
+
+    def constants(self, with_lse: bool) -> dict[str, Any]:
+        """Compile-time arguments and launch options of both kernels, by the names of their parameters."""
+        config = self.config
+        return {
+            "HEADS": self.rows.heads,
+            "LINES": self.lines,
+            "HEIGHT": self.height,
+            "GROUP": self.group,
+            "TILE": config.tile,
+            "CAUSAL": self.causal and self.query.shape[1] > 1,
+            "QUERY": self.query.stride()[:3],
+            "DEPTH": config.depth,
+            "PART": config.part,
+            "WITH_LSE": with_lse,
+            "STAGES": config.stages,
+            "num_warps": config.warps,
+            "maxnreg": config.registers,
+        }
+
+    def check(self) -> None:
+        """Raise ValueError if the arguments do not fit each other, or are not supported."""
+        batch, queries = self.query.shape[:2]
+        if not 1 <= queries <= self.max_queries:
+            raise ValueError(f"{queries} queries: must be 1 to {self.max_queries}")
+        if self.table.dim() != 2 or len(self.table) != batch or self.lengths.shape != (batch,):
+            raise ValueError(
+                f"block_table {list(self.table.shape)}, lengths {list(self.lengths.shape)}: "
+                f"must be [{batch}, pages] and [{batch}]"
+            )
+
+    def check_kernel(self) -> None:
+        """Raise ValueError if only the reference, and not the kernel, supports the arguments."""
+        if self.query.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"q of {self.query.dtype}: must be bfloat16 or float16")
+        for name in ("query", *self.caches):
+            stride = getattr(self, name).stride(-1)
+            if stride != 1:
+                raise ValueError(f"{name}: elements {stride} apart, must be consecutive")
+        if self.table.dtype != torch.int32 or self.table.stride(1) != 1:
+            raise ValueError(f"block_table of {self.table.dtype}: must be int32, rows consecutive")
+        if not self.lengths.is_contiguous():
+            raise ValueError(
+                f"lengths: {self.lengths.stride(0)} elements apart, must be consecutive: "
+                "pass lengths.contiguous()"
+            )

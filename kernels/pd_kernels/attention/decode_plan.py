@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch's work partition on the device, with the scratch memory of the kernels that follow it.
+
+The partition is computed once a step by one small kernel, queued like any other. It reads the lengths on the
+device: nobody waits for a copy to the host, and a CUDA graph that holds it makes a new partition at each replay.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
+from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePlan:
+    """Which worker does what in a batch. Made once, filled once a step, used by every layer.
+
+    Kernels that share a plan must run one after another, on one stream: they share its scratch memory.
+
+    Attributes:
+        rows: the shape of the rows it is for.
+        costs: by which the work ranges are balanced.
+        ranges: int32 `[workers, 8]`, a `WorkRange` per worker.
+        boundaries: int64 `[batch + workers + 1]`, scratch of the planning kernel.
+        counters: int32 `[workers, 4]`. Per-worker counters for the split row that starts there: pieces arrived,
+            merge parts claimed, workers done, unused. All are zero whenever no kernel runs.
+        partials: float32 `[workers, 2, height, dim]`, split-KV partials: a worker has two split rows at most.
+            Slot 0 is for the row that it continues, slot 1 for the row that it leaves to others.
+        weights: float32 `[workers, 2, height]`, the base-2 log-sum-exp of each line of the partials.
+    """
+
+    rows: RowShape
+    costs: TileCosts
+    ranges: torch.Tensor
+    boundaries: torch.Tensor
+    counters: torch.Tensor
+    partials: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        rows: RowShape,
+        costs: TileCosts,
+        batch: int,
+        workers: int,
+        height: int,
+        dim: int,
+        device: torch.device,
+    ) -> "DecodePlan":
+        """Allocate a plan, not yet filled. Callers use `plan_paged_decode` or `plan_mla_decode`.
+
+        Args:
+            rows: the shape of the rows.
+            costs: by which the work ranges are balanced.
+            batch: the most sequences it will be filled for.
+            workers: programs of the launch.
+            height: lines of a row, padded.
+            dim: elements of a line of the result.
+            device: of the caches.
+        """
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            rows=rows,
+            costs=costs,
+            ranges=zeros(workers, FIELDS, dtype=torch.int32),
+            boundaries=zeros(batch + workers + 1, dtype=torch.int64),
+            counters=zeros(workers, COUNTERS, dtype=torch.int32),
+            partials=torch.empty(workers, 2, height, dim, dtype=torch.float32, device=device),
+            weights=torch.empty(workers, 2, height, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def workers(self) -> int:
+        return int(self.ranges.shape[0])
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that attention kernels read and write, in the order of their parameters."""
+        return [self.ranges, self.counters, self.partials, self.weights]
+
+    def fill(self, lengths: torch.Tensor) -> "DecodePlan":
+        """Partition the work of a batch. Changes the plan in place, and returns it.
+
+        On a GPU this queues one kernel on the current stream and returns; on a CPU it takes plain torch. In a CUDA
+        graph it belongs before the first layer.
+
+        Args:
+            lengths: tokens of KV of each sequence, int32 or int64 `[batch]`.
+
+        Raises:
+            ValueError: the batch is empty, or larger than the plan was made for.
+
+        Example:
+            >>> import torch
+            >>> from pd_kernels.attention import plan_paged_decode
+            >>> q, k_cache = torch.zeros(2, 8, 64), torch.zeros(10, 16, 2, 64)
+            >>> plan = plan_paged_decode(q, k_cache).fill(torch.tensor([40, 100]))
+            >>> plan.ranges[-1, 2].item()  # the last worker ends behind row 3: 2 sequences of 2 KV heads
+            4
+        """
+        most = self.boundaries.numel() - self.workers - 1
+        if not 0 < lengths.numel() <= most:
+            raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {most}")
+        if lengths.is_cuda:
+            with torch.cuda.device(lengths.device):
+                launch_plan(self, lengths)
+        else:
+            self.ranges.copy_(partition(lengths, self.rows, self.workers, self.costs))
+        return self
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has. 1 for a CPU, whose plans have one worker."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
+    """Run `DecodePlan.fill` by the kernel."""
+    partition_rows[(1,)](
+        lengths=lengths,
+        boundaries=plan.boundaries,
+        ranges=plan.ranges,
+        batch=lengths.numel(),
+        stride=lengths.stride(0),
+        workers=plan.workers,
+        heads=plan.rows.heads,
+        queries=plan.rows.queries,
+        window=plan.rows.window,
+        row_cost=plan.costs.row,
+        partial_cost=plan.costs.partial,
+        TILE=plan.rows.tile,
+        BATCH=triton.next_power_of_2(lengths.numel()),
+        WORKERS=triton.next_power_of_2(plan.workers + 1),
+        num_warps=8,
+    )

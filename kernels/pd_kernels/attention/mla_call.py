@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one call of `mla_decode`: checks, and how the kernel is launched for them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig
+from pd_kernels.attention.work_partition import TileCosts
+
+LATENT = 512
+"""Elements of a token's latent."""
+
+ROPE = 64
+"""Elements of a token's part with RoPE."""
+
+GROUPS = 4
+"""Groups of 128 elements of a latent in FP8; each has a scale."""
+
+CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
+"""Bytes of a token in FlashMLA's FP8 layout: codes, float32 scales, bfloat16 part with RoPE."""
+
+MAX_QUERIES = 4
+COSTS = TileCosts(row=48, partial=1)
+"""To begin a row costs three tiles: its result alone is as large as several (ThunderMLA's cost model: 7.5 us, and
+1.5 us for 32 tokens). A partial costs little, because many programs share the merge. Not yet measured on a GPU."""
+
+
+def config_of(lines: int, coded: bool) -> KernelConfig:
+    """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet tuned on a GPU."""
+    if coded or lines > MAX_HEIGHT:  # bound by products or decoding, not by memory: large tiles
+        return KernelConfig(64, 8, 3, 1, 32, 1)
+    if lines > MAX_HEIGHT // 2:
+        return KernelConfig(32, 8, 5, 1, 32, 1)
+    return KernelConfig(64, 8, 5, 1, 32, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class MlaCall(DecodeCall):
+    """The arguments of one call; see `mla_decode`.
+
+    Attributes:
+        query: `[batch, queries, heads, 576]`.
+        cache: `[page, token, 576]`, or uint8 `[page, token, 656]`.
+    """
+
+    costs = COSTS
+    max_queries = MAX_QUERIES
+    caches = ("cache",)
+    kv_heads = 1
+    width = LATENT
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    causal: bool
+
+    @property
+    def coded(self) -> bool:
+        return bool(self.cache.dtype == torch.uint8)
+
+    @property
+    def height(self) -> int:
+        """Lines of a row, padded. Always 64 for an FP8 cache: only with wgmma does the compiler load its codes
+        asynchronously."""
+        return MAX_HEIGHT if self.coded else super().height
+
+    @property
+    def config(self) -> KernelConfig:
+        return config_of(self.lines, self.coded)
+
+    def check(self) -> None:
+        dim = self.query.shape[3]
+        if dim != LATENT + ROPE:
+            raise ValueError(f"q of dim {dim}: must be {LATENT} of the latent and {ROPE} of RoPE")
+        width = CODED_BYTES if self.coded else dim
+        if self.cache.dim() != 3 or self.cache.shape[2] != width:
+            raise ValueError(f"cache {list(self.cache.shape)}: must be [pages, page, {width}]")
+        wanted = torch.bfloat16 if self.coded else self.cache.dtype
+        if self.query.dtype != wanted:
+            raise ValueError(f"q of {self.query.dtype}: must be {wanted}, for this cache")
+        super().check()
+
+    def check_kernel(self) -> None:
+        super().check_kernel()
+        if self.coded and (self.cache.stride(1) % 16 or self.cache.data_ptr() % 16):
+            raise ValueError(
+                f"cache: tokens {self.cache.stride(1)} bytes apart, must be aligned to 16 bytes"
+            )

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.mods import Mod
+from pd_kernels.attention.work_partition import RowShape, TileCosts
+
+FP8 = torch.float8_e4m3fn
+DIMS = (64, 80, 96, 112, 128, 192, 256)
+MAX_QUERIES = 8
+COSTS = TileCosts(row=16, partial=1)
+"""Estimates, not yet measured on a GPU."""
+
+
+def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
+    """Launch options for rows of `height` lines of `dim` elements. Their registers and shared memory are checked by
+    compiling ahead of time; they are not yet tuned on a GPU."""
+    block = triton.next_power_of_2(dim)
+    tile, part = max(32, min(128, 8_192 // block)), max(1, 512 // block)
+    if height > 32:  # asynchronous products (wgmma), which need one buffer more
+        return KernelConfig(tile, 4, 4, 2, 16, part)
+    programs = 3 if block <= 128 and height == 16 else 2
+    return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, 16, part)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCall(DecodeCall):
+    """The arguments of one call; see `paged_decode`.
+
+    Attributes:
+        query: `[batch, queries, query heads, dim]`.
+        keys, values: `[page, token, KV head, dim]`.
+    """
+
+    costs = COSTS
+    max_queries = MAX_QUERIES
+    caches = ("keys", "values")
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    key_scale: float
+    value_scale: float
+    causal: bool
+    window: int
+    score_mod: Mod | None
+    mask_mod: Mod | None
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.keys.shape[2])
+
+    @property
+    def width(self) -> int:
+        return int(self.query.shape[3])
+
+    @property
+    def config(self) -> KernelConfig:
+        return config_of(self.width, self.keys.element_size(), self.height)
+
+    @property
+    def rows(self) -> RowShape:
+        return super().rows._replace(window=self.window)
+
+    def check(self) -> None:
+        heads, dim = self.query.shape[2:]
+        if self.keys.dim() != 4 or self.keys.shape[:3] != self.values.shape[:3]:
+            raise ValueError(
+                f"k_cache {list(self.keys.shape)}, v_cache {list(self.values.shape)}: "
+                "both must be [pages, page, heads, dim]"
+            )
+        if not self.keys.shape[3] == self.values.shape[3] == dim:
+            raise ValueError(
+                f"k_cache and v_cache of dim {self.keys.shape[3]} and {self.values.shape[3]}: "
+                f"must both be {dim} as q"
+            )
+        if heads % self.kv_heads:
+            raise ValueError(f"{heads} query heads: must be a multiple of {self.kv_heads}")
+        if self.keys.dtype != self.values.dtype or self.keys.dtype not in (self.query.dtype, FP8):
+            raise ValueError(
+                f"caches of {self.keys.dtype} and {self.values.dtype}: both must be "
+                f"{self.query.dtype} as q, or {FP8}"
+            )
+        if self.window < 0:
+            raise ValueError(f"window {self.window}: must be tokens, or 0 for all")
+        super().check()
+
+    def check_kernel(self) -> None:
+        if self.width not in DIMS:
+            raise ValueError(f"q of dim {self.width}: must be one of {DIMS}")
+        super().check_kernel()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one gather or scatter: which tokens of which blocks, and the memory of their payload."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from pd_connector.kv.checksum import ROW_BYTES
+from pd_connector.kv.payload import SECTION_BYTES
+from pd_kernels.transfer.blocks import MAX_LAYERS, Blocks, BlockSizes
+from pd_kernels.transfer.sums import COLUMN_WORDS
+
+TRITON: dict[torch.dtype, Any] = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.int8: tl.int8,
+}
+"""Triton's dtype for each of torch's."""
+
+WORDS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""The dtype that moves so many bytes unchanged."""
+
+_MAX_BLOCK_ELEMENTS = 1 << 28
+"""Kernels count the elements of a block in 32 bits."""
+
+_MAX_HEAD_ELEMENTS = 1 << 26
+"""A head of a block is cut into tiles of 2,048 elements at least, and CUDA allows 65,535 of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkLaunch:
+    """One call of `gather_pages` or `scatter_pages`; the attributes are their arguments.
+
+    Attributes:
+        blocks: K and V of the layers, in one cache.
+        pages: int32 `[pages]`, the engine's pages that hold the chunk.
+        slot: uint8, memory for the payload.
+        first_token: the chunk's first token, counted from the start of the first page.
+        tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
+        sums: where the payload's sums are added, or None.
+    """
+
+    blocks: Blocks
+    pages: torch.Tensor
+    slot: torch.Tensor
+    first_token: int
+    tokens: int
+    sums: torch.Tensor | None
+
+    @property
+    def verbatim(self) -> bool:
+        return self.blocks.codec == "verbatim"
+
+    @property
+    def sizes(self) -> BlockSizes:
+        return self.blocks.sizes(self.tokens)
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The bytes of the slot that the payload fills."""
+        return self.slot[: self.blocks.nbytes(self.tokens)]
+
+    def check(self) -> None:
+        """Raise ValueError if the arguments do not fit each other."""
+        wanted = self.blocks.nbytes(self.tokens)
+        if self.slot.dtype != torch.uint8 or not self.slot.is_contiguous():
+            raise ValueError(f"slot of {self.slot.dtype}: must be dense bytes of uint8")
+        if self.slot.numel() < wanted:
+            raise ValueError(f"slot of {self.slot.numel()} bytes: the chunk has {wanted} bytes")
+        size = self.blocks.page_size
+        places = self.pages.numel() * size
+        if self.tokens < 1 or not 0 <= self.first_token <= places - self.tokens:
+            raise ValueError(
+                f"tokens {self.first_token}-{self.first_token + self.tokens}: must lie within the "
+                f"{self.pages.numel()} pages of {size} tokens"
+            )
+        if self.pages.dtype != torch.int32:
+            raise ValueError(f"pages of {self.pages.dtype}: must be int32")
+        if self.sums is not None and self.sums.numel() < COLUMN_WORDS + -(-wanted // ROW_BYTES):
+            raise ValueError(
+                f"{self.sums.numel()} sums: too few for {wanted} bytes, see new_sums()"
+            )
+
+    @property
+    def fits_kernels(self) -> bool:
+        """Whether kernels can take the chunk: on a GPU, aligned, in blocks that they can index."""
+        blocks = self.blocks
+        return (
+            blocks.table.is_cuda
+            and self.slot.is_cuda
+            and self.slot.data_ptr() % SECTION_BYTES == 0
+            and self.whole_sections
+            and self.indexable
+        )
+
+    @property
+    def indexable(self) -> bool:
+        """Whether the launch has no more programs than CUDA allows, and 32 bits can count the elements."""
+        head = self.tokens * max(self.blocks.dims)
+        return (
+            head <= _MAX_HEAD_ELEMENTS
+            and head * self.blocks.heads <= _MAX_BLOCK_ELEMENTS
+            and self.blocks.layers <= MAX_LAYERS
+        )
+
+    @property
+    def whole_sections(self) -> bool:
+        """Whether each token of a head is whole sections: of 16 bytes where elements are copied, of 16
+        elements where they are coded or converted."""
+        blocks = self.blocks
+        copied = blocks.codec == "raw" and blocks.as_stored
+        element = blocks.source.itemsize if copied else 1
+        return all(dim * element % SECTION_BYTES == 0 for dim in blocks.dims)
+
+    def vectors(self, vector_codes: int) -> tuple[int, int]:
+        """Vectors of `vector_codes` codes in one token of one head: of K, and of V (K's if there is none)."""
+        widths = [dim // vector_codes for dim in self.blocks.dims]
+        return widths[0], widths[-1]
+
+    @property
+    def most_scale_sections(self) -> int:
+        """Sections of scales in the block, K's or V's, that has more of them."""
+        return max(block.scales for block in self.sizes.parts) // SECTION_BYTES
+
+    def operands(self, summed: bool) -> dict[str, Any]:
+        """The arguments that all gather and scatter kernels have, by the names of their parameters.
+
+        Args:
+            summed: whether the kernel adds to the sums. If not, it gets any pointer, which it does not use.
+        """
+        blocks, sizes = self.blocks, self.sizes
+        view_tokens = blocks.views[0].shape[2]
+        return {
+            "table": blocks.table,
+            "pages": self.pages,
+            "slot": self.slot,
+            "sums": self.sums if summed else blocks.table,
+            "first": self.first_token,
+            "tokens": self.tokens,
+            "layer_sections": sizes.total // SECTION_BYTES,
+            "key_sections": sizes.parts[0].total // SECTION_BYTES,
+            "key_scales": sizes.parts[0].scales // SECTION_BYTES,
+            "value_scales": sizes.parts[-1].scales // SECTION_BYTES,
+            "PARTS": blocks.parts,
+            "VIEW": view_tokens,
+            "PAGES": blocks.page_size // view_tokens,
+            "WIDE": blocks.wide,
+        }

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The kernel that gathers as `int8`: K with one scale per channel and 128 tokens, V with one per token.
+
+A program holds some channels of a super-page of K, or some whole tokens of V, in registers: everything that a
+scale depends on. If an element of a group is not finite, its scale is NaN and its codes are arbitrary.
+"""
+
+import triton
+import triton.language as tl
+
+from pd_connector.kv.payload import SUPER_PAGE
+from pd_kernels.transfer.numerics import (
+    byte_words,
+    int8_codes,
+    int8_scale,
+    magnitude_bits,
+    near_quotient,
+)
+from pd_kernels.transfer.prologue import (
+    UNSPECIALISED,
+    cache_block,
+    payload_block,
+    token_offsets,
+)
+from pd_kernels.transfer.sums import add_pieces, add_words
+
+ELEMENTS = 8_192
+"""Elements of a program, if the dims allow it."""
+WARPS = 4
+REGISTERS = 112
+"""Registers of a thread: four programs fit on a multiprocessor."""
+
+_SUPER_PAGE = tl.constexpr(SUPER_PAGE)
+
+
+def key_channels(dim: int) -> int:
+    """Channels of K of a program: the largest power of two that divides `dim`, at most 64."""
+    return min(dim & -dim, ELEMENTS // SUPER_PAGE)
+
+
+def value_tokens(padded_dim: int) -> int:
+    """Tokens of V of a program; `padded_dim` is dim, rounded up to a power of two."""
+    return max(
+        1, ELEMENTS // 2 // padded_dim
+    )  # half as many elements as of K: V needs more registers
+
+
+@triton.jit
+def _tile(
+    cached, pages, token, index, inside, first, page_stride, token_stride, dim_stride,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Load float32 `[token, index]`; zero where `inside`, which broadcasts to that shape, is false."""
+    there = token_offsets(pages, first + token, token >= 0, page_stride, token_stride, VIEW, PAGES)
+    if not WIDE:
+        index = index * dim_stride
+    found = tl.load(cached + (there[:, None] + index[None, :]), mask=inside, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _write_codes(
+    slot, sums, codes, begin, inside, copy,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Store codes, `[ROWS, WIDTH * 8]`, and add them to the sums.
+
+    Args:
+        begin: 8-byte word of the payload at which the first row begins; rows are PITCH words apart.
+        inside: which words exist; broadcasts to `[ROWS, WIDTH]`.
+    """
+    eights = tl.reshape(codes.to(tl.uint8, bitcast=True), (ROWS * WIDTH, 8))
+    words = tl.reshape(byte_words(eights, ROWS * WIDTH), (ROWS, WIDTH))
+    place = tl.arange(0, ROWS)[:, None] * PITCH + tl.arange(0, WIDTH)[None, :]
+    tl.store((slot + begin * 8).to(tl.pointer_type(tl.int64)) + place, words, mask=inside)
+    if CHECK:
+        words = tl.where(inside, words, 0)
+        if WIDTH == PITCH:
+            add_words(sums, begin, tl.reshape(words, (ROWS * WIDTH // 256, 256)), 256, copy)
+        else:
+            add_words(sums, begin, words, PITCH, copy)
+
+
+@triton.jit
+def _gather_key(
+    cached, pages, slot, sums, first, tokens, super_pages, section, scales, head, tile, copy,
+    page_stride, token_stride, dim_stride,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Code some channels of one super-page of a head of K."""
+    SLICES: tl.constexpr = DIM // CHANNELS
+    super_page, piece = tile // SLICES, tile % SLICES
+    channel = piece * CHANNELS + tl.arange(0, CHANNELS)
+    token = super_page * _SUPER_PAGE + tl.arange(0, _SUPER_PAGE)
+    inside = (token < tokens)[:, None]
+    value = _tile(
+        cached, pages, tl.minimum(token, tokens - 1), channel, inside, first, page_stride,
+        token_stride, dim_stride, VIEW, PAGES, WIDE,
+    )  # fmt: skip
+    scale = int8_scale(tl.max(magnitude_bits(value), axis=0))
+    reciprocal = tl.div_rn(1.0, scale)
+    codes = int8_codes(near_quotient(value, scale[None, :], reciprocal[None, :]))
+    first_token = head * tokens + super_page * _SUPER_PAGE
+    begin = (section + scales) * 2 + first_token * (DIM // 8) + piece * (CHANNELS // 8)
+    _write_codes(
+        slot, sums, codes, begin, inside, copy, _SUPER_PAGE, CHANNELS // 8, DIM // 8, CHECK
+    )
+    at = section * 16 + ((head * super_pages + super_page) * DIM + channel) * 2
+    scaled = scale.to(tl.bfloat16)
+    tl.store((slot + at).to(tl.pointer_type(tl.bfloat16)), scaled)
+    if CHECK:
+        add_pieces(sums, at, scaled.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF, 2, copy)
+
+
+@triton.jit
+def _gather_value(
+    cached, pages, slot, sums, first, tokens, section, scales, head, tile, copy,
+    page_stride, token_stride, dim_stride,
+    HEADS: tl.constexpr, VIEW: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr,
+    TOKENS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Code some tokens of a head of V. The last program also stores the zeros behind the scales."""
+    channel = tl.arange(0, PADDED)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    there = token < tokens
+    if DIM == PADDED:
+        inside = there[:, None]
+        kept = inside
+    else:
+        inside = there[:, None] & (channel < DIM)[None, :]
+        kept = there[:, None] & (tl.arange(0, PADDED // 8) < DIM // 8)[None, :]
+    value = _tile(
+        cached, pages, tl.minimum(token, tokens - 1), channel, inside, first, page_stride,
+        token_stride, dim_stride, VIEW, PAGES, WIDE,
+    )  # fmt: skip
+    scale = int8_scale(tl.max(magnitude_bits(value), axis=1))
+    reciprocal = tl.div_rn(1.0, scale)
+    codes = int8_codes(near_quotient(value, scale[:, None], reciprocal[:, None]))
+    begin = (section + scales) * 2 + (head * tokens + tile * TOKENS) * (DIM // 8)
+    _write_codes(slot, sums, codes, begin, kept, copy, TOKENS, PADDED // 8, DIM // 8, CHECK)
+    at = section * 16 + (head * tokens + token) * 2
+    scaled = scale.to(tl.bfloat16)
+    tl.store((slot + at).to(tl.pointer_type(tl.bfloat16)), scaled, mask=there)
+    if CHECK:
+        bits = scaled.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+        add_pieces(sums, at, tl.where(there, bits, 0), 2, copy)
+    if (head == HEADS - 1) & ((tile + 1) * TOKENS >= tokens):
+        end = HEADS * tokens + tl.arange(0, 8)  # a section holds 8 scales
+        padding = (slot + section * 16).to(tl.pointer_type(tl.int16)) + end
+        tl.store(padding, tl.zeros((8,), tl.int16), mask=end < scales * 8)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def gather_int8(
+    table,
+    pages,
+    slot,
+    sums,
+    first,  # token, counted from the start of the first page
+    tokens,
+    super_pages,
+    layer_sections,  # 16 bytes each, in one layer of the payload
+    key_sections,  # of K, scales included
+    key_scales,  # sections of K's scales
+    value_scales,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VIEW: tl.constexpr,
+    PAGES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PADDED: tl.constexpr,  # VALUE_DIM, rounded up to a power of two
+    SOURCE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head, section, _ = payload_block(
+        column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
+    )
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
+        table, layer * PARTS + part, SOURCE, WIDE
+    )
+    cached += head * head_stride
+    copy = tile + column
+    if part == 0:
+        if tile < super_pages * (KEY_DIM // CHANNELS):
+            _gather_key(
+                cached, pages, slot, sums, first, tokens, super_pages, section, key_scales, head,
+                tile, copy, page_stride, token_stride, dim_stride,
+                VIEW, PAGES, KEY_DIM, CHANNELS, WIDE, CHECK,
+            )  # fmt: skip
+    elif tile * TOKENS < tokens:
+        _gather_value(
+            cached, pages, slot, sums, first, tokens, section, value_scales, head, tile, copy,
+            page_stride, token_stride, dim_stride,
+            HEADS, VIEW, PAGES, VALUE_DIM, TOKENS, PADDED, WIDE, CHECK,
+        )  # fmt: skip

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLA: decodes by `mla_decode`; prefills, and writing the cache, stay with the backend we stand in for.
+
+vLLM's common MLA code cuts the batch; a member differs in its decodes only, and in its name.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from pd_kernels.attention import DecodePlan
+from pd_kernels.attention.mla import mla_decode, plan_mla_decode
+from pd_kernels.attention.mla_call import MAX_QUERIES
+
+logger = init_logger("vllm.pd_kernels")
+
+
+@dataclass
+class MlaDecodes(MLACommonDecodeMetadata):
+    """The decodes of a batch.
+
+    Attributes:
+        queries: new tokens of each request.
+        plan: for all layers; None on a CPU.
+    """
+
+    queries: int
+    plan: DecodePlan | None
+
+
+class MlaBuilder(MLACommonMetadataBuilder):
+    """Plans the decodes, once a step."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support = QueryLenSupport.UNIFORM
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self.reorder_batch_threshold > MAX_QUERIES:
+            raise NotImplementedError(
+                f"{self.reorder_batch_threshold} tokens are verified at a time: at most {MAX_QUERIES}, "
+                "set num_speculative_tokens lower"
+            )
+        self._batch = max(
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        self._rooms: dict[int, DecodePlan] = {}  # by the number of queries
+        logger.info_once("Decoding with pd_kernels.mla_decode.")
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> MlaDecodes:
+        queries = int(query_start_loc_cpu[1] - query_start_loc_cpu[0])
+        # Requests that pad a batch for a CUDA graph may have no tokens.
+        requests = num_decode_tokens // queries
+        lengths = seq_lens_device[:requests]
+        return MlaDecodes(
+            block_table=block_table_tensor[:requests],
+            seq_lens=lengths,
+            dcp_tot_seq_lens=None,
+            queries=queries,
+            plan=self._plan(queries).fill(lengths) if self.device.type != "cpu" else None,
+        )
+
+    def _plan(self, queries: int) -> DecodePlan:
+        """Of the size that CUDA graphs may need, at one address for good."""
+        if queries not in self._rooms:
+            one = torch.empty((), dtype=self.model_config.dtype, device=self.device)
+            width = self.kv_cache_spec.head_size
+            self._rooms[queries] = plan_mla_decode(
+                one.expand(1, queries, self.num_heads, width),
+                one.expand(1, self.kv_cache_spec.block_size, width),
+                max_batch=self._batch,
+            )
+        return self._rooms[queries]
+
+
+class MlaImpl(MLACommonImpl):
+    """A layer."""
+
+    can_return_lse_for_decode = False
+    supports_dcp = False
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, None]:
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        decodes = attn_metadata.decode
+        grouped = query.view(-1, decodes.queries, *query.shape[1:])
+        out = mla_decode(
+            *(grouped, kv_c_and_k_pe_cache, decodes.block_table, decodes.seq_lens),
+            scale=self.scale,
+            plan=decodes.plan,
+        )
+        return out.view(*query.shape[:2], -1), None

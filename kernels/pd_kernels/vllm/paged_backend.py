@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with keys and values: decodes by `paged_decode`, the rest by the backend we stand in for.
+
+Mixed into that backend's classes, before them. KV is written by it, in its own layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+
+from pd_kernels.attention import DecodePlan, Mod, alibi, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention.paged_call import MAX_QUERIES
+from pd_kernels.vllm.batch_split import Decodes, decodes_of, rest_of
+from pd_kernels.vllm.refusals import LayerOptions, refusals, refuse
+
+logger = init_logger("vllm.pd_kernels")
+
+FP8 = torch.float8_e4m3fn
+
+PlanKey = tuple[int, int]
+"""A layer's window and heads: layers of a group that agree in them share a plan."""
+
+
+@dataclass
+class PagedMetadata:
+    """What the layers of a group need in a step.
+
+    Attributes:
+        decodes: the first tokens of the batch; None if there are none.
+        rest: the other backend's metadata of all other tokens; None if there are none.
+        plans: of the decodes; none on a CPU.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    decodes: Decodes | None
+    rest: Any
+    plans: dict[PlanKey, DecodePlan] = field(default_factory=dict)
+
+
+class PagedBuilder(AttentionMetadataBuilder):
+    """Cuts the batch and plans its decodes, once a step."""
+
+    # Decodes have the same number of queries, whatever their lengths.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = False
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.supports_draft_decode_metadata_update = False
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        if self.reorder_batch_threshold > MAX_QUERIES:
+            raise NotImplementedError(
+                f"{self.reorder_batch_threshold} tokens are verified at a time: at most {MAX_QUERIES}, "
+                "set num_speculative_tokens lower"
+            )
+        if vllm_config.cache_config.kv_sharing_fast_prefill:
+            raise NotImplementedError("kv_sharing_fast_prefill: leave it out with CUSTOM attention")
+        self._layers = [
+            vllm_config.compilation_config.static_forward_context[name] for name in layer_names
+        ]
+        self._batch = max(
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        self._rooms: dict[int, dict[PlanKey, DecodePlan]] = {}  # by the number of queries
+        logger.info_once("Decoding with pd_kernels.paged_decode.")
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PagedMetadata:
+        common = common_attn_metadata
+        decodes = decodes_of(common, self.reorder_batch_threshold)
+        rest = rest_of(common, decodes) if decodes else common
+        if rest is not None:
+            rest = super().build(common_prefix_len, rest, fast_build)
+        return PagedMetadata(
+            common.num_actual_tokens,
+            common.max_query_len,
+            common.query_start_loc,
+            common.max_seq_len,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            decodes,
+            rest,
+            self._plans(decodes) if decodes else {},
+        )
+
+    def _plans(self, decodes: Decodes) -> dict[PlanKey, DecodePlan]:
+        """Plans of the group's layers for these decodes."""
+        if self.device.type == "cpu":  # the reference in torch has no use for them
+            return {}
+        rooms = self._rooms.get(decodes.queries)
+        if rooms is None:
+            impls = {layer.impl.plan_key: layer.impl for layer in self._layers}
+            rooms = {key: self._room(impl, decodes.queries) for key, impl in impls.items()}
+            self._rooms[decodes.queries] = rooms
+        return {key: room.fill(decodes.lengths) for key, room in rooms.items()}
+
+    def _room(self, impl: Any, queries: int) -> DecodePlan:
+        """Of the size that CUDA graphs may need, at one address for good."""
+        one = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
+        q = one.expand(1, queries, impl.num_heads, impl.head_size)
+        cache = one.to(impl.stored_dtype or one.dtype)
+        cache = cache.expand(1, self.kv_cache_spec.block_size, impl.num_kv_heads, impl.head_size)
+        return plan_paged_decode(q, cache, window=impl.window, max_batch=self._batch)
+
+
+class Allowed(NamedTuple):
+    """What a layer may have."""
+
+    head_sizes: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+
+
+class PagedImpl(AttentionImpl):
+    """A layer. The class it is mixed into says what it may have, and with `pages` how its cache is
+    read."""
+
+    where: ClassVar[str]
+    """How a refusal begins."""
+
+    can_return_lse_for_decode = False
+    supports_dcp = False
+
+    window: int
+    """Tokens that a query sees, its own included; 0 for all."""
+
+    stored_dtype: torch.dtype | None
+    """Of an FP8 cache; None for the model's own."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """As vLLM's. Raises NotImplementedError for what the kernels do not have."""
+        layer = LayerOptions(
+            head_size,
+            self.model_dtype(),
+            kv_cache_dtype,
+            str(getattr(attn_type, "value", attn_type)),
+            sinks is not None,
+            alibi_slopes is not None,
+            bool(logits_soft_cap),
+        )
+        refuse(self.where, refusals(layer, *self.allowed()))
+        super().__init__(
+            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
+            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
+        )
+        self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
+
+    @classmethod
+    def allowed(cls) -> Allowed:
+        """What the kernels, and the backend this stands in for, have."""
+        raise NotImplementedError
+
+    @staticmethod
+    def model_dtype() -> torch.dtype:
+        """Of the model that is being made."""
+        raise NotImplementedError
+
+    def decodes_with(
+        self,
+        sliding_window: int | None,
+        slopes: list[float] | None,
+        cap: float | None,
+        cache_dtype: str,
+    ) -> None:
+        """Take what the layer was made with, in vLLM's words."""
+        self.window = sliding_window or 0
+        self.stored_dtype = FP8 if cache_dtype.startswith("fp8") else None
+        if cap:
+            self._mod: Mod | None = soft_cap(cap)
+        elif slopes is not None:  # on the device that the model is being made on
+            self._mod = alibi(torch.tensor(slopes, dtype=torch.float32))
+        else:
+            self._mod = None
+
+    @property
+    def plan_key(self) -> PlanKey:
+        return self.window, int(self.num_heads)
+
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer's cache, which is of `stored_dtype`: `[page, token, kv head, dim]` each."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's: new `key` and `value` are None in a layer that reads another one's KV."""
+        decodes = None if attn_metadata is None else attn_metadata.decodes
+        rest = None if attn_metadata is None else attn_metadata.rest
+        if decodes is None:
+            super().forward(
+                *(layer, query, key, value, kv_cache, rest, output),
+                output_scale=output_scale,
+                output_block_scale=output_block_scale,
+            )
+            return output
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantization is not supported by paged_decode")
+        tokens = decodes.tokens
+        self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
+        if rest is not None:
+            new = (None if x is None else x[tokens:] for x in (key, value))
+            super().forward(layer, query[tokens:], *new, kv_cache, rest, output[tokens:])
+        return output
+
+    def _decode(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: PagedMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        decodes = metadata.decodes
+        assert decodes is not None
+        if query.dtype == FP8:  # as vLLM quantises queries for a cache in FP8
+            query = query.to(output.dtype) * layer._q_scale
+        keys, values = self.pages(
+            kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
+        )
+        shape = (decodes.requests, decodes.queries, *query.shape[1:])
+        paged_decode(
+            *(query.view(shape), keys, values, decodes.block_table, decodes.lengths),
+            scale=self.scale,
+            window=self.window,
+            score_mod=self._mod,
+            k_scale=layer._k_scale_float if self.stored_dtype else 1.0,
+            v_scale=layer._v_scale_float if self.stored_dtype else 1.0,
+            out=output.view(shape),
+            plan=metadata.plans.get(self.plan_key),
+        )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our backends refuse, by name. vLLM asks on a GPU; on a CPU it does not, so layers ask, too."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+FP8_NAMES = ("fp8", "fp8_e4m3")
+
+
+class LayerOptions(NamedTuple):
+    """What is asked of a layer's attention.
+
+    Attributes:
+        cache_dtype: vLLM's name.
+    """
+
+    head_size: int
+    dtype: torch.dtype
+    cache_dtype: str | None = None
+    attn_type: str = "decoder"
+    sinks: bool = False
+    alibi: bool = False
+    soft_cap: bool = False
+
+
+def refusals(
+    layer: LayerOptions, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[str]:
+    """Why a layer cannot be decoded with our kernels; empty if it can."""
+    found = []
+    if layer.head_size not in head_sizes:
+        found.append(f"head size {layer.head_size}: must be one of {list(head_sizes)}")
+    if layer.dtype not in dtypes:
+        found.append(f"dtype {layer.dtype}: must be one of {list(dtypes)}")
+    same = {None, "auto", str(layer.dtype).removeprefix("torch.")}
+    if layer.cache_dtype not in (*same, *FP8_NAMES):
+        found.append(
+            f"cache dtype {layer.cache_dtype}: must be that of the model ({layer.dtype}), or fp8_e4m3"
+        )
+    if layer.attn_type != "decoder":
+        found.append(f"attention type {layer.attn_type}: only decoders")
+    if layer.sinks:
+        found.append("attention sinks")
+    if layer.alibi and layer.soft_cap:
+        found.append("ALiBi together with a soft cap")
+    return found
+
+
+def refuse(where: str, reasons: Sequence[str]) -> None:
+    """Raise NotImplementedError that names the reasons, if there are any."""
+    if reasons:
+        raise NotImplementedError(
+            f"{where} does not support: {'; '.join(reasons)}. Leave out --attention-backend CUSTOM"
+        )

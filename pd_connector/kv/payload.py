@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The payload's format in numbers: how many bytes each block has. Codecs and GPU kernels both read it here.
+
+A block is K or V (or the MLA latent) of one layer. A payload is a row of blocks, `[layer][K|V]`; each block
+is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A payload of whole pages
+(`verbatim`) is `[layer][page][head][bytes]` and has no scales. docs/codecs.md describes it byte by byte.
+"""
+
+from typing import NamedTuple
+
+SECTION_BYTES = 16
+"""Codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once."""
+
+SUPER_PAGE = 128
+"""Tokens that share one scale per channel of K in `int8`, counted from the block's first token."""
+
+CODEC_NAMES = ("raw", "fp8_e4m3", "int8")
+"""Codecs that code element by element."""
+
+FP8_SCALE_BYTES = 4  # float32, one per head
+INT8_SCALE_BYTES = 2  # bfloat16
+
+
+class BlockBytes(NamedTuple):
+    """Sizes of one block.
+
+    Attributes:
+        scales: bytes of the scales and of the zeros behind them; a multiple of SECTION_BYTES.
+        codes: bytes of the codes.
+    """
+
+    scales: int
+    codes: int
+
+    @property
+    def total(self) -> int:
+        return self.scales + self.codes
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole sections."""
+    return -(-nbytes // SECTION_BYTES) * SECTION_BYTES
+
+
+def super_pages(tokens: int) -> int:
+    """How many super-pages so many tokens fill; the last one may be partly filled."""
+    return -(-tokens // SUPER_PAGE)
+
+
+def scale_bytes_per_head(codec: str, key: bool, tokens: int, dim: int) -> int:
+    """Bytes of the scales of one head of a block, without the zeros behind them.
+
+    `fp8_e4m3` has one scale per head. `int8` has one per channel and super-page of K, and one per token of V.
+    """
+    if codec == "fp8_e4m3":
+        return FP8_SCALE_BYTES
+    if codec == "int8":
+        return INT8_SCALE_BYTES * (super_pages(tokens) * dim if key else tokens)
+    return 0
+
+
+def block_bytes(
+    codec: str, key: bool, heads: int, tokens: int, dim: int, element_bytes: int
+) -> BlockBytes:
+    """Sizes of one block.
+
+    Args:
+        codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
+        key: whether the block is K (or a latent) and not V.
+        heads: KV heads of the block.
+        tokens: tokens of the chunk. For `verbatim`, pages of the chunk.
+        dim: elements of one token of one head. For `verbatim`, bytes of one head of one page.
+        element_bytes: bytes of an element in the producer's cache. Only `raw` sends elements as they are;
+            a code of the other codecs has one byte.
+
+    Example:
+        Eight heads of 100 tokens in `fp8_e4m3`: 8 float32 scales, and one byte per element.
+
+        >>> block_bytes("fp8_e4m3", key=True, heads=8, tokens=100, dim=128, element_bytes=2)
+        BlockBytes(scales=32, codes=102400)
+        >>> block_bytes("raw", key=True, heads=8, tokens=100, dim=128, element_bytes=2).total
+        204800
+    """
+    scales = padded(heads * scale_bytes_per_head(codec, key, tokens, dim))
+    code_bytes = element_bytes if codec == "raw" else 1
+    return BlockBytes(scales, heads * tokens * dim * code_bytes)

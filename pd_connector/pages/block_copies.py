@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather and scatter block by block: codecs code what copiers read from pages, and decode what they write there."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pd_connector.codec import load_codec
+from pd_connector.kv.coding import Elements, Part
+from pd_connector.kv.geometry import Group
+from pd_connector.pages.cache_layers import CacheLayers
+from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
+from pd_connector.pages.row_matrix import Words
+from pd_connector.plan.chunks import Block, Chunk, blocks
+from pd_connector.plan.route import Route
+
+
+class BlockCopies:
+    """Copies between the pages of one cache and payloads in host memory. On a GPU all is queued on the current
+    stream, and may still be under way when a call returns."""
+
+    def __init__(self, layers: CacheLayers) -> None:
+        self._layers = layers
+        self._device = layers.device
+        self._on_gpu = self._device.type == "cuda"
+        self._copier: Copier = TorchCopier() if self._on_gpu else HostCopier()
+
+    def gather(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
+        """Fill a payload, uint8 `[chunk.nbytes(route)]`; see `PagedCache.gather`."""
+        heads = slice(route.source_head, route.source_head + len(route.heads))
+        if chunk.verbatim:
+            for layer, part in self._layers.payload_by_layer(route, chunk, payload):
+                rows, index = self._layers.rows_of_pages(layer, route.source, heads, pages)
+                self._copier.take_rows(rows, index, part)
+            return
+        for block in blocks(route, chunk):
+            span = self._layers.tokens(chunk, block.layer, route.source, pages)
+            view = self._layers.view(block)[:, heads]
+            out = torch.from_numpy(payload[block.offset : block.offset + block.nbytes])
+            if route.codec == "raw" and not self._on_gpu:  # the bits as they are
+                self._copier.read(view, span, out.view(view.dtype).view(block.shape))
+                continue
+            x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
+            self._copier.read(view, span, x)
+            coded = torch.empty_like(out, device=self._device) if self._on_gpu else out
+            source, wanted = _elements(route.source, block), _elements(route.destination, block)
+            load_codec(route.codec).encode(block.part, x, source, wanted, coded)
+            if coded is not out:
+                out.copy_(coded, non_blocking=True)
+
+    def scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
+        """Bring a payload into pages; see `PagedCache.scatter`. The payload is only read."""
+        heads = slice(route.destination_head, route.destination_head + len(route.heads))
+        if chunk.verbatim:
+            for layer, part in self._layers.payload_by_layer(route, chunk, payload):
+                rows, index = self._layers.rows_of_pages(layer, route.destination, heads, pages)
+                self._copier.put_rows(rows, index, part)
+            return
+        for block in blocks(route, chunk):
+            coded = as_tensor(payload[block.offset : block.offset + block.nbytes])
+            decoded = load_codec(route.codec).decode(
+                block.part,
+                coded.to(self._device, non_blocking=True),
+                block.shape,
+                _elements(route.source, block),
+                _elements(route.destination, block),
+            )
+            span = self._layers.tokens(chunk, block.layer, route.destination, pages)
+            self._copier.write(self._layers.view(block)[:, heads], span, decoded)
+
+
+def _elements(group: Group, block: Block) -> Elements:
+    key, value = group.scale(block.layer)
+    return Elements(group.dtype, value if block.part is Part.VALUE else key)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a cache, and where the parts of a chunk lie in them."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from pd_connector.kv.coding import Part
+from pd_connector.kv.geometry import Geometry, Group
+from pd_connector.memory.pieces import Pieces
+from pd_connector.pages.layer import LayerPages, check_layer
+from pd_connector.pages.row_matrix import Words
+from pd_connector.pages.spans import Index, TokenSpan
+from pd_connector.pages.tiles import tokens_of
+from pd_connector.plan.chunks import Block, Chunk
+from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import page_part_bytes
+
+
+class CacheLayers:
+    """The layers of one rank's cache.
+
+    Attributes:
+        by_number: each layer by its number in the model.
+
+    Args:
+        layers: what each layer, by its number in the model, looks like; not copied.
+        geometry: what they hold.
+
+    Raises:
+        UnsupportedGeometryError: a layer is not what the geometry says of it.
+    """
+
+    def __init__(self, layers: Mapping[int, LayerPages], geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.by_number = dict(layers)
+        for group in geometry.groups:
+            for layer in group.layers:
+                check_layer(layer, self.by_number[layer], geometry, group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all layers lie."""
+        return next(iter(self.by_number.values())).key.device
+
+    def view(self, block: Block) -> torch.Tensor:
+        """The layer's cache of K or V, whichever the block is of: `[page, kv head, token, dim]`, or tiled."""
+        layer = self.by_number[block.layer]
+        view = layer.value if block.part is Part.VALUE else layer.key
+        assert view is not None
+        return view
+
+    def tokens(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> TokenSpan:
+        """The chunk's tokens in the pages of the layer's view.
+
+        Raises:
+            IndexError: a page is not of this cache.
+        """
+        view = self.by_number[layer].key
+        self._check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
+        return TokenSpan(
+            tuple(pages), chunk.first_token, chunk.stop_token, group.page_size, tokens_of(view)
+        )
+
+    def rows_of_pages(
+        self, layer: int, group: Group, heads: slice, pages: Sequence[int]
+    ) -> tuple[torch.Tensor, Index]:
+        """The layer's rows of these heads, uint8 `[page, kv head, bytes]`, and which of them the pages are.
+
+        Raises:
+            IndexError: a page is not of this cache.
+        """
+        rows = self._rows(layer)
+        parts = self._parts_per_page(layer, group)
+        self._check_pages(pages, rows.shape[0] // parts)
+        index = np.asarray(pages, np.int64)[:, None] * parts + np.arange(parts)
+        return rows if rows.shape[1] == 1 else rows[:, heads], index.reshape(-1)
+
+    def payload_by_layer(
+        self, route: Route, chunk: Chunk, payload: Words
+    ) -> Iterator[tuple[int, Words]]:
+        """Each layer of a verbatim chunk, and its part of the payload as `[page, kv head, bytes]`."""
+        pages = len(chunk.pages(route.source.page_size))
+        each = pages * page_part_bytes(route)
+        for place, layer in enumerate(chunk.layers(route)):
+            _, heads, row_bytes = self._rows(layer).shape
+            heads = 1 if heads == 1 else len(route.heads)
+            part = payload[place * each : (place + 1) * each]
+            yield layer, part.reshape(-1, heads, row_bytes)
+
+    def pieces(
+        self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
+    ) -> Pieces:
+        """Where a verbatim chunk's payload lies, in order; the cache must be in host memory. See
+        `PagedCache.pieces`."""
+        heads = slice(first_head, first_head + len(route.heads))
+        found: list[Index] = []
+        piece_bytes = 0
+        for layer in chunk.layers(route):
+            rows, index = self.rows_of_pages(layer, group, heads, pages)
+            _, parts, piece_bytes = rows.shape
+            addresses = rows.data_ptr() + index * rows.stride(0)
+            if rows.stride(1) == piece_bytes:  # the heads lie side by side
+                piece_bytes *= parts
+            elif parts > 1:
+                addresses = (addresses[:, None] + np.arange(parts) * rows.stride(1)).reshape(-1)
+            found.append(addresses)
+        return Pieces(np.concatenate(found).astype(np.uint64), piece_bytes)
+
+    def run_of_pages(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
+        """A verbatim chunk's payload where it lies, if it is one run of full pages of one layer; else
+        None. The cache must be in host memory. Raises IndexError as `tokens` does."""
+        group = route.source
+        one_run = all(b - a == 1 for a, b in itertools.pairwise(pages))
+        one_layer = chunk.stop_layer - chunk.first_layer == 1
+        all_heads = len(route.heads) == len(self.geometry.heads(group))
+        full = chunk.stop_token % group.page_size == 0
+        if not (one_run and one_layer and all_heads and full):
+            return None
+        (layer,) = chunk.layers(route)
+        rows = self._rows(layer)
+        parts = self._parts_per_page(layer, group)
+        self._check_pages(pages, rows.shape[0] // parts)
+        first, count = pages[0] * parts, len(pages) * parts
+        run = rows[first : first + count]
+        return memoryview(run.reshape(-1).numpy()) if run.is_contiguous() else None
+
+    def _rows(self, layer: int) -> torch.Tensor:
+        rows = self.by_number[layer].rows
+        assert rows is not None, f"layer {layer} has no dense pages"
+        return rows
+
+    def _parts_per_page(self, layer: int, group: Group) -> int:
+        """Pages of the layer's view that are one page of the engine."""
+        return int(group.page_size // tokens_of(self.by_number[layer].key))
+
+    @staticmethod
+    def _check_pages(pages: Sequence[int], count: int) -> None:
+        if min(pages) < 0 or max(pages) >= count:
+            raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {count}")

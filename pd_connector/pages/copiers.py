@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between a layer's pages and dense blocks: by numpy on CPU; by torch on a GPU, for chunks that kernels
+do not move (`kernel_pages.py`).
+"""
+
+import ctypes
+from collections.abc import Hashable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pd_connector.pages.row_matrix import RowMatrix, Words
+from pd_connector.pages.spans import Index, TokenSpan
+from pd_connector.pages.tiles import is_tiled, read_tiles, write_tiles
+
+_SMALL_PAGE_BYTES = 16 * 1024
+"""Pages of at most this size are written as rows, many at a time: page by page, Python's share of the time would
+show. Larger pages are written page by page, in the order of their memory, which is faster."""
+
+
+class Copier(Protocol):
+    """Copies tokens between a view and a block, or whole pages between rows and a buffer.
+
+    Views of a cache are `[page, head, token, dim]`, or tiled on the host (`tiles.py`). Blocks are
+    `[head, token, dim]`, rows uint8 `[page, head, bytes]`. Buffers are in host memory.
+    """
+
+    def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+        """Fill `block`, dense and on the cache's device, from the cache."""
+        ...
+
+    def write(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+        """Write `block`, on the cache's device, into the cache."""
+        ...
+
+    def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        """Fill `buffer` with the rows of these pages."""
+        ...
+
+    def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        """Write `buffer` into the rows of these pages."""
+        ...
+
+
+class HostCopier:
+    """Copies by numpy: row by row where the view is a matrix of rows, else page by page. (torch's own indexing on
+    CPU is several times slower.)
+
+    The memory of views must stay where it is for as long as this lives.
+    """
+
+    def __init__(self) -> None:
+        self._matrices: dict[Hashable, RowMatrix | None] = {}
+
+    def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+        if is_tiled(view):
+            read_tiles(view, span.page_spans(), block)
+            return
+        matrix = self._matrix(view)
+        if matrix is not None:
+            matrix.take(span.row_numbers(view.shape[1], matrix.steps), _bits(block).numpy())
+            return
+        source = _words(view)
+        target = _like(block, source)
+        for page, first, stop, start in span.page_spans():
+            target[:, start : start + stop - first] = source[page, :, first:stop]
+
+    def write(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+        if is_tiled(view):
+            write_tiles(view, span.page_spans(), block.contiguous())
+            return
+        matrix = self._matrix(view) if view[0].nbytes <= _SMALL_PAGE_BYTES else None
+        if matrix is not None:
+            values = _bits(block.contiguous()).numpy()
+            matrix.put(span.row_numbers(view.shape[1], matrix.steps), values)
+            return
+        target = _words(view)
+        source = _like(block.contiguous(), target)
+        for page, first, stop, start in span.page_spans():
+            target[page, :, first:stop] = source[:, start : start + stop - first]
+
+    def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        rows = _side_by_side(rows)
+        if (matrix := self._matrix(rows)) is not None:
+            matrix.take(_row_numbers(matrix, index, rows.shape[1]), buffer)
+            return
+        source = rows.numpy()
+        for place, page in enumerate(index):
+            buffer[place] = source[page].reshape(buffer.shape[1:])
+
+    def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        rows = _side_by_side(rows)
+        if (matrix := self._matrix(rows)) is not None:
+            matrix.put(_row_numbers(matrix, index, rows.shape[1]), buffer)
+            return
+        target = rows.numpy()
+        for place, page in enumerate(index):
+            target[page] = buffer[place].reshape(target.shape[1:])
+
+    def _matrix(self, view: torch.Tensor) -> RowMatrix | None:
+        key = view.data_ptr(), view.shape, view.stride(), view.dtype
+        if key not in self._matrices:
+            self._matrices[key] = RowMatrix.of(view)
+        return self._matrices[key]
+
+
+class TorchCopier:
+    """Copies by torch's operations, on the current stream: for a GPU without Triton, and for chunks that are not for
+    kernels. Copies from and to buffers may still be under way when a call returns."""
+
+    def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+        spans = span.page_spans()
+        index = torch.tensor([one.page for one in spans], device=view.device)
+        picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
+        _bits(block).copy_(picked[:, spans[0].first : spans[0].first + block.shape[1]])
+
+    def write(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+        target, source = _bits(view), _bits(block)
+        for page, first, stop, start in span.page_spans():
+            target[page, :, first:stop] = source[:, start : start + stop - first]
+
+    def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        picked = rows.index_select(0, torch.from_numpy(index).to(rows.device))
+        torch.from_numpy(buffer).copy_(picked, non_blocking=True)
+
+    def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
+        found = as_tensor(buffer).to(rows.device, non_blocking=True)
+        rows[torch.from_numpy(index).to(rows.device)] = found
+
+
+def as_tensor(data: Words) -> torch.Tensor:
+    """Host memory as a tensor that is only read: torch warns of memory that it may not write."""
+    if not data.flags.writeable:
+        same = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
+        data = np.ctypeslib.as_array(same).reshape(data.shape)
+    return torch.from_numpy(data)
+
+
+def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[page, head, bytes]` with those of all heads as one, if they lie so in whole pages."""
+    pages, heads, nbytes = rows.shape
+    together = heads * nbytes
+    if rows.stride(1) != nbytes or rows.stride(0) % together:
+        return rows
+    return rows.as_strided((pages, 1, together), (rows.stride(0), together, 1))
+
+
+def _row_numbers(matrix: RowMatrix, index: Index, heads: int) -> Index:
+    by_page, by_head = matrix.steps
+    found: Index = (index[:, None] * by_page + np.arange(heads) * by_head).reshape(-1)
+    return found
+
+
+def _words(view: torch.Tensor) -> Words:
+    """The view as words of 8 bytes where its rows allow that, of one element else."""
+    words = _like(view, None)
+    wide = view.stride(-1) == 1 and view.shape[-1] * view.element_size() % 8 == 0
+    return words.view(np.int64) if wide else words
+
+
+def _like(x: torch.Tensor, words: Words | None) -> Words:
+    """A tensor as words, of the same width as `words` where that is given and `x` dense."""
+    found: Words = _bits(x).numpy()
+    return found if words is None else found.view(words.dtype)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: numpy has no bfloat16, and torch on a GPU does not index FP8."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather and scatter by the kernels of `pd_kernels`: one launch moves all layers of a chunk, codes them and forms
+the checksum.
+
+Payloads and checksums are byte by byte those of the path without kernels (`block_copies.py`). On tensors in host
+memory the same operators run as plain torch, so that all but the device's own calls can be tried without
+a GPU. Importing this needs Triton.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pd_connector.codec import DTYPES
+from pd_connector.kv.geometry import Group
+from pd_connector.pages.copiers import as_tensor
+from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.tiles import tokens_of
+from pd_connector.pages.warm_up import WarmUp
+from pd_connector.plan.chunks import Chunk
+from pd_connector.plan.route import Route
+from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
+
+logger = logging.getLogger("pd_connector.pages.paged_cache")
+
+_KNOWN_BLOCKS = 512
+"""Blocks that are kept: those of the layer ranges of a few dozen routes."""
+
+
+class _Part(NamedTuple):
+    """Some layers of a cache, as they pass along one route."""
+
+    blocks: Blocks | None  # None where kernels cannot reach them
+    pages: int  # of the engine, that every layer has
+    view_pages: int  # that are one page of the engine
+
+
+class KernelPages:
+    """Pages of one cache. Used by one thread, with the cache's own stream current.
+
+    Args:
+        layers: what each layer, by its number in the model, looks like; not copied.
+        device: of all layers.
+    """
+
+    def __init__(self, layers: Mapping[int, LayerPages], device: torch.device) -> None:
+        self._layers = layers
+        self._device = device
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        # A table on the device takes longer to make than most chunks take to move.
+        self._part = functools.lru_cache(_KNOWN_BLOCKS)(self._make_part)
+        self._warm_up = WarmUp(self._compile_for)
+
+    def prepare(self, route: Route, *, gathers: bool) -> bool:
+        """Begin to compile the kernels that gather, or scatter, chunks of this route. Returns whether that
+        has ended: until then a call for such a chunk waits for the compiler."""
+        return self._warm_up.begin(route, gathers)
+
+    def gather(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Queue the kernel that copies a chunk out of its pages.
+
+        Args:
+            pages: ids of `chunk.pages(route.source.page_size)`.
+            payload: uint8 `[chunk.nbytes(route)]`, dense, on the cache's device, aligned to 16
+                bytes; every byte is written.
+
+        Returns:
+            The payload's sums, on the device: `pd_kernels.transfer.finish` makes them its checksum.
+            None where kernels do not take this chunk; nothing has been queued then.
+
+        Raises:
+            IndexError: a page is not of this cache; the device would not notice.
+        """
+        launch = self._launch(route, chunk, pages, payload, gathers=True)
+        return launch and _run(gather_pages, launch)
+
+    def scatter(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Queue the kernel that copies a payload into its pages; see `gather`. `payload` is only read, `pages` are
+        ids of `chunk.pages(route.destination.page_size)`, and the sums are those of what was read."""
+        launch = self._launch(route, chunk, pages, payload, gathers=False)
+        return launch and _run(scatter_pages, launch)
+
+    def gather_to_host(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], filled: memoryview
+    ) -> bytes | None:
+        """Bring a chunk into host memory; returns its checksum, or None where kernels do not take
+        it. Waits until all of it is there.
+
+        The kernel writes to the device's memory and a copy engine moves that on: a kernel that
+        wrote across the bus would keep the multiprocessors from the prefill for as long as the bus
+        takes, which is tens of times longer, and `filled` need not be pinned.
+
+        Raises:
+            IndexError: a page is not of this cache.
+        """
+        payload = self._staging(len(filled))
+        sums = self.gather(route, chunk, pages, payload)
+        if sums is None:
+            return None
+        torch.from_numpy(np.frombuffer(filled, np.uint8)).copy_(payload, non_blocking=True)
+        return finish(sums, len(filled))  # waits for the sums, which come after the payload
+
+    def scatter_from_host(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: memoryview
+    ) -> bytes | None:
+        """Bring a payload from host memory into pages; returns the checksum of what came into them,
+        or None where kernels do not take it. Waits until all of it is there.
+
+        The host's memory is read once: a late write by a peer cannot come between the sum and the
+        pages.
+
+        Raises:
+            IndexError: a page is not of this cache.
+        """
+        staged = self._staging(len(payload))
+        launch = self._launch(route, chunk, pages, staged, gathers=False)
+        if launch is None:
+            return None
+        staged.copy_(as_tensor(np.frombuffer(payload, np.uint8)), non_blocking=True)
+        return finish(_run(scatter_pages, launch), len(payload))
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device for one payload, the same for each: all is done when a call ends."""
+        if len(self._room) < nbytes:
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._room[:nbytes]
+
+    def _launch(
+        self,
+        route: Route,
+        chunk: Chunk,
+        pages: Sequence[int],
+        payload: torch.Tensor,
+        *,
+        gathers: bool,
+    ) -> ChunkLaunch | None:
+        """What the operators are called with; None where they would not take a kernel."""
+        part = self._part(route, chunk.first_layer, chunk.stop_layer, chunk.verbatim, gathers)
+        if min(pages) < 0 or max(pages) >= part.pages:
+            raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {part.pages}")
+        if part.blocks is None or not self._warm_up.usable(route, gathers):
+            return None
+        ids = torch.tensor(pages, dtype=torch.int32).to(self._device, non_blocking=True)
+        first, tokens = 0, len(pages) * part.view_pages
+        if not chunk.verbatim:
+            group = route.source if gathers else route.destination
+            first, tokens = chunk.first_token % group.page_size, chunk.tokens
+        sums = new_sums(len(payload), self._device)
+        launch = ChunkLaunch(part.blocks, ids, payload, first, tokens, sums)
+        return launch if launch.fits_kernels or self._device.type == "cpu" else None
+
+    def _compile_for(self, route: Route, gathers: bool) -> None:
+        """ChunkLaunch every kernel that chunks of a route may need: once, on memory of its own."""
+        apart = route.source.dtype in DTYPES  # what is not passes as whole pages only
+        ways = [v for v in (True, False) if (route.verbatim if v else apart)]
+        with _own_stream(self._device):
+            for verbatim in ways:
+                for blocks in self._kinds(route, verbatim, gathers):
+                    room = torch.zeros(blocks.nbytes(1), dtype=torch.uint8, device=self._device)
+                    page = torch.zeros(1, dtype=torch.int32, device=self._device)
+                    sums = new_sums(len(room), self._device)
+                    _run(
+                        gather_pages if gathers else scatter_pages,
+                        ChunkLaunch(blocks, page, room, 0, 1, sums),
+                    )
+
+    def _kinds(self, route: Route, verbatim: bool, gathers: bool) -> Iterator[Blocks]:
+        """Small blocks that take the kernels of every range of the route's layers. Ranges differ where
+        layers are not all aligned, or do not all convert: in these two respects each is like one of its
+        layers, or like all."""
+        count = len(route.layers)
+        whole = self._make_part(route, 0, count, verbatim, gathers).blocks
+        if whole is None:
+            return
+        known = {(whole.wide, whole.step)}
+        yield whole.stand_in()
+        if known == {(True, "none")}:
+            return
+        for layer in range(count):
+            blocks = self._make_part(route, layer, layer + 1, verbatim, gathers).blocks
+            if blocks is not None and (blocks.wide, blocks.step) not in known:
+                known.add((blocks.wide, blocks.step))
+                yield blocks.stand_in()
+
+    def _make_part(
+        self, route: Route, first_layer: int, stop_layer: int, verbatim: bool, gathers: bool
+    ) -> _Part:
+        group = route.source if gathers else route.destination
+        head = route.source_head if gathers else route.destination_head
+        layers = route.layers[first_layer:stop_layer]
+        views = [self._layers[layer] for layer in layers]
+        view_pages = group.page_size // tokens_of(views[0].key)
+        pages = min(view.key.shape[0] for view in views) // view_pages
+        heads = range(head, head + len(route.heads))
+        try:
+            if verbatim:
+                blocks = Blocks.of_rows([_rows(view, heads) for view in views], view_pages)
+            else:
+                blocks = Blocks.of(
+                    [view.key for view in views],
+                    [view.value for view in views if view.value is not None],
+                    group.page_size,
+                    route.codec,
+                    _stored(route.source, layers),
+                    _stored(route.destination, layers),
+                    heads,
+                )
+        except ValueError as error:  # such as pages more than 2 GiB apart
+            logger.warning("layers %d-%d are not for kernels: %s", layers[0], layers[-1], error)
+            return _Part(None, pages, view_pages)
+        return _Part(blocks, pages, view_pages)
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """A stream of a GPU's that nobody else has, for the calling thread; at the end its work is done."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
+    """Queue it; returns the payload's sums."""
+    sums = launch.sums
+    assert sums is not None
+    operator(launch.blocks, launch.pages, launch.slot, launch.first_token, launch.tokens, sums)
+    return sums
+
+
+def _rows(view: LayerPages, heads: range) -> torch.Tensor:
+    """Bytes of these heads, `[page, head, bytes]`; of all where heads are not apart."""
+    assert view.rows is not None, "whole pages pass only where they are dense"
+    return view.rows if view.rows.shape[1] == 1 else view.rows[:, heads.start : heads.stop]
+
+
+def _stored(group: Group, layers: Sequence[int]) -> Stored:
+    """How a group's layers are stored, K and V in turn."""
+    if group.dtype != "fp8_e4m3" or not group.scales:
+        return Stored(DTYPES[group.dtype])
+    parts = 2 if group.value_dim else 1
+    scales = (scale for layer in layers for scale in group.scale(layer)[:parts])
+    return Stored(DTYPES[group.dtype], tuple(scales))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench handoff` is going to do, and doing it: engines started, measured and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pd_connector.config import KEY_VARIABLE
+from pd_connector.errors import PDConnectorError
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.handoff.contender import BASELINE, Contender
+from pd_connector.tools.bench.handoff.measure import (
+    HandoffFindings,
+    MeasuredPairs,
+    TurnMeasurement,
+    findings,
+)
+from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
+from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
+from pd_connector.tools.demo import MODEL_DIR
+from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
+from pd_connector.tools.launch.netns import Bed
+from pd_connector.tools.launch.service import log_folder
+
+
+@dataclass(frozen=True)
+class HandoffBench:
+    """One comparison of ours with the baseline.
+
+    Args:
+        ours: contenders beside the baseline.
+        link_mbit: rate of the link between two namespaces; None for one machine without a link.
+        model: folder or name; None for the usual one, which is `bench.model`'s over a link and the
+            demo's without.
+        prompt_tokens: prompt lengths.
+        runs: measured rounds for each length.
+        warm_ups: rounds before them, not counted.
+    """
+
+    ours: Sequence[Contender]
+    link_mbit: float | None
+    model: str | None
+    prompt_tokens: Sequence[int]
+    runs: int
+    warm_ups: int
+
+    @property
+    def groups(self) -> list[list[Contender]]:
+        """Which pairs run at once.
+
+        Over a link one pair at a time, with the baseline first and last to see drift: four engines
+        with this much KV are too many for a small machine, and NIXL's polling slows who is beside it.
+        """
+        if self.link_mbit is None:
+            return [[BASELINE, *self.ours]]
+        return [[BASELINE], *([contender] for contender in self.ours), [BASELINE]]
+
+    def measure(self, console: Console) -> HandoffFindings:
+        """Measure everything; no engine and no namespace is left, whatever happens.
+
+        Raises:
+            PDConnectorError: nothing could be measured, or not what was meant to be.
+        """
+        logs = log_folder()
+        console.print(f"engines' logs in {logs}", highlight=False)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(terminate_as_interrupt())
+            stage = self._stage(stack, logs)
+            groups = self.groups
+            measured: list[MeasuredPairs] = []
+            failures: dict[str, str] = {}
+            for number, group in enumerate(groups, 1):
+                names = ", ".join(contender.name for contender in group)
+                console.print(f"[{number}/{len(groups)}] {names}", markup=False, highlight=False)
+                try:
+                    measured.append(self._measure(group, stage, console))
+                except PDConnectorError as error:
+                    if number == 1:  # there is no baseline then
+                        raise
+                    failures[names] = str(error)
+                    console.print(f"{names} failed: {error}", style="red", markup=False)
+        if all(series.contender == BASELINE for one in measured for series in one.series):
+            raise BenchError("; ".join(f"{name}: {reason}" for name, reason in failures.items()))
+        return findings(measured, failures)
+
+    def _stage(self, stack: contextlib.ExitStack, logs: Path) -> PairSetup:
+        # A page more than the longest request, for the tokens that are decoded.
+        max_model_len = max(4096, max(self.prompt_tokens) + 64)
+        if self.link_mbit is None:
+            return PairSetup(self.model or str(MODEL_DIR), max_model_len, logs)
+        bed = stack.enter_context(Bed(self.link_mbit))
+        # As a variable: arguments can be read by everybody on the machine.
+        env = {KEY_VARIABLE: secrets.token_hex(32)}
+        if self.model is not None:
+            return PairSetup(self.model, max_model_len, logs, (), env, bed.namespaces)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
+        model = str(write_model(Path(folder)))
+        return PairSetup(model, max_model_len, logs, MADE_UP_WEIGHTS, env, bed.namespaces)
+
+    def _measure(
+        self, group: Sequence[Contender], stage: PairSetup, console: Console
+    ) -> MeasuredPairs:
+        pairs = [Pair.of(contender, stage) for contender in group]
+        engines = [engine for pair in pairs for engine in pair.engines]
+        try:
+            for engine in engines:
+                engine.start()
+            wait_all(engines, console=console)
+            with console.status("warming up") as status:
+                say = status.update if console.is_terminal else console.print
+                measurement = TurnMeasurement(pairs, self.runs, self.warm_ups, say)
+                return measurement.measure(self.prompt_tokens)
+        finally:
+            stop_services(engines)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench wire`: KV moved between two processes without engines, beside one descriptor per page.
+
+Everything runs in the same two processes, one contender after the other: the baselines first and last,
+so that all see the same noise. What has arrived is verified after each run, outside the time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pd_connector.tools.bench.machine import Noise
+from pd_connector.tools.bench.report import Comparison, Param
+from pd_connector.tools.bench.sample import Sample
+from pd_connector.tools.bench.wire.pair import WirePair, WireRun
+from pd_connector.tools.bench.wire.size import TOKEN_BYTES
+
+MAX_DESCRIPTORS = 1 / 50
+"""Ours may need at most this share of the descriptors of the baseline, where it collates: pages that
+are read where they lie are as many pieces as they are pages."""
+LOCAL_BAR = 0.55
+"""Of the baseline's rate, for pages of one machine: ours copies and then sums them, the baseline copies alone
+and looks at nothing."""
+_GB = 1e9
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class WireContender:
+    """One way to move KV, and what is asked of it.
+
+    Args:
+        name: what a person calls it.
+        kind: `ours`, `pages` (a descriptor per page) or `plain` (bytes over TCP).
+        settings: of our agents.
+        bar: the least of the baseline's rate that is asked for; None for nothing.
+        collates: whether chunks are gathered; over shared memory like pages are read where they lie.
+    """
+
+    name: str
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    bar: float | None = None
+    collates: bool = True
+
+    @property
+    def lossy(self) -> bool | None:
+        """Whether pages need only be nearly right; None for bytes that go nowhere."""
+        return None if self.kind == "plain" else self.settings.get("codec", "raw") != "raw"
+
+    @property
+    def params(self) -> dict[str, Param]:
+        return {"transport": self.settings["transports"][0], "codec": self.settings["codec"]}
+
+
+PAGES = WireContender("NIXL pages", "pages")
+LINE = WireContender("plain TCP", "plain")
+
+_CODEC_BARS = {"raw": 0.97, "fp8_e4m3": 1.9, "int8": 1.9}
+CODECS = tuple(_CODEC_BARS)
+
+
+def local_contender(transport: str, codec: str) -> WireContender:
+    """Ours on one machine."""
+    direct = (transport, codec) == ("shm", "raw")
+    return _ours(transport, codec, LOCAL_BAR if direct else None, collates=not direct)
+
+
+def link_contender(transport: str, codec: str) -> WireContender:
+    """Ours over a link."""
+    return _ours(transport, codec, _CODEC_BARS[codec] if transport == "tcp" else None)
+
+
+class WireFindings(NamedTuple):
+    """Tables with the names of their baselines, and how busy others kept the machine, in cores."""
+
+    tables: list[tuple[str, list[Comparison]]]
+    others_cores: float
+
+
+def measure(
+    pair: WirePair,
+    place: str,
+    ours: Sequence[WireContender],
+    tokens: int,
+    runs: int,
+    warm_ups: int,
+    say: Say,
+) -> WireFindings:
+    """Measure all contenders in turn.
+
+    Args:
+        place: `local` or `link`; over a link the line rate is a baseline, too.
+
+    Raises:
+        BenchError: KV did not arrive, or not all of it was right.
+    """
+    baselines = [PAGES, LINE] if place == "link" else [PAGES]
+    found: dict[str, list[WireRun]] = {}
+    noise = Noise(pair.pids)
+    for contender in (*baselines, *ours, *baselines):
+        pair.open(contender.kind, contender.settings)
+        for number in range(warm_ups + runs):
+            run = pair.run(contender.lossy)
+            gb_per_s = tokens * TOKEN_BYTES / run.seconds / _GB
+            label = "warm-up" if number < warm_ups else f"run {number - warm_ups + 1}/{runs}"
+            say(f"{place}, {contender.name}, {label}: {gb_per_s:.2f} GB/s")
+            if number >= warm_ups:
+                found.setdefault(contender.name, []).append(run)
+        pair.close()
+    tables = [
+        (
+            base.name,
+            [one for contender in ours for one in _compare(contender, base, place, found, tokens)],
+        )
+        for base in baselines
+    ]
+    return WireFindings(tables, noise.cores())
+
+
+def _compare(
+    contender: WireContender,
+    base: WireContender,
+    place: str,
+    found: Mapping[str, list[WireRun]],
+    tokens: int,
+) -> list[Comparison]:
+    gb = tokens * TOKEN_BYTES / _GB
+    at_home = place == "local"
+
+    def compare(
+        what: str, unit: str, figure: Callable[[WireRun], float], bar: float | None, more: bool
+    ) -> Comparison:
+        ours, baseline = (Sample(tuple(map(figure, found[one.name]))) for one in (contender, base))
+        return Comparison(
+            f"{place} {what}", contender.params, ours, baseline, unit, bar, more_is_better=more
+        )
+
+    bar = contender.bar if at_home or base is LINE else None
+    rate = compare("rate", "GB/s", lambda run: gb / run.seconds, bar, True)
+    if base is LINE:
+        return [replace(rate, name=f"{place} capacity")]
+    most = MAX_DESCRIPTORS if at_home and contender.collates else None
+    return [
+        rate,
+        compare("descriptors", "/GB", lambda run: run.descriptors / gb, most, False),
+        compare("CPU", "s/GB", lambda run: run.cpu_s / gb, None, False),
+    ]
+
+
+def _ours(transport: str, codec: str, bar: float | None, *, collates: bool = True) -> WireContender:
+    settings = {"transports": [transport], "codec": codec}
+    return WireContender(f"{transport} {codec}", "ours", settings, bar, collates)

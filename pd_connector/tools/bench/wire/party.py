@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of either process of `bench wire`: `python -m pd_connector.tools.bench.wire.party SOCKET ROLE TOKENS HOST`."""
+
+import sys
+import threading
+from typing import Any
+
+from pd_connector.tools.bench.party import Party, obey
+from pd_connector.tools.bench.wire.cache import WireCache
+from pd_connector.tools.bench.wire.movers import PlainTcp, make_mover
+
+
+class WireParty(Party):
+    """One cache in host memory, for movers of every kind."""
+
+    def __init__(self, role: str, tokens: int, host: str) -> None:
+        self._role = role
+        self._host = host
+        self.cache: WireCache = WireCache(role, tokens)
+
+    def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+        self.mover = make_mover(kind, self._role, self.cache, self._host, settings)
+        return self.mover.address()
+
+    def offer(self, number: int) -> float:
+        used_s = super().offer(number)
+        if isinstance(self.mover, PlainTcp):
+            threading.Thread(target=self.mover.serve, daemon=True).start()
+        return used_s
+
+
+def main(path: str, role: str, tokens: str, host: str) -> None:
+    obey(WireParty(role, int(tokens), host), path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The waiting requests of one class, ordered by key and by arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from operator import attrgetter
+
+from scheduler_plugins.order.request import BlockHash, Waiting
+from scheduler_plugins.queue.lazy_heap import LazyHeap
+from scheduler_plugins.queue.work import WorkHistogram, bucket_of
+
+_numbers = count(1)
+_KEY_NODE = attrgetter("key_node")
+_ARRIVAL_NODE = attrgetter("arrival_node")
+
+
+class QueueEntry:
+    """A request and where it stands in the queue. Only the queue changes it."""
+
+    __slots__ = (
+        "arrival_node",
+        "bucket",
+        "cached",
+        "class_name",
+        "cost_s",
+        "evictions",
+        "found",
+        "group",
+        "key",
+        "key_node",
+        "missing",
+        "request",
+        "resumed",
+        "seq",
+        "usable",
+    )
+
+    def __init__(self, request: Waiting, page_size: int) -> None:
+        self.request = request
+        self.usable = min(len(request.block_hashes), max(0, request.tokens - 1) // page_size)
+        """Blocks whose KV may be taken from the cache. The last token is always computed."""
+        self.class_name = ""
+        self.seq = 0
+        """Position by arrival within its class."""
+        self.group = 0
+        self.key = 0.0
+        self.cost_s = 0.0
+        self.cached = 0
+        """Leading blocks that were cached when it was last evaluated."""
+        self.missing: BlockHash | None = None
+        """First block that is not cached; `PrefixIndex` files the entry under it."""
+        self.found: BlockHash | None = None
+        """Last block of its cached prefix when it was last evaluated."""
+        self.evictions = -1
+        """`PrefixIndex.evictions` when its blocks were last looked up."""
+        self.resumed = False
+        """It was preempted: it goes first, and its class has already paid for it."""
+        self.bucket = 0
+        """Bucket of its cost in `WorkHistogram`."""
+        self.key_node = 0
+        """Number of its live node in the heap by key; 0 if it does not wait."""
+        self.arrival_node = 0
+        """Number of its live node in the heap by arrival; 0 if it does not wait."""
+
+
+class ClassQueue:
+    """A priority queue that can also tell who came first. Every operation is O(log n)."""
+
+    def __init__(self) -> None:
+        self.work = WorkHistogram()
+        self.tokens = 0
+        """Prompt tokens of all entries."""
+        self._by_key: dict[int, LazyHeap[QueueEntry]] = {}  # one heap per group
+        self._by_arrival: LazyHeap[QueueEntry] = LazyHeap(_ARRIVAL_NODE)
+        self._oldest: QueueEntry | None = None  # known until it leaves or an older one comes
+        self._size = 0
+        self._next_seq = 0
+        self._group: int | None = None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[QueueEntry]:
+        """The entries by key, then by arrival."""
+        nodes = (node for heap in self._by_key.values() for node in heap)
+        yield from (node[3] for node in sorted(nodes))
+
+    def append(self, entry: QueueEntry) -> None:
+        """Add an entry as the last to arrive. Its key and cost are set."""
+        entry.seq = self._next_seq
+        self._next_seq += 1
+        self._enter(entry)
+
+    def put_first(self, entry: QueueEntry) -> None:
+        """Add an entry as the first to have arrived."""
+        oldest = self.oldest()
+        entry.seq = (oldest.seq if oldest else self._next_seq) - 1
+        self._oldest = None
+        self._enter(entry)
+
+    def put_back(self, entry: QueueEntry) -> None:
+        """Add an entry again where it was: its key and `seq` are what they were."""
+        self._oldest = None
+        self._enter(entry)
+
+    def move(self, entry: QueueEntry, key: float, cost_s: float) -> None:
+        """Give an entry a new key and cost."""
+        if cost_s != entry.cost_s:
+            self.work.add(entry.bucket, -entry.cost_s)
+            entry.cost_s, entry.bucket = cost_s, bucket_of(cost_s)
+            self.work.add(entry.bucket, cost_s)
+        if key != entry.key:
+            entry.key = key
+            self._push(entry)
+
+    def remove(self, entry: QueueEntry) -> None:
+        """Take an entry out."""
+        if entry is self._oldest:
+            self._oldest = None
+        self._size -= 1
+        entry.key_node = entry.arrival_node = 0
+        self.tokens -= entry.request.tokens
+        self.work.add(entry.bucket, -entry.cost_s)
+
+    def oldest(self) -> QueueEntry | None:
+        """The entry that arrived first."""
+        if self._oldest is None and self._size:
+            node = self._by_arrival.first()
+            self._oldest = node[3] if node else None
+        return self._oldest
+
+    def overtaken(self) -> int:
+        """How many requests that arrived after the oldest entry have left before it.
+
+        Arrival numbers have no gaps, so it is the numbers above the oldest's that wait no more. No
+        other entry was overtaken by more: whoever overtook it arrived after the oldest as well.
+        """
+        oldest = self._oldest or self.oldest()
+        return self._next_seq - oldest.seq - self._size if oldest else 0
+
+    def first(self) -> QueueEntry | None:
+        """The entry with the smallest key in the group that is being served.
+
+        A group is served until it is empty, or until `end_group`. The next group is that of the
+        oldest entry after `end_group`, else the nearest by number.
+        """
+        if self._group is None and (oldest := self._oldest or self.oldest()):
+            self._group = oldest.group
+        while self._group is not None:
+            heap = self._by_key.get(self._group)
+            node = heap.first() if heap else None
+            if node:
+                return node[3]
+            self._by_key.pop(self._group, None)
+            here = self._group
+            self._group = min(self._by_key, key=lambda other: abs(other - here), default=None)
+        return None
+
+    def upcoming(self) -> Iterator[QueueEntry]:
+        """The entries of the group that is being served, by key; see `LazyHeap.in_order`."""
+        heap = self._by_key.get(self._group) if self._group is not None else None
+        return (node[3] for node in heap.in_order()) if heap else iter(())
+
+    def end_group(self) -> None:
+        """Let `first` choose a group anew."""
+        self._group = None
+
+    def _enter(self, entry: QueueEntry) -> None:
+        self._size += 1
+        self.tokens += entry.request.tokens
+        entry.bucket = bucket_of(entry.cost_s)
+        self.work.add(entry.bucket, entry.cost_s)
+        self._push(entry)
+        entry.arrival_node = next(_numbers)
+        self._by_arrival.push((0.0, entry.seq, entry.arrival_node, entry), self._size)
+
+    def _push(self, entry: QueueEntry) -> None:
+        entry.key_node = next(_numbers)
+        heap = self._by_key.get(entry.group)
+        if heap is None:
+            heap = self._by_key[entry.group] = LazyHeap(_KEY_NODE)
+        heap.push((entry.key, entry.seq, entry.key_node, entry), self._size)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which waiting requests gain when a block is cached, and what each costs now."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
+from math import inf
+from typing import Protocol
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order.base import QueuePolicy
+from scheduler_plugins.order.request import BlockHash, Waiting
+from scheduler_plugins.queue.class_queue import QueueEntry
+
+
+class PrefixIndex:
+    """Looks up cached prefixes, and files each entry under its first block that is not cached.
+
+    When that block is cached, the entries filed under it become `stale`. Becoming stale costs nothing
+    per entry; stale entries are looked up when the order is next needed. So a prefill that fills
+    1,000 blocks in ten steps costs each of its waiters one look-up, not 1,000.
+    """
+
+    def __init__(self, cached: Container[BlockHash]) -> None:
+        self._cached = cached
+        self._under: dict[BlockHash, dict[QueueEntry, None]] = {}
+        self._found: dict[BlockHash, int] = {}
+        self.evictions = 0
+        """How often blocks were evicted. An entry looked up before that may have lost some."""
+        self._walked: dict[BlockHash, tuple[Sequence[BlockHash], int]] = {}
+        self.stale: deque[QueueEntry] = deque()
+        """Entries whose cost may have fallen since they were looked up."""
+
+    def added(self, blocks: Iterable[BlockHash]) -> None:
+        """These blocks can be read from the cache now."""
+        self._walked = {}
+        under = self._under
+        for block in blocks:
+            if block in under:
+                waiters = under.pop(block)
+                for entry in waiters:
+                    entry.missing = None
+                self.stale.extend(waiters)
+
+    def removed(self) -> None:
+        """Blocks were evicted. An entry that lost some is found when it comes to the head."""
+        self._walked = {}
+        self.evictions += 1
+
+    def wanted(self, block: BlockHash) -> bool:
+        """Whether the cached prefix of some entry ends with this block."""
+        return block in self._found
+
+    def look_up(self, entry: QueueEntry) -> None:
+        """Set `entry.cached` to what is cached now. File the entry if a block is missing."""
+        hashes, usable = entry.request.block_hashes, entry.usable
+        start = 0 if entry.evictions != self.evictions else entry.cached
+        end = self._walk(hashes, start, usable)
+        entry.cached = end
+        entry.evictions = self.evictions
+        self.forget(entry)
+        if end:
+            found = hashes[end - 1]
+            entry.found = found
+            self._found[found] = self._found.get(found, 0) + 1
+        if end < usable:
+            missing = hashes[end]
+            entry.missing = missing
+            self._under.setdefault(missing, {})[entry] = None
+
+    def forget(self, entry: QueueEntry) -> None:
+        """Take an entry out of the index."""
+        if entry.found is not None:
+            count = self._found.pop(entry.found) - 1
+            if count:
+                self._found[entry.found] = count
+            entry.found = None
+        if entry.missing is not None:
+            waiters = self._under[entry.missing]
+            del waiters[entry]
+            if not waiters:
+                del self._under[entry.missing]
+            entry.missing = None
+
+    def count(self, request_hashes: Sequence[BlockHash], usable: int) -> int:
+        """How many leading blocks are cached, out of the first `usable`."""
+        return self._walk(request_hashes, 0, usable)
+
+    def stale_all(self, entries: Iterable[QueueEntry]) -> None:
+        """Everything has to be evaluated anew."""
+        self.stale = deque(entries)
+
+    def drain(self, most: int) -> Sequence[QueueEntry]:
+        """Take up to `most` entries from `stale`. Those that no longer wait are dropped."""
+        stale = self.stale
+        drained: list[QueueEntry] = []
+        while stale and len(drained) < most:
+            entry = stale.popleft()
+            if entry.key_node:
+                drained.append(entry)
+        return drained
+
+    def _walk(self, hashes: Sequence[BlockHash], start: int, usable: int) -> int:
+        """Index of the first block at or after `start` that is not cached.
+
+        Requests that share a prefix walk the same blocks. The walk of the first is remembered until
+        the cache changes, so each of the others needs one comparison: equal hashes mean equal
+        prefixes.
+        """
+        if start >= usable:
+            return start
+        known = self._walked.get(hashes[start])
+        end = _common(hashes, known[0], start, min(known[1], usable)) if known else start
+        cached = self._cached
+        while end < usable and hashes[end] in cached:
+            end += 1
+        if known is None or end > known[1]:
+            self._walked[hashes[start]] = (hashes, end)
+        return end
+
+
+def _common(a: Sequence[BlockHash], b: Sequence[BlockHash], low: int, high: int) -> int:
+    """The largest end in `low..high` up to which `a` and `b` are equal. Up to `low` they are."""
+    if low < high and a[high - 1] == b[high - 1]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Costs(Protocol):
+    """Where the cost model comes from: `OnlineFit`, or anything that holds one."""
+
+    @property
+    def model(self) -> CostModel: ...
+
+
+class CostEstimator:
+    """Computes keys and costs from the policy, the prefix cache and the cost model.
+
+    It changes nothing except what the index notes of an entry.
+    """
+
+    def __init__(
+        self, policy: QueuePolicy, prefix_index: PrefixIndex, costs: Costs, *, page_size: int
+    ) -> None:
+        self.policy = policy
+        self._prefix_index = prefix_index
+        self._costs = costs
+        self.model = costs.model
+        """The cost model in use, see `renew`. Others may read it, not change it."""
+        self._page_size = page_size
+
+    def entry(self, request: Waiting) -> QueueEntry:
+        """An entry for a request, not evaluated."""
+        entry = QueueEntry(request, self._page_size)
+        entry.group = self.policy.group(request)
+        return entry
+
+    def evaluate(self, entry: QueueEntry) -> tuple[float, float]:
+        """Key and cost in seconds as of now."""
+        request, calibrated = entry.request, self.policy.calibrated
+        if calibrated:
+            self._prefix_index.look_up(entry)
+        elif not entry.key_node:
+            entry.cached = self._prefix_index.count(request.block_hashes, entry.usable)
+        known = self._known(request, entry.cached)
+        cost_s = self.model.prefill_s(request.tokens, known)
+        key = -inf if entry.resumed else self.policy.key(request, known, cost_s)
+        return key, cost_s
+
+    def cost_s(self, request: Waiting) -> float:
+        """Predicted prefill time of a request, given what is cached now."""
+        return self.model.prefill_s(request.tokens, self.known_tokens(request))
+
+    def known_tokens(self, request: Waiting) -> int:
+        """Tokens of a request that need no computing: cached now, or sent by another engine."""
+        usable = QueueEntry(request, self._page_size).usable
+        return self._known(request, self._prefix_index.count(request.block_hashes, usable))
+
+    def left(self, request: Waiting, computed_tokens: int) -> float:
+        """The key of the rest of a prefill under way."""
+        left_s = self.model.prefill_s(request.tokens, computed_tokens)
+        return self.policy.key(request, computed_tokens, left_s)
+
+    def renew(self) -> bool:
+        """Take up the newest model. Returns whether it is another one."""
+        changed = self.model is not self._costs.model
+        self.model = self._costs.model
+        return changed
+
+    def _known(self, request: Waiting, cached_blocks: int) -> int:
+        loaded = min(request.loaded, request.tokens - 1)
+        return max(cached_blocks * self._page_size, loaded)

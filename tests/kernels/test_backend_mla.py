@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLA layers that decode with mla_decode compute what vLLM's do, on the same cache."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from transformers import DeepseekV2Config
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import _cached_get_attn_backend
+
+from pd_kernels.vllm import mla_backend, plugin
+from pd_kernels.vllm.mla_backend import MlaBuilder
+from pd_kernels.vllm.mla_cpu import CpuMlaImpl
+from pd_kernels.vllm.mla_cuda import MlaImplCuda
+
+HEADS, LATENT, ROPE, NOPE = 4, 512, 64, 32
+PAGE, PAGES = 16, 40
+NAME = "model.layers.0.self_attn.attn"
+LENGTHS = (70, 1, 33, 32, 200)
+TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU build is wanted")
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """Without the plugin, and without what was selected before."""
+    with mock.patch.dict(registry._ATTN_OVERRIDES, clear=True), mock.patch.dict(os.environ):
+        os.environ.pop(plugin.MLA_VARIABLE, None)
+        _cached_get_attn_backend.cache_clear()
+        yield
+        _cached_get_attn_backend.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latent")
+    DeepseekV2Config(
+        vocab_size=259,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        kv_lora_rank=LATENT,
+        q_lora_rank=None,
+        qk_rope_head_dim=ROPE,
+        qk_nope_head_dim=NOPE,
+        v_head_dim=32,
+        architectures=["DeepseekV2ForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def made(model: Path) -> tuple[Any, Any]:
+    """An MLA layer as vLLM makes it, and its builder."""
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=PAGE,
+        max_model_len=512,
+        enforce_eager=True,
+        attention_backend="CPU_MLA",  # with AMX, vLLM has another one
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        layer = MLAAttention(
+            *(HEADS, (NOPE + ROPE) ** -0.5, NOPE, ROPE, 32, None, LATENT, SimpleNamespace()),
+            cache_config=config.cache_config,
+            prefix=NAME,
+        )
+        spec = layer.get_kv_cache_spec(config)
+        builder = layer.attn_backend.get_builder_cls()
+        return layer, builder(spec, [NAME], config, torch.device("cpu"))
+
+
+def common(queries: int = 1) -> CommonAttentionMetadata:
+    pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(5)).int()
+    table = torch.zeros(len(LENGTHS), -(-max(LENGTHS) // PAGE), dtype=torch.int32)
+    for row, length in enumerate(LENGTHS):
+        used = -(-length // PAGE)
+        table[row, :used], pages = pages[:used], pages[used:]
+    starts = torch.arange(len(LENGTHS) + 1, dtype=torch.int32) * queries
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        num_reqs=len(LENGTHS),
+        num_actual_tokens=len(LENGTHS) * queries,
+        max_query_len=queries,
+        max_seq_len=max(LENGTHS),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(len(LENGTHS) * queries, dtype=torch.int64),
+    )
+
+
+def decoded(layer: Any, builder: Any, batch: CommonAttentionMetadata, seed: int) -> torch.Tensor:
+    """`[token, heads, 512]` of random queries over a random cache."""
+    chance = torch.Generator().manual_seed(seed)
+    cache = torch.randn(PAGES, PAGE, LATENT + ROPE, generator=chance)
+    query = torch.randn(batch.num_actual_tokens, HEADS, LATENT + ROPE, generator=chance)
+    metadata = builder.build(0, batch)
+    split = (query[..., :LATENT], query[..., LATENT:])
+    out, _ = layer.impl.forward_mqa(split, cache, metadata, layer)
+    return out
+
+
+def test_decodes_are_those_of_the_stock_backend(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = made(model)
+    assert type(theirs[0].impl) is CPUMLAImpl
+    monkeypatch.setenv(plugin.MLA_VARIABLE, "CPU_MLA")
+    plugin.register()
+    _cached_get_attn_backend.cache_clear()
+    ours = made(model)
+    assert type(ours[0].impl) is CpuMlaImpl
+    wanted = decoded(*theirs, common(), 7)
+    with mock.patch.object(mla_backend, "mla_decode", wraps=mla_backend.mla_decode) as decode:
+        found = decoded(*ours, common(), 7)
+    assert decode.call_count == 1
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    # The negative control: another page.
+    other = common()
+    other.block_table_tensor[0] = other.block_table_tensor[0].roll(1)
+    moved = decoded(*ours, other, 7) - wanted
+    assert float(moved[0].abs().max()) > 1000 * TOLERANCE
+
+
+def test_several_tokens_are_verified_as_if_they_came_one_by_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.MLA_VARIABLE, "CPU_MLA")
+    plugin.register()
+    layer, builder = made(model)
+    builder.reorder_batch_threshold = 3
+    batch = common(queries=3)
+    batch.seq_lens = batch.seq_lens.clamp(min=3)
+    chance = torch.Generator().manual_seed(7)
+    cache = torch.randn(PAGES, PAGE, LATENT + ROPE, generator=chance)
+    query = torch.randn(batch.num_actual_tokens, HEADS, LATENT + ROPE, generator=chance)
+    together, _ = layer.impl.forward_mqa(query, cache, builder.build(0, batch), layer)
+    for place in range(3):
+        one = common()
+        one.seq_lens = batch.seq_lens - 2 + place
+        alone, _ = layer.impl.forward_mqa(query[place::3], cache, builder.build(0, one), layer)
+        torch.testing.assert_close(together[place::3], alone, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("member", ["TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"])
+def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
+    member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.MLA_VARIABLE, member)
+    plugin.register()
+    backend = AttentionBackendEnum[member].get_class()
+    assert backend.get_name() == member
+    assert ".".join(backend.full_cls_name()) == AttentionBackendEnum[member].get_path()
+    assert backend.get_impl_cls() is MlaImplCuda
+    good = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 64,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }
+    assert backend.validate_configuration(**good) == []
+    refused = {
+        "head_size not supported": {"head_size": 320},
+        "kv_cache_dtype not supported": {"kv_cache_dtype": "fp8"},
+        "dtype not supported": {"dtype": torch.float32},
+        "sparse not supported": {"use_sparse": True},
+        "DCP not supported": {"use_dcp": True},
+        "block_size not supported": {"block_size": 8},
+    }
+    for reason, changed in refused.items():
+        assert reason in backend.validate_configuration(**good | changed)
+
+
+def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:
+    assert MlaBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_a_backend_that_ours_cannot_stand_in_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(plugin.MLA_VARIABLE, "FLASHMLA_SPARSE")
+    with pytest.raises(ValueError, match="PD_KERNELS_MLA=FLASHMLA_SPARSE: must be one of CPU_MLA"):
+        plugin.register()
+
+
+def test_more_tokens_than_the_kernel_takes_are_refused(model: Path) -> None:
+    with (
+        mock.patch.object(MlaBuilder, "reorder_batch_threshold", 5),
+        mock.patch.dict(os.environ, {plugin.MLA_VARIABLE: "CPU_MLA"}),
+    ):
+        plugin.register()
+        with pytest.raises(NotImplementedError, match="5 tokens are verified at a time: at most 4"):
+            made(model)

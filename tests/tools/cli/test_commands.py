@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the commands of `pd-connector` come from."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.distributions import add_distribution
+
+GROUP = "pd_connector.commands"
+GREET = """
+import typer
+
+def greet(name: str) -> None:
+    '''Say hello.'''
+    print(f"hello {name}")
+
+several = typer.Typer(help="Greetings.")
+
+@several.command()
+def goodbye() -> None:
+    print("bye")
+
+@several.callback()
+def group() -> None:
+    pass
+"""
+
+
+def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`pd-connector`, with the packages in this folder installed beside it."""
+    path = [str(folder)] if folder else []
+    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    command = [sys.executable, "-m", "pd_connector", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def listed(said: str) -> list[str]:
+    """Names of the commands that a help lists, in their order."""
+    rows = said.partition("Commands")[2].splitlines()
+    return [row.split()[1] for row in rows if row.startswith("│ ") and row[2] != " "]
+
+
+@pytest.fixture
+def greeting(tmp_path: Path) -> Path:
+    """Another package, with two commands that work and one that does not."""
+    points = {"greet": "toy_cli:greet", "several": "toy_cli:several", "broken": "toy_broken:run"}
+    modules = {"toy_cli": GREET, "toy_broken": "import nothing_like_this"}
+    add_distribution(tmp_path, "toy-cli", modules, {GROUP: points})
+    return tmp_path
+
+
+def test_the_help_has_the_commands_of_all_our_packages_in_their_order() -> None:
+    assert listed(run("--help").stdout) == ["demo", "doctor", "bench", "profile", "key"]
+
+
+def test_another_package_adds_commands_behind_ours(greeting: Path) -> None:
+    assert listed(run("--help", folder=greeting).stdout)[5:] == ["broken", "greet", "several"]
+    assert run("greet", "world", folder=greeting).stdout == "hello world\n"
+    assert run("several", "goodbye", folder=greeting).stdout == "bye\n"
+
+
+def test_a_command_that_cannot_be_imported_says_why_and_spoils_no_other(greeting: Path) -> None:
+    assert "nothing_like_this" in run("--help", folder=greeting).stdout
+    failed = run("broken", "--option", "argument", folder=greeting)
+    assert failed.returncode == 1
+    assert "package 'toy-cli' (toy_broken:run)" in failed.stderr
+    assert "nothing_like_this" in failed.stderr
+    assert len(run("key", folder=greeting).stdout.strip()) == 64
+
+
+def test_a_command_that_nobody_has_is_refused() -> None:
+    refused = run("nothing")
+    assert refused.returncode == 2
+    assert "No such command 'nothing'" in refused.stderr
+
+
+def test_without_metadata_the_help_says_what_is_missing(tmp_path: Path) -> None:
+    """As in a checkout that was never installed, or was installed before a command was added."""
+    add_distribution(tmp_path, "pd-connector", {}, {"console_scripts": {}})
+    failed = run("--help", folder=tmp_path)
+    assert failed.returncode == 1
+    assert "no command is installed" in failed.stderr
+    assert "pip install" in failed.stderr
