@@ -33,9 +33,11 @@ class Cause(StrEnum):
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
     DUPLICATE = "duplicate"  # the transfer id is in use already
+    ENGINE_HUNG = "engine_hung"  # the producer's agent lives, and its engine makes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
+    LEASE_EVICTED = "lease_evicted"  # too much of the producer's cache was leased
     LEASE_EXPIRED = "lease_expired"  # nobody came for the pages in time
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
