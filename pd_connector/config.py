@@ -68,6 +68,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     nobody has begun to fetch end."""
     heartbeat_s: float = 1.0
     """Time between two heartbeats of a consumer, in seconds. They extend leases."""
+    idle_timeout_s: float = 300.0
+    """How long a consumer keeps a session in which it wants nothing, in seconds."""
     session_timeout_s: float = 10.0
     """Silence after which a session counts as lost, in seconds."""
     connect_timeout_s: float = 5.0

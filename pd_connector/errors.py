@@ -47,6 +47,7 @@ class Cause(StrEnum):
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
     ROLE = "role"  # the request asks for what this engine's kv_role does not do
     SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent
+    SESSION_LIMIT = "session_limit"  # more sessions than an agent keeps
     STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
     TOKENS = "tokens"  # the peer's pages belong to other tokens
     TRANSPORT = "transport"  # the transport reported a failed write

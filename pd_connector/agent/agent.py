@@ -79,6 +79,7 @@ class Agent:
         self._submitting = threading.Lock()
         self._closing = threading.Event()
         self._abandoned = False  # the agent hangs; the engine has given it up
+        self._engine_stepped = time.monotonic()
 
         def make_loop(port: int) -> Loop:
             return Loop(
@@ -89,6 +90,7 @@ class Agent:
                 self._gate,
                 self.telemetry,
                 self._owed.report,
+                lambda: time.monotonic() - self._engine_stepped,
                 produces=produces,
                 consumes=consumes,
                 shards=shards,
@@ -121,6 +123,11 @@ class Agent:
         with self._submitting:
             self._owed.expect(command)
             self._commands.put(command, fence)
+
+    def engine_steps(self) -> None:
+        """The engine begins a step. If it makes none for too long, consumers do not wait for its
+        prefills any more."""
+        self._engine_stepped = time.monotonic()
 
     def outcomes(self) -> list[Outcome]:
         """Ends of loads, leases and watched holds since the last call, each reported once.

@@ -51,6 +51,7 @@ class Hold(NamedTuple):
     transfer: str
     peers: tuple[Peer, ...]
     watch: bool
+    engine_id: str = ""  # the producer must be this engine; "": any
 
 
 class Drop(NamedTuple):

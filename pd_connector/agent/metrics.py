@@ -12,6 +12,7 @@ COUNTERS = {
     "early_chunks": "Those of them posted while their prompt was still being computed (producer).",
     "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
     "agent_failures": "Times the agent's thread has died of an unexpected exception, or hung.",
+    "closed_connections": "Connections closed because no session came over them (producer).",
     "agent_restarts": "Times it was started again.",
 }
 COUNTERS_BY_CAUSE = {

@@ -67,6 +67,10 @@ class Consumer:
         """Transfers that heartbeats to this producer name: those that are still wanted."""
         return self._transfers.of_source(source)
 
+    def wants(self, source: Source) -> bool:
+        """Whether any transfer of this producer is wanted."""
+        return self._transfers.has_source(source)
+
     def hold(
         self,
         request: str,

@@ -58,6 +58,9 @@ class IncomingTransfers:
         """Names of the transfers that this producer has a part of."""
         return list(self._by_source.get(source, ()))
 
+    def has_source(self, source: Source) -> bool:
+        return source in self._by_source
+
     def of_request(self, request: str) -> IncomingTransfer | None:
         return self._transfers.get(self._by_request.get(request, ""))
 
