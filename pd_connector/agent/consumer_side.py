@@ -155,6 +155,7 @@ class ConsumerSide:
             raise
         except Exception:
             logger.exception("session with %s:%d failed", *session.source[:2])
+            self._telemetry.count("session_errors")
             if self._sessions.holds(session):
                 self._end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
@@ -247,7 +248,7 @@ class ConsumerSide:
             case messages.Cancelled():
                 self._act(self._consumer.cancelled(source, message.transfer, now), now)
             case messages.Pulse():
-                self._act(self._consumer.pulse(source, message.engine_age_s, now), now)
+                self._act(self._consumer.pulse(source, message.engine_age_ms / 1000, now), now)
 
     def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
         if session.path is not None:

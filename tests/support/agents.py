@@ -206,6 +206,7 @@ class Rank:
     def assert_at_rest(self) -> None:
         until(self.at_rest, f"at rest: {self.agent.telemetry.gauges()}")
         assert self.count("agent_failures") == 0
+        assert self.count("session_errors") == 0
 
     def part(self, page: int, layer: int, head: int) -> bytes:
         """KV of one page in one layer and head, by their numbers in the model."""
