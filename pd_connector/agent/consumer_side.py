@@ -187,9 +187,9 @@ class ConsumerSide:
         self._run(self._names.ready(now), now)
         self._act(self._consumer.tick(now), now)
         while (queued := self._sessions.next_queued(now)) is not None:
-            source, in_time = queued
-            if in_time:
-                self._dial(source, now)
+            source, addresses = queued
+            if addresses and self._consumer.wants(source):
+                self._dial(source, addresses, now)
             else:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
         if now >= self._next_sweep:
@@ -294,14 +294,14 @@ class ConsumerSide:
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)
 
-    def _dial(self, source: Source, now: float) -> None:
+    def _dial(self, source: Source, addresses: int, now: float) -> None:
         if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
             self._make_room(now)
         if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
             detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
             return self._refused(source, Cause.SESSION_LIMIT, detail, now)
         try:
-            self._sessions.dial(source, now)
+            self._sessions.dial(source, addresses, now)
         except RefusedError as refused:
             self._refused(source, refused.cause, str(refused), now)
         return None
@@ -333,8 +333,8 @@ class ConsumerSide:
         pending = deque(actions)
         while pending:
             match pending.popleft():
-                case Dial(source):
-                    self._dial(source, now)
+                case Dial(source, addresses):
+                    self._dial(source, addresses, now)
                 case Tell(source, message):
                     if session := self._sessions.get(source):
                         self._sessions.send(session, message)

@@ -64,6 +64,10 @@ class ProducerSide:
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
 
     @property
+    def host(self) -> str:
+        return self._listener.host
+
+    @property
     def port(self) -> int:
         return self._listener.port
 

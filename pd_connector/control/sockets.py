@@ -54,7 +54,8 @@ class Listener:
         if keys:
             keys.guard(self.socket)
         try:
-            self.socket.bind(endpoint(numeric(host), port or "*"))
+            self.host = numeric(host)
+            self.socket.bind(endpoint(self.host, port or "*"))
         except (zmq.ZMQError, OSError) as error:
             self.socket.close()
             raise PDConnectorError(
