@@ -14,7 +14,7 @@ from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.name_queue import Named, NameQueue
 from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
@@ -47,7 +47,8 @@ class ConsumerSide:
 
     Args:
         shards: what the ranks of this engine hold, this one included.
-        gate: passed before pages are written.
+        gate: passed before pages are written; shut by the engine's thread for requests whose pages
+            may not be written.
         report: told the end of every load and watched hold.
     """
 
@@ -62,10 +63,18 @@ class ConsumerSide:
         self._config = config
         self._cache = cache
         self._telemetry = resources.telemetry
+        self._gate = gate
         self._report = report
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
-        self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
+        self._consumer = Consumer(
+            config,
+            cache.geometry,
+            self._pool,
+            one_sided,
+            shards,
+            needs_words=bool(resources.identity.needs),
+        )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
         self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
@@ -125,6 +134,7 @@ class ConsumerSide:
                     )
                 case Drop(request, why):
                     self._act(self._consumer.drop(request, why, now), now)
+                    self._gate.open(request)  # `Agent.submit` has shut it
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
@@ -352,7 +362,10 @@ class ConsumerSide:
         session = self._sessions.get(place.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
-        return self._inbox.place(place, session.path)
+        try:
+            return self._inbox.place(place, session.path)
+        except RevokedError:
+            return Cause.ABORTED, "the request was dropped"
 
     def _finished(self, finished: Finished) -> None:
         if finished.cause is None:

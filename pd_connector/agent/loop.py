@@ -50,7 +50,7 @@ class Loop:
 
     Args:
         commands: what the engine asks for.
-        gate: shut by the engine's thread for requests whose pages may not be read.
+        gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
         engine_age_s: how long ago the engine began its last step, in seconds.
         produces: serve consumers.

@@ -38,6 +38,7 @@ class Consumer:
         pool: landing slots; granted to producers, and home again when a transfer has ended.
         one_sided: whether a peer may still write into a slot after its session has ended.
         shards: what the ranks of this engine hold, this one included.
+        needs_words: whether a load is of no use without the producer's last words.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class Consumer:
         pool: SlotPool,
         one_sided: bool,
         shards: Sequence[Shard] = (),
+        *,
+        needs_words: bool = False,
     ) -> None:
         self._config = config
         self._geometry = geometry
         self._shards = tuple(shards) or (geometry.shard,)
         self._grants = Grants(config, pool)
         self._one_sided = one_sided
+        self._needs_words = needs_words
         self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
         # Last messages to producers whose session does not stand yet.
@@ -195,6 +199,10 @@ class Consumer:
         if message.chunks != stream.planned:
             detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"
             return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
+        if message.words is not None and incoming.load is not None:
+            if problem := message.words.problem(incoming.transfer, incoming.load.identity):
+                return self._finish(incoming, *problem, now)
+            incoming.words = message.words
         if incoming.accepted(source, message.complete, now):
             stream.deadline = now + self._config.stall_timeout_s
             self._transfers.schedule(incoming)
@@ -250,7 +258,7 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = PlaceChunk(source, header, route, chunk, pages, slot, payload)
+        place = PlaceChunk(source, header, route, chunk, pages, slot, payload, load.request)
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
@@ -315,7 +323,7 @@ class Consumer:
     def _new(
         self, request: str, transfer: str, peers: Sequence[Peer], engine_id: str, now: float
     ) -> IncomingTransfer:
-        parts = streams(peers, self._geometry, self._shards)
+        parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
@@ -370,6 +378,9 @@ class Consumer:
         if missing := uncovered(known, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
             return self._finish(incoming, Cause.GEOMETRY, detail, now)
+        if self._needs_words and incoming.words is None:
+            detail = "the producer told nothing but KV, which this engine cannot go on from"
+            return self._finish(incoming, Cause.WORDS, detail, now)
         return self._finish(incoming, None, "", now)
 
     def _finish(

@@ -126,14 +126,16 @@ class Producer:
             outgoing.step = None
 
     def withdraw(self, transfer: str, request: str) -> list[Action]:
-        """The request, which had this transfer, has ended and offers no pages."""
+        """The request, which had this transfer, offers no pages, or no longer those that it has
+        offered, leased or not: who reads them is refused the rest."""
         self._past.forget_unwanted(transfer)
         outgoing = self._transfers.get(transfer)
-        if outgoing is None or outgoing.final:
+        if outgoing is None:
             return []
         if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
-        return self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        ended = self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        return [action for action in ended if not isinstance(action, Free)]  # it knows
 
     def watch(self, session: SessionId, transfer: str, now: float) -> list[Action]:
         """A consumer wants to hear when the prefill has begun."""
@@ -320,7 +322,8 @@ class Producer:
             return []
         known = stream.accepted
         if not known:
-            problem = offer.problem(stream.message, self._config.slot_bytes) or stream.prepare()
+            slot_bytes = self._config.slot_bytes
+            problem = offer.problem(stream.message, stream.routes, slot_bytes) or stream.prepare()
             if problem is not None:
                 # The pages stay leased: who asked was not the consumer they are meant for.
                 del outgoing.streams[session]
@@ -330,7 +333,8 @@ class Producer:
         self._mark_ready(transfer, session)
         if known and not offer.final:
             return []
-        return [Reply(session, messages.Accept(transfer, stream.planned, offer.final))]
+        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words)
+        return [Reply(session, accept)]
 
     def _reader_finished(
         self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
