@@ -7,6 +7,7 @@ Every error names the config key, the value found, and what to do.
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ from pd_connector.extensions import load_entry_points, unknown_name
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
-MIN_KEY_CHARACTERS = 16
+MIN_KEY_CHARACTERS = 32
+MIN_DISTINCT_CHARACTERS = 8
+_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
@@ -35,8 +38,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     host: str = "127.0.0.1"
     """Name or address under which peers reach this engine, and on which it listens."""
     key: str = ""
-    """Shared secret of all engines (16 characters at least). It authenticates and encrypts the
+    """Shared secret of all engines, of 32 characters at least; `pd-connector key` makes one. It authenticates and encrypts the
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
+    peers: tuple[str, ...] = ("127.0.0.0/8", "::1", "localhost")
+    """Networks, addresses and names (`*.` stands for any part before a dot) of producers that may be
+    dialled although their address is not sealed with the key."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
     transports: tuple[str, ...] = ("shm", "tcp")
@@ -118,12 +124,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether this config allows binding or dialling `host`."""
         return bool(self.key) or self.insecure or is_loopback(host)
 
+    def is_peer(self, host: str) -> bool:
+        """Whether `host` is within `peers`. Names are not looked up."""
+        return any(_matches(host, entry) for entry in self.peers)
+
     def _check(self) -> None:
-        if self.key and len(self.key) < MIN_KEY_CHARACTERS:
+        if self.key and (weakness := _weakness(self.key)):
             raise ConfigError(
-                f"key of {len(self.key)} characters: must have at least {MIN_KEY_CHARACTERS} "
-                f"(config key `key` or variable {KEY_VARIABLE}; `pd-connector key` makes one)"
+                f"key {weakness}: it could be guessed. `pd-connector key` makes one that cannot "
+                f"(config key `key` or variable {KEY_VARIABLE})"
             )
+        for entry in self.peers:
+            if not _is_peer_entry(entry):
+                raise self._wrong(
+                    "peers", f"{entry!r} is no network such as 10.0.0.0/8, no address and no name"
+                )
         if _is_wildcard(self.host):
             raise ConfigError(
                 f"host {self.host!r}: must be the name or address under which peers reach this "
@@ -171,6 +186,42 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         return ConfigError(f"{name} {getattr(self, name)}: {wanted} (config key {name})")
+
+
+def _weakness(key: str) -> str:
+    """Why this key can be guessed, or ""."""
+    if len(key) < MIN_KEY_CHARACTERS:
+        return f"of {len(key)} characters, must have at least {MIN_KEY_CHARACTERS}"
+    distinct = len(set(key))
+    if distinct < MIN_DISTINCT_CHARACTERS:
+        return f"of {distinct} different characters, must have at least {MIN_DISTINCT_CHARACTERS}"
+    if key in (key + key)[1:-1]:
+        return "that repeats itself"
+    return ""
+
+
+def _is_peer_entry(entry: str) -> bool:
+    return _network(entry) is not None or bool(_NAME.fullmatch(entry))
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None
+
+
+def _matches(host: str, entry: str) -> bool:
+    network = _network(entry)
+    if network is None:
+        name, entry = host.lower(), entry.lower()
+        return name.endswith(entry[1:]) if entry.startswith("*.") else name == entry
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address) in network
 
 
 def is_loopback(host: str) -> bool:

@@ -165,6 +165,7 @@ class ConsumerSide:
             raise
         except Exception:
             logger.exception("session with %s:%d failed", *session.source[:2])
+            self._telemetry.count("session_errors")
             if self._sessions.holds(session):
                 self._end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
@@ -196,9 +197,9 @@ class ConsumerSide:
         self._run(self._names.ready(now), now)
         self._act(self._consumer.tick(now), now)
         while (queued := self._sessions.next_queued(now)) is not None:
-            source, in_time = queued
-            if in_time:
-                self._dial(source, now)
+            source, addresses = queued
+            if addresses and self._consumer.wants(source):
+                self._dial(source, addresses, now)
             else:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
         if now >= self._next_sweep:
@@ -257,7 +258,7 @@ class ConsumerSide:
             case messages.Cancelled():
                 self._act(self._consumer.cancelled(source, message.transfer, now), now)
             case messages.Pulse():
-                self._act(self._consumer.pulse(source, message.engine_age_s, now), now)
+                self._act(self._consumer.pulse(source, message.engine_age_ms / 1000, now), now)
 
     def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
         if session.path is not None:
@@ -303,14 +304,14 @@ class ConsumerSide:
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)
 
-    def _dial(self, source: Source, now: float) -> None:
+    def _dial(self, source: Source, addresses: int, now: float) -> None:
         if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
             self._make_room(now)
         if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
             detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
             return self._refused(source, Cause.SESSION_LIMIT, detail, now)
         try:
-            self._sessions.dial(source, now)
+            self._sessions.dial(source, addresses, now)
         except RefusedError as refused:
             self._refused(source, refused.cause, str(refused), now)
         return None
@@ -342,8 +343,8 @@ class ConsumerSide:
         pending = deque(actions)
         while pending:
             match pending.popleft():
-                case Dial(source):
-                    self._dial(source, now)
+                case Dial(source, addresses):
+                    self._dial(source, addresses, now)
                 case Tell(source, message):
                     if session := self._sessions.get(source):
                         self._sessions.send(session, message)

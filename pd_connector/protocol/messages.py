@@ -209,11 +209,11 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Producer: answer to a heartbeat. `engine_age_s` is how long ago its engine began its last
-    step, in seconds."""
+    """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
+    last step, in milliseconds."""
 
     epoch: Count
-    engine_age_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    engine_age_ms: Count = 0
 
 
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
