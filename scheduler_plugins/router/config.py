@@ -7,6 +7,9 @@ from urllib.parse import urlsplit
 
 from scheduler_plugins.router.policy import create
 
+COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
+"""Settings that must be 1 or more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
@@ -52,6 +55,12 @@ class RouterConfig:
     """Engines that may accept one request and fail it; those that cannot be reached do not count."""
     body_mib: int = 64
     """Largest request body, in MiB."""
+    bodies_mib: int = 256
+    """Most that all request bodies may take together, in MiB; what exceeds it is answered with 503."""
+    connections: int = 2000
+    """Most connections of clients. One more closes the one that has been idle longest."""
+    header_timeout_s: float = 10.0
+    """Time in which a new connection must send the headers of its first request."""
     shutdown_timeout_s: float = 10.0
     """How long running requests may go on after SIGTERM."""
 
@@ -70,8 +79,13 @@ class RouterConfig:
             value = getattr(self, field.name)
             if field.name.endswith("_s") and not 0 < value < float("inf"):
                 raise ValueError(f"{field.name} {value}: must be a number of seconds > 0")
-            if field.name in ("health_misses", "attempts", "body_mib") and value < 1:
+            if field.name in COUNTS and value < 1:
                 raise ValueError(f"{field.name} {value}: must be 1 or more")
+
+        if self.bodies_mib < self.body_mib:
+            raise ValueError(
+                f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"
+            )
 
     @property
     def look_s(self) -> float:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of them.
+"""Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of
+them.
 
-A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON; without a
-name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only names
-its target.
+A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON; without
+a name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only
+names its target.
 """
 
 import functools
@@ -43,13 +44,14 @@ INSTRUCTIONS = {
     "spills": r"\b(?:LDL|STL)\b",
 }
 ASYNCHRONOUS = r"\bLDGSTS\.E(?:\.\w+)*?(?:\.(64|128))?(?= )"
-"""A load from global to shared memory that nobody waits for, and its width in bits; 32 if it says none."""
+"""A load from global to shared memory that nobody waits for, and its width in bits; 32 if it says
+none."""
 WAIT = r"(?<!WARPGROUP\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)"
 """Waits until at most so many groups of asynchronous loads are under way."""
 
 
 class Launched(NamedTuple):
-    """Of a kernel: bytes of one tile, and programs on a multiprocessor."""
+    """What a launch was made for: bytes of one tile, and programs on a multiprocessor."""
 
     tile: int
     programs: int
@@ -80,8 +82,9 @@ def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
 
 
 def counts(kernel: Any) -> dict[str, int]:
-    """How many instructions of each kind the kernel has; and, of its loop over tiles, the bytes that a thread loads
-    asynchronously in one turn and how many groups of loads are under way when it waits."""
+    """How many instructions of each kind the kernel has; and, of its loop over tiles, the bytes
+    that a thread loads asynchronously in one turn and how many groups of loads are under way when
+    it waits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(kernel.asm["cubin"])
@@ -100,8 +103,9 @@ def counts(kernel: Any) -> dict[str, int]:
 
 
 def loop_over_tiles(sass: str) -> str:
-    """The instructions of the loop over tiles: the smallest loop with asynchronous loads and products; "" if
-    there is none. A loop is everything from the target of a backward branch to the branch."""
+    """The instructions of the loop over tiles: the smallest loop with asynchronous loads and
+    products; "" if there is none. A loop is everything from the target of a backward branch to the
+    branch."""
     code = [
         (int(address, 16), text)
         for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
@@ -162,13 +166,13 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
 
 
 def starved_call() -> Launched:
-    """With half the registers that it needs."""
+    """A kernel with half the registers that it needs."""
     with mock.patch.object(KernelConfig, "registers", 80):
         return paged_call()
 
 
 def unpipelined_call() -> Launched:
-    """With a loop that loads a tile and waits for it."""
+    """A kernel whose loop loads a tile and waits for it."""
     two = paged_call_module.config_of(128, 2, 16)._replace(stages=2)
     with mock.patch.object(paged_call_module, "config_of", return_value=two):
         return paged_call()

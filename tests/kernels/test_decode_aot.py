@@ -51,7 +51,7 @@ NARROW_VALUES = ("paged, fp8",)
 def report() -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
-    paths = [str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False
@@ -104,7 +104,7 @@ def test_a_tile_is_under_way_while_another_one_is_computed(
 
 
 def test_a_loop_that_waits_for_each_tile_is_noticed(kernels: dict[str, dict[str, Any]]) -> None:
-    """So that the test above would see it."""
+    """Negative control of the test above."""
     assert kernels["paged, two stages"]["groups under way"] == 0
 
 
@@ -141,6 +141,6 @@ def test_enough_bytes_are_under_way_to_keep_the_memory_busy(
 def test_a_kernel_that_needs_more_registers_than_there_are_is_noticed(
     kernels: dict[str, dict[str, Any]],
 ) -> None:
-    """So that the tests above would see it."""
+    """Negative control of the tests above."""
     assert kernels["paged, few registers"]["spills"] > 0
     assert kernels["paged, few registers"]["spills in the loop"] > 0
