@@ -253,7 +253,7 @@ def _content(layer: int, shard: Shard) -> torch.Tensor:
 
 def _view(layer: torch.Tensor) -> LayerPages:
     rows = layer.view(torch.uint8).flatten(2)
-    return LayerPages(layer[..., :DIM], layer[..., DIM:], rows)
+    return LayerPages(layer[..., :DIM], layer[..., DIM:], (rows,))
 
 
 def main(path: str, settings: str) -> None:
