@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
@@ -71,4 +70,4 @@ def cells(ledger: Ledger) -> list[str]:
 
 def write_json(path: Path, ledgers: Sequence[Ledger]) -> None:
     """Write all ledgers as a JSON array."""
-    path.write_text(json.dumps([asdict(ledger) for ledger in ledgers], indent=1) + "\n")
+    path.write_text(json.dumps([vars(ledger) for ledger in ledgers], indent=1) + "\n")
