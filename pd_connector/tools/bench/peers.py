@@ -182,8 +182,9 @@ def _welcome() -> messages.Welcome:
 
 
 def _shm_address() -> bytes:
-    from pd_connector.transport.shm.peers import ShmAddress
     import msgspec
+
+    from pd_connector.transport.shm.address import ShmAddress
 
     return msgspec.msgpack.encode(
         ShmAddress("nobody", secrets.token_bytes(16), 4, 1 << 20, 4, 1 << 20)
