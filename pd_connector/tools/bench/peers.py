@@ -19,7 +19,7 @@ from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.tools.bench.sample import BenchError
+from pd_connector.tools.bench.flow import BenchError
 from pd_connector.transport.shm.transport import ShmTransport
 
 SESSIONS = 256
