@@ -144,8 +144,8 @@ class Connection:
 
     @property
     def readable(self) -> bool:
-        """Whether a message or an event waits."""
-        return readable(self.socket) or readable(self.monitor)
+        """Whether a message waits."""
+        return readable(self.socket)
 
     def lost(self) -> tuple[Cause, str] | None:
         """Why the connection is no more, once that is so."""
