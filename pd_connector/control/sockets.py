@@ -70,9 +70,9 @@ class Listener:
     def pollables(self) -> list[object]:
         return [self.socket, self._connections.monitor]
 
-    def serve(self, sender: bytes) -> None:
+    def serve(self, sender: bytes, now: float) -> None:
         """There is a session with this sender: its connection stays."""
-        self._connections.serve(self._descriptors.get(sender, -1))
+        self._connections.serve(self._descriptors.get(sender, -1), now)
 
     def release(self, sender: bytes, now: float) -> None:
         """The session with this sender has ended."""
