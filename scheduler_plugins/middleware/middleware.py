@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_plugins.admission.board import Board
+from scheduler_plugins.admission.board import boards_of
 from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.metrics import metrics
 from scheduler_plugins.admission.prompt import prompt_of
@@ -116,19 +116,22 @@ class AdmissionMiddleware:
         if self._gate is None:
             config = scope["app"].state.vllm_config
             self._gate = AdmissionGate(
-                Board.of(config),
+                boards_of(config),
                 metrics(),
                 settings=settings_path(config),
-                cache_tokens=_cache_tokens(config.cache_config),
+                cache_tokens=_cache_tokens(config),
             )
         return self._gate
 
 
-def _cache_tokens(cache_config: Any) -> int:
+def _cache_tokens(config: Any) -> int:
+    """Tokens that fit into the prefix caches of all ranks; 0 if there are none."""
+    cache_config = config.cache_config
     if not cache_config.enable_prefix_caching:
         return 0
     blocks: int = (cache_config.num_gpu_blocks or 0) * cache_config.block_size
-    return cache_config.kv_cache_size_tokens or blocks
+    one_rank: int = cache_config.kv_cache_size_tokens or blocks
+    return one_rank * len(boards_of(config))
 
 
 def _may_enter(scope: Scope) -> bool:
