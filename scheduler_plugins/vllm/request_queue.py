@@ -15,6 +15,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.qos.request_id import class_in
 from scheduler_plugins.qos.settings import QOS_KEY
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
@@ -39,7 +40,9 @@ def describe(request: Request, cache: CacheView) -> Waiting:
 
 def qos_of(request: Request) -> str:
     """Its class, as the client or the middleware wrote it; there may be none of that name."""
-    extra = request.sampling_params.extra_args if request.sampling_params else None
+    if request.sampling_params is None:
+        return class_in(request.request_id)
+    extra = request.sampling_params.extra_args
     named = (extra or {}).get(QOS_KEY)
     return named if isinstance(named, str) else ""
 
