@@ -12,7 +12,9 @@ from pd_connector.errors import (
 )
 from pd_connector.kv.geometry import Geometry
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
+from pd_connector.protocol.last_words import untold
 from pd_connector.transport.base import Transport
 
 _OUR_SCHEMAS = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
@@ -24,6 +26,8 @@ class Identity(NamedTuple):
     engine_id: str
     epoch: int
     model: bytes
+    tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
+    needs: tuple[str, ...] = ()  # those it cannot go on without
 
 
 class RefusedError(PDConnectorError):
@@ -36,22 +40,23 @@ class RefusedError(PDConnectorError):
 
 def hello(
     identity: Identity,
-    wanted: str,
     geometry: Geometry,
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to a producer that should be the engine `wanted` (any if "")."""
+    """A consumer's first message, to whatever engine answers: each transfer says which engine it
+    wants, and `Welcome` says which one it is."""
     return messages.Hello(
         newest=messages.SCHEMA,
         oldest=messages.OLDEST_SCHEMA,
         engine_id=identity.engine_id,
-        expected_engine_id=wanted,
+        expected_engine_id="",
         model=identity.model,
         geometry=geometry,
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
+        needs=list(identity.needs),
     )
 
 
@@ -79,19 +84,20 @@ def check_hello(
             "(restarted since?)",
         )
     if message.model != identity.model:
+        raise _other_model(identity.model, message.model)
+    if missing := untold(message.needs, identity.tells):
         raise RefusedError(
-            Cause.MODEL,
-            f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
-            "both engines must serve the same weights and config",
+            Cause.WORDS,
+            f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
+            f"{message.engine_id} cannot go on without",
         )
-    return schema, _routes(geometry, message.geometry, codecs, message.codecs)
+    return schema, _routes(geometry, message.geometry, codecs, message.codecs, schema)
 
 
 def check_welcome(
-    message: messages.Welcome, wanted: str, geometry: Geometry, codecs: Sequence[str]
+    message: messages.Welcome, identity: Identity, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[Route, ...]:
-    """On the consumer, check a `Welcome` of a producer that should be the engine `wanted` (any if
-    ""); returns the routes from it.
+    """On the consumer, check a `Welcome`; returns the routes from that producer.
 
     Raises:
         RefusedError: they do not fit together.
@@ -101,11 +107,9 @@ def check_welcome(
             Cause.VERSION,
             f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
         )
-    if wanted not in ("", message.engine_id):
-        raise RefusedError(
-            Cause.UNREACHABLE, f"engine {message.engine_id} answers, {wanted} was wanted"
-        )
-    return _routes(message.geometry, geometry, message.codecs, codecs)
+    if message.model not in (b"", identity.model):
+        raise _other_model(identity.model, message.model)
+    return _routes(message.geometry, geometry, message.codecs, codecs, message.schema)
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
@@ -131,10 +135,23 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
 
 
+def _other_model(ours: bytes, theirs: bytes) -> RefusedError:
+    return RefusedError(
+        Cause.MODEL,
+        f"model fingerprint {ours.hex()} here, {theirs.hex()} there: "
+        "both engines must serve the same weights and config",
+    )
+
+
 def _routes(
-    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+    source: Geometry,
+    destination: Geometry,
+    offered: Sequence[str],
+    accepted: Sequence[str],
+    schema: int,
 ) -> tuple[Route, ...]:
+    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
     try:
-        return routes(source, destination, offered, accepted)
+        return routes(source, destination, offered, accepted, RULES[schema])
     except UnsupportedGeometryError as error:
         raise RefusedError(Cause.GEOMETRY, str(error)) from None

@@ -71,7 +71,7 @@ class WorkerSide:
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
         )
-        self._address = RankAddress(self._config.host, self._agent.port, shard)
+        self._address = RankAddress(self._agent.host, self._agent.port, shard)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             transfer.engine_id,
@@ -90,6 +90,8 @@ class WorkerSide:
         """A step begins: hand its commands to the agent, before anything is computed. Once this
         has returned, no page is read that the step may reuse."""
         assert self._agent is not None or not step.commands
+        if self._agent is not None:
+            self._agent.engine_steps()
         for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
         self._prefills = step.prefills

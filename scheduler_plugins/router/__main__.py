@@ -76,6 +76,9 @@ def _parser(config: type) -> argparse.ArgumentParser:
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
+        "--policy", default="round_robin", metavar="NAME", help="which engine of a side serves next"
+    )
+    parser.add_argument(
         "--api-key",
         default=os.environ.get(API_KEY_VARIABLE),
         metavar="KEY",

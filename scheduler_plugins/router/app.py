@@ -36,7 +36,7 @@ from scheduler_plugins.router.exchange import (
     exchange,
 )
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policy import RoundRobin, RouterPolicy
+from scheduler_plugins.router.policy import RouterPolicy, create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import (
     AllOverloadedError,
@@ -89,7 +89,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     )
     async with session:
         pool = EnginePool(config, session, app[METRICS])
-        policies: dict[Role, RouterPolicy] = {role: RoundRobin() for role in Role}
+        policies: dict[Role, RouterPolicy] = {role: create(config.policy) for role in Role}
         app[SHARED] = Shared(config, pool, session, app[METRICS], policies)
         try:
             await pool.start()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
+from scheduler_plugins.router.policy import create
+
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
 """Settings that must be 1 or more."""
 
@@ -21,6 +23,8 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
+    policy: str = "round_robin"
+    """Which engine of a side serves next; other packages can add policies (`policy.py`)."""
     api_key: str = ""
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
@@ -66,6 +70,7 @@ class RouterConfig:
         Raises:
             ValueError: naming the setting, the value found and the value wanted.
         """
+        create(self.policy)
         for side in ("prefill", "decode"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
         if not 0 <= self.port <= 65535:
