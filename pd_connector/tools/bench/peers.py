@@ -90,7 +90,7 @@ def _agent() -> Agent:
     pages = LayerPages(
         layer[..., :keys].unflatten(2, (group.page_size, group.key_dim)),
         layer[..., keys:].unflatten(2, (group.page_size, group.value_dim)),
-        layer.view(torch.uint8),
+        (layer.view(torch.uint8),),
     )
     config = Config(transports=("shm",), slot_mib=1, slots=4, wait_timeout_s=3600.0)
     cache = PagedCache({0: pages}, _GEOMETRY)
