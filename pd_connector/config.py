@@ -24,6 +24,9 @@ MAX_SLOTS = 4096
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 TRANSPORT_GROUP = "pd_connector.transports"
 """The entry points by which other packages add transports (`transport/registry.py`)."""
+CODECS = ("auto", "fp8_e4m3", "int8", "raw")
+CODEC_GROUP = "pd_connector.codecs"
+"""The entry points by which other packages add codecs (`kv/coding.py`)."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,7 +43,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
     needs nothing installed, `nixl` and `ucx` need the extra of that name."""
-    codec: Literal["auto", "raw", "fp8_e4m3", "int8"] = "raw"
+    codec: str = "raw"
     """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
     takes the codec with the fewest bytes within `codec_max_error`."""
     codec_max_error: float = 0.02
@@ -137,6 +140,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")
+        if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
+            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
         if not 0 <= self.codec_max_error < float("inf"):
             raise self._wrong("codec_max_error", "must be a number from 0 on")
         if self.slots > MAX_SLOTS:

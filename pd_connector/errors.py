@@ -52,3 +52,4 @@ class Cause(StrEnum):
     VERSION = "version"  # no common schema version
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
     WINDOW = "window"  # a sliding window has passed the tokens that are wanted
+    WORDS = "words"  # the producer did not tell what the consumer needs besides KV

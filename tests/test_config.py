@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import Config, is_loopback
+from pd_connector.config import CODECS, Config, is_loopback
 from pd_connector.errors import ConfigError
+from pd_connector.kv.coding import CODINGS
 
 KEY = "a secret of sixteen characters"
 
@@ -56,7 +57,7 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", "tcp", "Expected `array`"),
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
-        ("codec", "zip", "Invalid enum value 'zip'"),
+        ("codec", 8, "Expected `str`"),
         ("overlap", True, "Expected `str`"),
         ("overlap", "chunk", "Invalid enum value 'chunk'"),
         ("direction", "both", "Invalid enum value 'both'"),
@@ -72,6 +73,16 @@ def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
     assert wanted in message
     assert f"{key} {value!r}" in message
     assert f"config key {key}" in message
+
+
+def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(codec="zip")
+    message = str(caught.value)
+    for said in ("codec 'zip'", "auto, fp8_e4m3, int8, raw", "config key codec"):
+        assert said in message
+    assert "pd_connector.codecs" in message
+    assert set(CODECS) == {"auto", *CODINGS}
 
 
 def test_an_unknown_transport_is_named_with_those_that_exist_and_how_to_add_one() -> None:

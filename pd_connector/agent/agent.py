@@ -9,8 +9,16 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from pd_connector.agent.commands import Command, CommandQueue, Computed, Revoke, Withdraw
+from pd_connector.agent.commands import (
+    Command,
+    CommandQueue,
+    Computed,
+    Drop,
+    Revoke,
+    Withdraw,
+)
 from pd_connector.agent.handshake import Identity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome, OwedOutcomes
@@ -43,6 +51,8 @@ class Agent:
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
+        tells: kinds of last words (`protocol.last_words`) that come with final offers.
+        needs: those that this engine cannot go on without: a load is not over before they have come.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -60,6 +70,8 @@ class Agent:
         produces: bool,
         consumes: bool,
         shards: Sequence[Shard] = (),
+        tells: Sequence[str] = (),
+        needs: Sequence[str] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
@@ -77,7 +89,7 @@ class Agent:
         try:
             self._loop = Loop(
                 config,
-                Identity(engine_id, secrets.randbits(63), model),
+                Identity(engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs)),
                 cache,
                 self._commands,
                 self._gate,
@@ -99,16 +111,22 @@ class Agent:
         """Control port that consumers dial; 0 for a rank that does not produce."""
         return self._loop.port
 
-    def submit(self, command: Command) -> None:
+    def submit(self, command: Command, fence: Any = None) -> None:
         """Hand a command to the agent's thread.
 
-        What the calling thread has queued on the device so far is done before pages of an `Offer`
-        or `Computed` are read, or pages of a `Load` are written. After `Revoke` and `Withdraw`
-        have returned, the request's pages are not read any more.
+        After `Revoke`, `Withdraw` and `Drop` have returned, nobody here reads or writes the
+        request's pages any more. A peer that still reads leased pages finds other bytes, and its
+        load fails.
+
+        Args:
+            fence: an event on the cache's device (`torch.cuda.Event`). The work before it is done
+                before pages of an `Offer` or `Computed` are read, or pages of a `Load` are
+                written. By default what the calling thread has queued so far on its own stream.
         """
-        if isinstance(command, Revoke | Withdraw):
+        if isinstance(command, Revoke | Withdraw | Drop):
             self._gate.shut(command.request)
-        fence = self._cache.fence() if isinstance(command, Offer | Computed | Load) else None
+        if fence is None and isinstance(command, Offer | Computed | Load):
+            fence = self._cache.fence()
         self._owed.expect(command)
         self._commands.put(command, fence)
 

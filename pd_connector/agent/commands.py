@@ -37,7 +37,8 @@ class Revoke(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """The request with this transfer has ended and leaves no pages to fetch."""
+    """The request with this transfer has ended and leaves no pages to fetch, also where it has
+    offered some before. Nothing is reported for it afterwards."""
 
     transfer: str
     request: str

@@ -11,6 +11,7 @@ from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
@@ -39,6 +40,7 @@ class ConsumerSide:
 
     Args:
         shards: what the ranks of this engine hold, this one included.
+        gate: shut by the engine's thread for requests whose pages may not be written.
         report: told the end of every load and watched hold.
     """
 
@@ -46,16 +48,25 @@ class ConsumerSide:
         self,
         resources: RankResources,
         shards: Sequence[Shard],
+        gate: PageGate,
         report: Callable[[Finished | Held], None],
     ) -> None:
         config, cache = resources.config, resources.cache
         self._config = config
         self._cache = cache
         self._telemetry = resources.telemetry
+        self._gate = gate
         self._report = report
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
-        self._consumer = Consumer(config, cache.geometry, self._pool, one_sided, shards)
+        self._consumer = Consumer(
+            config,
+            cache.geometry,
+            self._pool,
+            one_sided,
+            shards,
+            needs_words=bool(resources.identity.needs),
+        )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
         self._inbox = Inbox(cache, resources.telemetry)
@@ -98,7 +109,9 @@ class ConsumerSide:
         self._act(self._consumer.load(load, now), now)
 
     def drop(self, request: str, cause: Cause, now: float) -> None:
+        """A request no longer wants its transfer. Its gate has been shut before."""
         self._act(self._consumer.drop(request, cause, now), now)
+        self._gate.open(request)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
@@ -269,7 +282,10 @@ class ConsumerSide:
         session = self._sessions.get(place.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
-        return self._inbox.place(place, session.path)
+        with self._gate.passing(place.request) as passes:
+            if not passes:
+                return Cause.ABORTED, "the request was dropped"
+            return self._inbox.place(place, session.path)
 
     def _finished(self, finished: Finished) -> None:
         if finished.cause is None:

@@ -14,6 +14,7 @@ from pd_connector.kv.geometry import Geometry
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
+from pd_connector.protocol.last_words import untold
 from pd_connector.transport.base import Transport
 
 _OUR_SCHEMAS = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
@@ -25,6 +26,8 @@ class Identity(NamedTuple):
     engine_id: str
     epoch: int
     model: bytes
+    tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
+    needs: tuple[str, ...] = ()  # those it cannot go on without
 
 
 class RefusedError(PDConnectorError):
@@ -53,6 +56,7 @@ def hello(
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
+        needs=list(identity.needs),
     )
 
 
@@ -84,6 +88,12 @@ def check_hello(
             Cause.MODEL,
             f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
             "both engines must serve the same weights and config",
+        )
+    if missing := untold(message.needs, identity.tells):
+        raise RefusedError(
+            Cause.WORDS,
+            f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
+            f"{message.engine_id} cannot go on without",
         )
     return schema, _routes(geometry, message.geometry, codecs, message.codecs, schema)
 

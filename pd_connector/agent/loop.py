@@ -47,7 +47,7 @@ class Loop:
 
     Args:
         commands: what the engine asks for.
-        gate: shut by the engine's thread for requests whose pages may not be read.
+        gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
         produces: serve consumers.
         consumes: fetch from producers.
@@ -104,7 +104,7 @@ class Loop:
             if produces:
                 self.producer_side = ProducerSide(resources, self.buffers.sending, gate, report)
             if consumes:
-                self.consumer_side = ConsumerSide(resources, shards, report)
+                self.consumer_side = ConsumerSide(resources, shards, gate, report)
         except BaseException:
             self.close()
             raise

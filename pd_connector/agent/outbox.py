@@ -181,7 +181,10 @@ class Outbox:
         """Where the chunk lies, if the consumer may read it there."""
         route = send.route
         found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
-        return found if found and len(found.addresses) <= messages.MAX_PIECES else None
+        if not found:
+            return None
+        joined = found.joined()
+        return joined if len(joined.addresses) <= messages.MAX_PIECES else None
 
     def _write(
         self,

@@ -4,7 +4,7 @@
 import queue
 import threading
 
-from pd_connector.agent.commands import Command, Drop, Hold
+from pd_connector.agent.commands import Command, Drop, Hold, Withdraw
 from pd_connector.errors import Cause
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.outgoing import Free, Offer
@@ -31,6 +31,8 @@ class OwedOutcomes:
                 self._requests[Held].add(command.request)
             case Drop():
                 self._requests[Held].discard(command.request)
+            case Withdraw():
+                self._requests[Free].discard(command.request)
 
     def report(self, outcome: Outcome) -> None:
         """Called by the agent's thread."""

@@ -37,6 +37,7 @@ class Consumer:
         pool: landing slots; granted to producers, and home again when a transfer has ended.
         one_sided: whether a peer may still write into a slot after its session has ended.
         shards: what the ranks of this engine hold, this one included.
+        needs_words: whether a load is of no use without the producer's last words.
     """
 
     def __init__(
@@ -46,12 +47,15 @@ class Consumer:
         pool: SlotPool,
         one_sided: bool,
         shards: Sequence[Shard] = (),
+        *,
+        needs_words: bool = False,
     ) -> None:
         self._config = config
         self._geometry = geometry
         self._shards = tuple(shards) or (geometry.shard,)
         self._grants = Grants(config, pool)
         self._one_sided = one_sided
+        self._needs_words = needs_words
         self._transfers: dict[str, IncomingTransfer] = {}
         self._sessions: dict[Source, ProducerSession] = {}
         # Last messages to producers whose session does not stand yet.
@@ -163,6 +167,10 @@ class Consumer:
         if message.chunks != stream.planned:
             detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"
             return self._finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
+        if message.words is not None and incoming.load is not None:
+            if problem := message.words.problem(incoming.transfer, incoming.load.identity):
+                return self._finish(incoming, *problem, now)
+            incoming.words = message.words
         if incoming.accepted(source, message.complete, now):
             stream.deadline = now + self._config.stall_timeout_s
         return self._go_on(incoming, source, now)
@@ -217,7 +225,7 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = PlaceChunk(source, header, route, chunk, pages, slot, payload)
+        place = PlaceChunk(source, header, route, chunk, pages, slot, payload, load.request)
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
@@ -277,7 +285,9 @@ class Consumer:
         self._grants.check_integrity(streams)
 
     def _new(self, request: str, transfer: str, peers: Sequence[Peer]) -> IncomingTransfer:
-        return IncomingTransfer(request, transfer, streams(peers, self._geometry, self._shards))
+        needs = self._needs_words
+        found = streams(peers, self._geometry, self._shards, waits_for_words=needs)
+        return IncomingTransfer(request, transfer, found)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
         shards = [peer.shard for peer in peers]
@@ -322,6 +332,9 @@ class Consumer:
         if missing := uncovered(known, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
             return self._finish(incoming, Cause.GEOMETRY, detail, now)
+        if self._needs_words and incoming.words is None:
+            detail = "the producer told nothing but KV, which this engine cannot go on from"
+            return self._finish(incoming, Cause.WORDS, detail, now)
         return self._finish(incoming, None, "", now)
 
     def _finish(

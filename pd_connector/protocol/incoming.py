@@ -11,11 +11,13 @@ from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.protocol.header import ChunkHeader, header_of
+from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.peers import Peer, Source
 
 
 class Load(NamedTuple):
-    """A request for KV: prompt tokens [first_token, stop_token) into local pages."""
+    """A request for KV: prompt tokens [first_token, stop_token) into local pages. There may be no
+    tokens left to want: then only the producer's last words are."""
 
     request: str
     transfer: str
@@ -55,6 +57,7 @@ class PlaceChunk(NamedTuple):
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
+    request: str  # whose pages they are
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
@@ -84,6 +87,7 @@ class Finished(NamedTuple):
     nbytes: int = 0  # received and verified
     chunks: int = 0
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
+    words: LastWords | None = None  # what the producer's engine decided besides
 
 
 Action = Dial | Tell | PlaceChunk | Held | Finished

@@ -19,6 +19,7 @@ import msgspec
 from pd_connector.config import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
+from pd_connector.protocol.last_words import LastWords
 
 SCHEMA = 3
 OLDEST_SCHEMA = 2
@@ -40,7 +41,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """Consumer, first message of a session: who I am and what I can take.
 
-    `codecs` are those the consumer permits; `readable` the transports over which it can read.
+    `codecs` are those the consumer permits; `readable` the transports over which it can read;
+    `needs` what it must be told with the end of each transfer (`last_words`).
     """
 
     newest: Count
@@ -52,6 +54,7 @@ class Hello(Message, frozen=True):
     codecs: Codecs
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
+    needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
 
 
 class Welcome(Message, frozen=True):
@@ -120,11 +123,13 @@ class Accept(Message, frozen=True):
     """Producer: there is KV to send, and `chunks` chunks will follow.
 
     Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
+    Then it has the engine's `words`, if it has any.
     """
 
     transfer: Name
     chunks: Count
     complete: bool
+    words: LastWords | None = None
 
 
 class Refuse(Message, frozen=True):

@@ -8,6 +8,7 @@ from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, least_chunk_limit
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
+from pd_connector.protocol.last_words import LastWords
 
 SessionId = bytes
 """The routing id of a consumer's connection."""
@@ -23,6 +24,7 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
+    words: LastWords | None = None  # what else the engine decided; with the final offer
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
@@ -30,7 +32,7 @@ class Offer(NamedTuple):
         """Why this KV is not what a consumer asks for, to pass along these routes; or None."""
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
-        if not message.first_token < message.stop_token <= self.prompt_tokens:
+        if not message.first_token <= message.stop_token <= self.prompt_tokens:
             asked = f"tokens {message.first_token}-{message.stop_token}"
             return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
         least = least_chunk_limit(routes, slot_bytes)

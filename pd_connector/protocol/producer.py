@@ -115,14 +115,16 @@ class Producer:
             outgoing.step = None
 
     def withdraw(self, transfer: str, request: str) -> list[Action]:
-        """The request, which had this transfer, has ended and offers no pages."""
+        """The request, which had this transfer, offers no pages, or no longer those that it has
+        offered, leased or not: who reads them is refused the rest."""
         self._past.forget_unwanted(transfer)
         outgoing = self._transfers.get(transfer)
-        if outgoing is None or outgoing.final:
+        if outgoing is None:
             return []
         if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
-        return self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        ended = self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        return [action for action in ended if not isinstance(action, Free)]  # it knows
 
     def watch(self, session: SessionId, transfer: str, now: float) -> list[Action]:
         """A consumer wants to hear when the prefill has begun."""
@@ -309,7 +311,8 @@ class Producer:
         self._mark_ready(transfer, session)
         if known and not offer.final:
             return []
-        return [Reply(session, messages.Accept(transfer, stream.planned, offer.final))]
+        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words)
+        return [Reply(session, accept)]
 
     def _reader_finished(
         self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None

@@ -49,6 +49,16 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
         return st.binary(max_size=min(info.max_length or 30, 30))
     if isinstance(info, msgspec.inspect.ListType):
         return st.lists(_of(info.item_type), max_size=5)
+    if isinstance(info, msgspec.inspect.FloatType):
+        return st.floats(allow_nan=False)
+    if isinstance(info, msgspec.inspect.NoneType):
+        return st.none()
+    if isinstance(info, msgspec.inspect.UnionType):
+        return st.one_of([_of(kind) for kind in info.types])
+    if isinstance(info, msgspec.inspect.TupleType):
+        return st.tuples(*(_of(kind) for kind in info.item_types))
+    if isinstance(info, msgspec.inspect.StructType):
+        return _messages(info.cls)
     assert isinstance(info, msgspec.inspect.DictType)
     return st.dictionaries(_of(info.key_type), _of(info.value_type), max_size=3)
 

@@ -80,7 +80,7 @@ def views(layer: torch.Tensor, group: Group) -> LayerPages:
     return LayerPages(
         layer[..., :keys].unflatten(2, (tokens, group.key_dim)),
         layer[..., keys:].unflatten(2, (tokens, group.value_dim)),
-        layer.view(torch.uint8),
+        (layer.view(torch.uint8),),
     )
 
 
