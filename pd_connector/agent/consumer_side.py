@@ -11,6 +11,7 @@ from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
@@ -30,6 +31,7 @@ from pd_connector.protocol.incoming import (
     Tell,
 )
 from pd_connector.protocol.peers import Source
+from pd_connector.remedies import FAILING_GAUGE
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
@@ -70,6 +72,7 @@ class ConsumerSide:
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
         self._inbox = Inbox(cache, resources.telemetry)
+        self._outage = OutageWatch()
         self._next_heartbeat = 0.0
 
     @property
@@ -95,6 +98,7 @@ class ConsumerSide:
             "landing_slots": self._pool.held,
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
+            FAILING_GAUGE: float(self._outage.failing),
         }
 
     def hold(self, hold: Hold, now: float) -> None:
@@ -247,7 +251,8 @@ class ConsumerSide:
     def _end(self, source: Source, cause: Cause, detail: str, now: float) -> None:
         session = self._sessions.get(source)
         assert session is not None
-        level = logging.WARNING if self._consumer.wanted(source) else logging.INFO
+        detail = named_for_what_it_is(source.host, cause, detail)
+        level = self._outage.level if self._consumer.wanted(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
         path = session.path
@@ -273,10 +278,12 @@ class ConsumerSide:
                 case Held(request, cause, detail) as held:
                     if cause is not None:
                         self._telemetry.count("failed_transfers", cause=cause)
-                        logger.warning("no KV for request %s (%s): %s", request, cause, detail)
+                        told = "no KV for request %s (%s): %s"
+                        logger.log(self._outage.level, told, request, cause, detail)
+                        self._outage.failed(cause, detail, now)
                     self._report(held)
                 case Finished() as finished:
-                    self._finished(finished)
+                    self._finished(finished, now)
 
     def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         session = self._sessions.get(place.source)
@@ -287,19 +294,22 @@ class ConsumerSide:
                 return Cause.ABORTED, "the request was dropped"
             return self._inbox.place(place, session.path)
 
-    def _finished(self, finished: Finished) -> None:
+    def _finished(self, finished: Finished, now: float) -> None:
         if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)
+            self._outage.succeeded()
         else:
             self._telemetry.count("failed_transfers", cause=finished.cause)
             if finished.cause is not Cause.ABORTED:
-                logger.warning(
+                logger.log(
+                    self._outage.level,
                     "KV of request %s did not arrive (%s): %s",
                     finished.request,
                     finished.cause,
                     finished.detail,
                 )
+            self._outage.failed(finished.cause, finished.detail, now)
         self._inbox.forget(finished.request)
         self._report(finished)
 

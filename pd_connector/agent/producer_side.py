@@ -11,6 +11,7 @@ from pd_connector.agent.handshake import RefusedError, check_hello, connect
 from pd_connector.agent.outbox import OFFERED, Key, Outbox, RevokedError, SendPath
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
+from pd_connector.config import is_loopback
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
     Cause,
@@ -71,6 +72,12 @@ class ProducerSide:
         self._codecs = permitted(config.codec, config.codec_max_error)
         self._producer = Producer(config)
         self._listener = Listener(resources.context, config.host, resources.keys)
+        if config.insecure and is_loopback(config.host):
+            logger.warning(
+                "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
+                "(config key, PD_CONNECTOR_HOST or VLLM_HOST_IP) to an address of this machine",
+                config.host,
+            )
         self._sessions: dict[bytes, ConsumerSession] = {}
         self._compiling: set[bytes] = set()  # sessions that wait for kernels of their routes
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)

@@ -2,7 +2,6 @@
 """A rolling upgrade transfers: this version and the previous wire schema's hand over to each other, in two processes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +251,6 @@ def test_with_other_rules_than_the_previous_schema_has_transfers_would_fail(
     ranks: Ranks, previous: Previous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer constant alone, without a schema of its own, is what a rolling upgrade must not meet."""
-    monkeypatch.setitem(RULES, 2, replace(RULES[2], chunk_tokens=256, edge_pieces=2))
+    monkeypatch.setitem(RULES, 2, ODD)
     _, finished = from_previous(ranks, previous, "tcp", "double pages")
     assert finished.cause is Cause.CHUNK_MISMATCH
