@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from previous_schema import PreviousRank, unpack
-from support.agents import HALVES, KEY, LONG, Rank, Ranks, geometry_of, make_layers, ranks, views
+from support.agents import HALVES, KEY, Rank, Ranks, geometry_of, make_layers, ranks, views
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
@@ -23,6 +23,8 @@ PAGE_TOKENS = 16
 PROMPT_PAGES = 63
 WIDE: dict[str, Any] = {"page_size": PAGE_TOKENS, "key_dim": 64, "value_dim": 64}
 """1 KiB a token and layer: a prompt is several chunks, and its edges are cut up."""
+PATIENT: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
+"""Settings that both versions know."""
 ODD = PlanRules(
     chunk_tokens=96,
     min_chunk_tokens=32,
@@ -62,7 +64,7 @@ def previous(root: Path) -> Iterator[Previous]:
 
 
 def settings_of(transport: str, **changes: Any) -> dict[str, Any]:
-    return LONG | TRANSPORTS[transport] | changes
+    return PATIENT | TRANSPORTS[transport] | changes
 
 
 def as_tuples(settings: dict[str, Any]) -> dict[str, Any]:
