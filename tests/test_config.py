@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import Config, is_loopback
+from pd_connector.config import CODEC_GROUP, CODECS, Config, is_loopback
 from pd_connector.errors import ConfigError
+from pd_connector.kv.coding import CODINGS
 
 KEY = "a secret of sixteen characters"
 
@@ -56,7 +57,8 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", "tcp", "Expected `array`"),
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
-        ("codec", "zip", "Invalid enum value 'zip'"),
+        ("weights", "some", "Invalid enum value 'some'"),
+        ("model_id", 7, "Expected `str`"),
         ("overlap", True, "Expected `str`"),
         ("overlap", "chunk", "Invalid enum value 'chunk'"),
         ("direction", "both", "Invalid enum value 'both'"),
@@ -83,9 +85,19 @@ def test_an_unknown_transport_is_named_with_those_that_exist_and_how_to_add_one(
     assert "pd_connector.transports" in message
 
 
+def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(codec="zip")
+    message = str(caught.value)
+    for said in ("codec 'zip'", "auto, raw, fp8_e4m3, int8", "config key codec", CODEC_GROUP):
+        assert said in message
+    assert set(CODECS) == {"auto", *CODINGS}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("model_id", "m" * 300),
         ("slots", 0),
         ("slots", -1),
         ("slots", 1_000_000),

@@ -19,6 +19,7 @@ from pd_connector.agent.thread_priority import prefer_own_threads, prefer_short_
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
@@ -38,7 +39,8 @@ class Agent:
     Args:
         config: settings.
         engine_id: the engine's name, told to peers.
-        model: fingerprint of the model.
+        model: fingerprint of the model, for peers of schema 2.
+        facts: which model this is, for all others; compared by `kv.model.model_problem`.
         cache: the rank's pages; a peer never touches them, the agent's thread does.
         produces: serve consumers.
         consumes: fetch from producers.
@@ -61,6 +63,7 @@ class Agent:
         consumes: bool,
         shards: Sequence[Shard] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
+        facts: ModelFacts | None = None,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
             raise ConfigError(
@@ -77,7 +80,7 @@ class Agent:
         try:
             self._loop = Loop(
                 config,
-                Identity(engine_id, secrets.randbits(63), model),
+                Identity(engine_id, secrets.randbits(63), model, facts),
                 cache,
                 self._commands,
                 self._gate,

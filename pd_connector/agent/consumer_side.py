@@ -14,6 +14,7 @@ from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -99,6 +100,13 @@ class ConsumerSide:
 
     def drop(self, request: str, cause: Cause, now: float) -> None:
         self._act(self._consumer.drop(request, cause, now), now)
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: KV that is under way is of no use, and every producer
+        must be compared with again."""
+        self._dialler.change_model(facts)
+        for source, _ in list(self._sessions):
+            self._end(source, Cause.MODEL, "this engine's weights have changed", now)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""

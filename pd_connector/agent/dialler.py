@@ -10,6 +10,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import permitted
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol import messages
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
@@ -51,6 +52,10 @@ class Dialler:
         connection.send(messages.encode(greeting))
         return connection
 
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights."""
+        self._identity = self._identity._replace(facts=facts)
+
     def welcomed(
         self, source: Source, welcome: messages.Welcome
     ) -> tuple[ReceivePath, ProducerSession]:
@@ -58,7 +63,9 @@ class Dialler:
 
         Raises RefusedError if the two ranks cannot work together.
         """
-        routes = check_welcome(welcome, source.engine_id, self._cache.geometry, self._codecs)
+        routes = check_welcome(
+            welcome, source.engine_id, self._cache.geometry, self._codecs, self._identity.facts
+        )
         transport = self._transports.get(welcome.transport)
         if transport is None:
             detail = f"welcome to transport {welcome.transport!r}, which was not offered"

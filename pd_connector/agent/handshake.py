@@ -10,8 +10,9 @@ from pd_connector.errors import (
     TransportError,
     UnsupportedGeometryError,
 )
-from pd_connector.kv.geometry import Geometry
-from pd_connector.plan.route import Route, routes
+from pd_connector.kv.geometry import Geometry, without_drafts
+from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
+from pd_connector.plan.route import Route, lacking, routes
 from pd_connector.protocol import messages
 from pd_connector.transport.base import Transport
 
@@ -23,7 +24,8 @@ class Identity(NamedTuple):
 
     engine_id: str
     epoch: int
-    model: bytes
+    model: bytes  # as schema 2 has it
+    facts: ModelFacts | None = None
 
 
 class RefusedError(PDConnectorError):
@@ -52,6 +54,7 @@ def hello(
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
+        facts=identity.facts,
     )
 
 
@@ -78,20 +81,32 @@ def check_hello(
             f"engine {identity.engine_id} answers here, {message.expected_engine_id} was wanted "
             "(restarted since?)",
         )
-    if message.model != identity.model:
+    mine, facts = identity.facts, message.facts
+    if mine is not None and facts is not None:
+        _check_model(mine, facts)
+    elif message.model != identity.model:
         raise RefusedError(
             Cause.MODEL,
             f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
             "both engines must serve the same weights and config",
         )
-    return schema, _routes(geometry, message.geometry, codecs, message.codecs)
+    return schema, _routes(
+        _shared(geometry, mine, facts),
+        _shared(message.geometry, mine, facts),
+        codecs,
+        message.codecs,
+    )
 
 
 def check_welcome(
-    message: messages.Welcome, wanted: str, geometry: Geometry, codecs: Sequence[str]
+    message: messages.Welcome,
+    wanted: str,
+    geometry: Geometry,
+    codecs: Sequence[str],
+    facts: ModelFacts | None = None,
 ) -> tuple[Route, ...]:
     """On the consumer, check a `Welcome` of a producer that should be the engine `wanted` (any if
-    ""); returns the routes from it.
+    ""); returns the routes from it. `facts` are the consumer's own.
 
     Raises:
         RefusedError: they do not fit together.
@@ -105,7 +120,15 @@ def check_welcome(
         raise RefusedError(
             Cause.UNREACHABLE, f"engine {message.engine_id} answers, {wanted} was wanted"
         )
-    return _routes(message.geometry, geometry, message.codecs, codecs)
+    ours, theirs = facts, message.facts
+    if ours is not None and theirs is not None:
+        _check_model(theirs, ours)
+    return _routes(
+        _shared(message.geometry, ours, theirs),
+        _shared(geometry, ours, theirs),
+        message.codecs,
+        codecs,
+    )
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
@@ -131,9 +154,26 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
 
 
+def _check_model(producer: ModelFacts, consumer: ModelFacts) -> None:
+    if problem := model_problem(producer, consumer):
+        raise RefusedError(Cause.MODEL, problem)
+
+
+def _shared(geometry: Geometry, ours: ModelFacts | None, theirs: ModelFacts | None) -> Geometry:
+    """What may pass of a cache: not the draft model's layers, unless both have the same draft."""
+    if ours is not None and theirs is not None and drafts_alike(ours, theirs):
+        return geometry
+    return without_drafts(geometry)
+
+
 def _routes(
     source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
 ) -> tuple[Route, ...]:
+    if missing := lacking(source, destination):
+        raise RefusedError(
+            Cause.GEOMETRY,
+            f"the producer has no KV of {missing}: both engines must cache the same layers",
+        )
     try:
         return routes(source, destination, offered, accepted)
     except UnsupportedGeometryError as error:

@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from pd_connector.agent.commands import (
+    ChangeModel,
     Command,
     CommandQueue,
     Computed,
@@ -200,6 +201,11 @@ class Loop:
                 consumer_side.load(command, fence, now)
             case Drop(request, cause) if consumer_side:
                 consumer_side.drop(request, cause, now)
+            case ChangeModel(facts):
+                if producer_side:
+                    producer_side.change_model(facts)
+                if consumer_side:
+                    consumer_side.change_model(facts, now)
 
     def _pollables(self) -> list[Any]:
         found: list[Any] = [self._commands.wakes]

@@ -18,6 +18,7 @@ from pd_connector.errors import (
     TransportError,
 )
 from pd_connector.kv.coding import permitted
+from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
@@ -132,6 +133,15 @@ class ProducerSide:
         self._act(self._producer.withdraw(transfer, request))
         self._gate.open(request)
 
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights: what was computed with the old ones is not sent any
+        more, and every consumer must compare models again."""
+        self._identity = self._identity._replace(facts=facts)
+        detail = "the engine's weights have changed"
+        self._act(self._producer.end_all(Cause.MODEL, detail))
+        for sender in list(self._sessions):
+            self._reject(sender, Cause.MODEL, detail)
+
     def receive(self) -> list[tuple[bytes, bytes]]:
         """Messages that wait, as (sender, bytes), for `handle`."""
         return self._listener.receive()
@@ -231,6 +241,7 @@ class ProducerSide:
             slot_bytes=self._config.slot_bytes,
             read=read,
             direct=read and self._config.direction == "auto",
+            facts=self._identity.facts,
         )
         self._listener.send(sender, messages.encode(welcome))
         return None

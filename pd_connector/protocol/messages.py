@@ -16,6 +16,7 @@ import msgspec
 
 from pd_connector.config import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 
 SCHEMA = 2
@@ -39,6 +40,7 @@ class Hello(Message, frozen=True):
     """Consumer, first message of a session: who I am and what I can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read.
+    `facts` are compared instead of `model`, which schema 2 has.
     """
 
     newest: Count
@@ -50,6 +52,7 @@ class Hello(Message, frozen=True):
     codecs: Codecs
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
+    facts: ModelFacts | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -69,6 +72,7 @@ class Welcome(Message, frozen=True):
     slot_bytes: Count  # of its send slots
     read: bool = False
     direct: bool = False
+    facts: ModelFacts | None = None
 
 
 class Reject(Message, frozen=True):

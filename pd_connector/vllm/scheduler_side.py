@@ -85,6 +85,7 @@ class SchedulerSide:
         self._streaming = Streaming() if config.overlap != "off" else None
         self._commands: list[Command] = []
         self._slots_out = 0
+        self._weights_may_change = False
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
@@ -162,7 +163,15 @@ class SchedulerSide:
             commands, prefills = self._streaming.step(output)
             self._commands += commands
         commands, self._commands = self._commands, []
-        return StepCommands(commands, prefills, idle=output.total_num_scheduled_tokens == 0)
+        idle = output.total_num_scheduled_tokens == 0
+        # An engine that was paused to change its weights computes nothing until that is done.
+        compare = self._weights_may_change and not idle
+        self._weights_may_change &= idle
+        return StepCommands(commands, prefills, idle, compare)
+
+    def reset(self) -> None:
+        """vLLM's caches were reset, as they are before weights change."""
+        self._weights_may_change = True
 
     def load_ended(self, request_id: str) -> None:
         """The workers reported the end of a load, good or bad."""
