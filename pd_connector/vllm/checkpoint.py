@@ -34,7 +34,7 @@ def weights_path(model: str, revision: str | None, weights: str = "") -> Path | 
     if path.is_file() or (path.is_dir() and weight_files(path)):
         return path
     repository, _, quantisation = name.partition(":")
-    folder = _in_cache(repository, revision)
+    folder = in_cache(repository, revision)
     if folder is None:
         return None
     if not quantisation:
@@ -48,7 +48,7 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
     vLLM's own object where there is no such file."""
     overrides = model.hf_overrides
     place = getattr(model, "hf_config_path", None) or model.model
-    folder = Path(place) if Path(place).is_dir() else _in_cache(place, model.revision)
+    folder = Path(place) if Path(place).is_dir() else in_cache(place, model.revision)
     file = None if folder is None else folder / "config.json"
     if file is not None and file.is_file() and isinstance(overrides, Mapping | None):
         try:
@@ -71,7 +71,7 @@ def read_model_weights(model: "ModelConfig", *, full: bool) -> Weights | None:
         return None
 
 
-def _in_cache(repository: str, revision: str | None) -> Path | None:
+def in_cache(repository: str, revision: str | None) -> Path | None:
     """The folder of a repository in Hugging Face's cache."""
     try:
         from huggingface_hub import snapshot_download

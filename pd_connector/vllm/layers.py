@@ -87,6 +87,5 @@ def _identify(part: str, indices: Mapping[str, int]) -> dict[str, CacheId]:
 
 
 def _kind(name: str) -> str:
-    """What comes after the index in a name."""
-    match = _INDEX.search(name)
-    return name[match.end() :] if match else name
+    """A name without its index."""
+    return _INDEX.sub(".", name, count=1).strip(".")

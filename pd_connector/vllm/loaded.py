@@ -10,7 +10,7 @@ _SAMPLE_BYTES = 256
 
 
 def loaded_fingerprint(model: torch.nn.Module) -> bytes:
-    """Fingerprint of the name, dtype, shape and samples of every parameter, 16 bytes. Waits for the
+    """Fingerprint of the name, dtype, shape, strides and samples of every parameter, 16 bytes. Waits for the
     device; milliseconds for a large model.
 
     Ranks of engines of one version that hold the same part of one model have the same.
@@ -19,7 +19,8 @@ def loaded_fingerprint(model: torch.nn.Module) -> bytes:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters(), key=lambda pair: pair[0]):
-            digest.update(f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}\0".encode())
+            form = parameter.dtype, tuple(parameter.shape), tuple(parameter.stride())
+            digest.update(f"{name}\0{form}\0".encode())
             if parameter.numel() and parameter.device.type != "meta":
                 samples.setdefault(parameter.device, []).extend(_samples(parameter.detach()))
         for device in sorted(samples, key=str):
