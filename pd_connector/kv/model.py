@@ -127,7 +127,7 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         return (
             f"weights have changed while the engines served ({producer.updates} times at the "
             f"producer, {consumer.updates} at the consumer), and are not known to be the same now: "
-            "tell both engines the version of their weights (docs/trust.md)"
+            "tell both engines the version of their weights (docs/configuration.md, weights that change)"
         )
     for kind, name in (
         ("weights_full", "all bytes"),

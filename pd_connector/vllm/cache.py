@@ -22,6 +22,8 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_FLOATS = ("bfloat16", "float16", "float32")
+
 
 class _Layer(NamedTuple):
     """One layer of vLLM's, before layers of a kind are grouped."""
@@ -147,7 +149,8 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         key_dim, value_dim = tensor.shape[3], 0
     rows, heads_apart = _rows(layer.tensor)
     where = packing.name if packing else _backend(vllm_config, layer.name)
-    scales = _scales(layer, vllm_config) if dtype == "fp8_e4m3" else (1.0, 1.0)
+    # Scales count for pages that pass as they are, too: unlike ones mean unlike values.
+    scales = (1.0, 1.0) if dtype in _FLOATS else _scales(layer, vllm_config)
     group = Group(
         kind=kind,
         layers=(layer.number,),

@@ -86,7 +86,10 @@ def model_facts(
 
 
 def loaded_weights(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the parameters in memory; empty where the model cannot be reached."""
+    """Fingerprint of the parameters in memory; empty where the model cannot be reached, or where the
+    engine moves experts from rank to rank as it serves."""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        return b""
     for module in _modules(vllm_config).values():
         model = model_of(module)
         return b"" if model is None else loaded_fingerprint(model)

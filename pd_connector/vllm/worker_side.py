@@ -2,6 +2,7 @@
 """The connector in a worker: describes the cache to an agent and relays commands and outcomes."""
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
+_COMPARE_S = 60.0
+"""Time between two looks at the weights in memory, in seconds, where nothing says that they may have
+changed. One takes milliseconds."""
+
 
 class WorkerSide:
     """Called by vLLM's model runner only. The agent exists from `register` until `close`."""
@@ -39,6 +44,7 @@ class WorkerSide:
         self._agent: Agent | None = None
         self._address: RankAddress | None = None
         self._facts: ModelFacts | None = None
+        self._next_compare = 0.0
         self._rank = str(vllm_config.parallel_config.rank)
         self._prefills: list[Prefill] = []
         self._idle = False
@@ -67,6 +73,7 @@ class WorkerSide:
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
         self._facts = model_facts(self._vllm_config, self._config, caches, shard)
+        self._next_compare = time.monotonic() + _COMPARE_S
         self._agent = Agent(
             self._config,
             transfer.engine_id,
@@ -96,7 +103,7 @@ class WorkerSide:
         """A step begins: hand its commands to the agent, before anything is computed. Once this
         has returned, no page is read that the step may reuse."""
         assert self._agent is not None or not step.commands
-        if step.compare_weights:
+        if step.compare_weights or (not step.idle and time.monotonic() >= self._next_compare):
             self._compare_weights()
         for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
@@ -165,6 +172,7 @@ class WorkerSide:
 
     def _compare_weights(self) -> None:
         """Find out whether the weights are still those that peers were told of."""
+        self._next_compare = time.monotonic() + _COMPARE_S
         facts = self._facts
         if facts is None or not facts.loaded:
             return
