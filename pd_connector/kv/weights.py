@@ -9,6 +9,7 @@ names, or how the tensors are spread over files.
 | GGUF and others | size, and 4,096 samples of each file | all bytes |
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -18,7 +19,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,18 +193,36 @@ def _tensors(file: Path) -> list[_Tensor]:
 
 def _full(files: list[Path], cache: Path | None) -> bytes:
     known = _read_cache(cache)
-    parts: dict[str, int] = {}
-    fresh = False
+    parts: list[int] = []
     for file in files:
         key = _cache_key(file)
-        found = known.get(key)
-        if found is None:
-            logger.info("hashing %s (weights: full)", file)
-            found, fresh = sum(_whole(file)) % _MODULUS, True
-        parts[key] = found
-    if fresh and cache is not None:
-        _write_cache(cache, known | parts)
-    return _sum(parts.values())
+        if key not in known:
+            # The ranks of an engine begin at the same time: one of them hashes, the others wait.
+            with _locked(cache):
+                known = _read_cache(cache)
+                if key not in known:
+                    logger.info("hashing %s (weights: full)", file)
+                    known[key] = sum(_whole(file)) % _MODULUS
+                    _write_cache(cache, known)
+        parts.append(known[key])
+    return _sum(parts)
+
+
+@contextmanager
+def _locked(cache: Path | None) -> Iterator[None]:
+    """Alone with the cache among all processes, if there is one that can be written."""
+    if cache is None:
+        yield
+        return
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        lock = cache.with_suffix(".lock").open("a")
+    except OSError:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _whole(file: Path) -> Iterator[int]:
@@ -234,10 +253,11 @@ def _read_cache(cache: Path | None) -> dict[str, int]:
         return {}
 
 
-def _write_cache(cache: Path, known: dict[str, int]) -> None:
-    """Replace the cache. Several ranks may do so at once; nothing is lost but work."""
+def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
+    """Replace the cache, if there is one."""
+    if cache is None:
+        return
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
             json.dump({key: f"{value:x}" for key, value in known.items()}, file)
         Path(file.name).replace(cache)

@@ -4,6 +4,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -200,3 +202,27 @@ def test_a_large_checkpoint_is_sampled_and_not_read(tmp_path: Path) -> None:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + (1 << 40))  # sparse: a terabyte of zeros
     assert read_weights(tmp_path) is not None
+
+
+def test_of_ranks_that_begin_together_one_reads_all_bytes(tmp_path: Path, folder: Path) -> None:
+    cache = tmp_path / "cache" / "weights.json"
+    code = (
+        "import logging, sys; from pathlib import Path; from pd_connector.kv.weights import read_weights\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "print(read_weights(Path(sys.argv[1]), full=True, cache=Path(sys.argv[2])).full.hex())"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(cache)]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    said = [rank.communicate() for rank in ranks]
+    assert len({found for found, _ in said}) == 1
+    assert sum(log.count("hashing") for _, log in said) == 1, said
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, folder: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    found = read_weights(folder, full=True, cache=blocked / "weights.json")
+    assert found == read_weights(folder, full=True)
