@@ -7,6 +7,7 @@ Every error names the config key, the value found, and what to do.
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,19 +18,21 @@ from pd_connector.extensions import load_entry_points, unknown_name
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
-MIN_KEY_CHARACTERS = 16
+MIN_KEY_CHARACTERS = 32
+MIN_DISTINCT_CHARACTERS = 8
+_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
-CODECS = ("auto", "raw", "fp8_e4m3", "int8")
-CODEC_GROUP = "pd_connector.codecs"
-"""The entry points by which other packages add codecs. Each is a `kv.coding.Coding`."""
 MAX_MODEL_ID = 256
 """Characters of a `model_id`."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 TRANSPORT_GROUP = "pd_connector.transports"
 """The entry points by which other packages add transports (`transport/registry.py`)."""
+CODECS = ("auto", "fp8_e4m3", "int8", "raw")
+CODEC_GROUP = "pd_connector.codecs"
+"""The entry points by which other packages add codecs (`kv/coding.py`)."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -38,8 +41,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     host: str = "127.0.0.1"
     """Name or address under which peers reach this engine, and on which it listens."""
     key: str = ""
-    """Shared secret of all engines (16 characters at least). It authenticates and encrypts the
+    """Shared secret of all engines, of 32 characters at least; `pd-connector key` makes one. It authenticates and encrypts the
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
+    peers: tuple[str, ...] = ("127.0.0.0/8", "::1", "localhost")
+    """Networks, addresses and names (`*.` stands for any part before a dot) of producers that may be
+    dialled although their address is not sealed with the key."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
     transports: tuple[str, ...] = ("shm", "tcp")
@@ -75,14 +81,24 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Landing slots of a consumer, and send slots of a producer."""
     lease_s: float = 30.0
     """How long a producer keeps pages without a heartbeat of their consumer, in seconds."""
+    lease_share: float = 0.8
+    """The part of a producer's cache that may be leased. If it is exceeded, the oldest leases that
+    nobody has begun to fetch end."""
     heartbeat_s: float = 1.0
     """Time between two heartbeats of a consumer, in seconds. They extend leases."""
+    idle_timeout_s: float = 300.0
+    """How long a consumer keeps a session in which it wants nothing, in seconds."""
     session_timeout_s: float = 10.0
     """Silence after which a session counts as lost, in seconds."""
     connect_timeout_s: float = 5.0
     """Time to reach a producer and agree with it, in seconds."""
     stall_timeout_s: float = 10.0
     """Longest pause between two chunks of one transfer, in seconds."""
+    engine_timeout_s: float = 60.0
+    """How long a consumer waits for a prefill while the producer's engine makes no step, in
+    seconds."""
+    agent_timeout_s: float = 10.0
+    """Silence of its own agent's thread after which an engine gives it up, in seconds."""
     wait_timeout_s: float = 300.0
     """Longest wait for a prefill that was announced but has not finished, in seconds."""
 
@@ -117,12 +133,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether this config allows binding or dialling `host`."""
         return bool(self.key) or self.insecure or is_loopback(host)
 
+    def is_peer(self, host: str) -> bool:
+        """Whether `host` is within `peers`. Names are not looked up."""
+        return any(_matches(host, entry) for entry in self.peers)
+
     def _check(self) -> None:
-        if self.key and len(self.key) < MIN_KEY_CHARACTERS:
+        if self.key and (weakness := _weakness(self.key)):
             raise ConfigError(
-                f"key of {len(self.key)} characters: must have at least {MIN_KEY_CHARACTERS} "
-                f"(config key `key` or variable {KEY_VARIABLE}; `pd-connector key` makes one)"
+                f"key {weakness}: it could be guessed. `pd-connector key` makes one that cannot "
+                f"(config key `key` or variable {KEY_VARIABLE})"
             )
+        for entry in self.peers:
+            if not _is_peer_entry(entry):
+                raise self._wrong(
+                    "peers", f"{entry!r} is no network such as 10.0.0.0/8, no address and no name"
+                )
         if _is_wildcard(self.host):
             raise ConfigError(
                 f"host {self.host!r}: must be the name or address under which peers reach this "
@@ -141,8 +166,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in self.transports:
             if name not in TRANSPORTS and name not in load_entry_points(TRANSPORT_GROUP):
                 raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
-        if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
-            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
         if len(set(self.transports)) < len(self.transports):
             raise ConfigError(
                 f"transports {list(self.transports)}: must name each one once "
@@ -153,14 +176,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")
+        if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
+            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
         if not 0 <= self.codec_max_error < float("inf"):
             raise self._wrong("codec_max_error", "must be a number from 0 on")
+        if not 0 < self.lease_share <= 1:
+            raise self._wrong("lease_share", "must be a part of the cache, above 0 and at most 1")
         if self.slots > MAX_SLOTS:
             raise self._wrong("slots", f"must be {MAX_SLOTS} at most")
         for name in self.__struct_fields__:
             if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
                 raise self._wrong(name, "must be a number of seconds > 0")
-        for name in ("session_timeout_s", "lease_s"):
+        for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise self._wrong(
                     name,
@@ -170,6 +197,42 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         return ConfigError(f"{name} {getattr(self, name)}: {wanted} (config key {name})")
+
+
+def _weakness(key: str) -> str:
+    """Why this key can be guessed, or ""."""
+    if len(key) < MIN_KEY_CHARACTERS:
+        return f"of {len(key)} characters, must have at least {MIN_KEY_CHARACTERS}"
+    distinct = len(set(key))
+    if distinct < MIN_DISTINCT_CHARACTERS:
+        return f"of {distinct} different characters, must have at least {MIN_DISTINCT_CHARACTERS}"
+    if key in (key + key)[1:-1]:
+        return "that repeats itself"
+    return ""
+
+
+def _is_peer_entry(entry: str) -> bool:
+    return _network(entry) is not None or bool(_NAME.fullmatch(entry))
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None
+
+
+def _matches(host: str, entry: str) -> bool:
+    network = _network(entry)
+    if network is None:
+        name, entry = host.lower(), entry.lower()
+        return name.endswith(entry[1:]) if entry.startswith("*.") else name == entry
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address) in network
 
 
 def is_loopback(host: str) -> bool:

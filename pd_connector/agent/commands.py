@@ -38,7 +38,8 @@ class Revoke(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """The request with this transfer has ended and leaves no pages to fetch."""
+    """The request with this transfer has ended and leaves no pages to fetch, also where it has
+    offered some before. Nothing is reported for it afterwards."""
 
     transfer: str
     request: str
@@ -52,6 +53,7 @@ class Hold(NamedTuple):
     transfer: str
     peers: tuple[Peer, ...]
     watch: bool
+    engine_id: str = ""  # the producer must be this engine; "": any
 
 
 class Drop(NamedTuple):
@@ -93,6 +95,11 @@ class CommandQueue:
             os.eventfd_read(self.wakes)
         while not self._commands.empty():
             yield self._commands.get()
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        for _ in self.take():
+            pass
 
     def close(self) -> None:
         os.close(self.wakes)

@@ -13,7 +13,9 @@ from pd_connector.errors import (
 from pd_connector.kv.geometry import Geometry, without_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
 from pd_connector.plan.route import Route, lacking, routes
+from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
+from pd_connector.protocol.last_words import untold
 from pd_connector.transport.base import Transport
 
 _OUR_SCHEMAS = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
@@ -25,6 +27,8 @@ class Identity(NamedTuple):
     engine_id: str
     epoch: int
     model: bytes  # as schema 2 has it
+    tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
+    needs: tuple[str, ...] = ()  # those it cannot go on without
     facts: ModelFacts | None = None
 
 
@@ -38,22 +42,23 @@ class RefusedError(PDConnectorError):
 
 def hello(
     identity: Identity,
-    wanted: str,
     geometry: Geometry,
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to a producer that should be the engine `wanted` (any if "")."""
+    """A consumer's first message, to whatever engine answers: each transfer says which engine it
+    wants, and `Welcome` says which one it is."""
     return messages.Hello(
         newest=messages.SCHEMA,
         oldest=messages.OLDEST_SCHEMA,
         engine_id=identity.engine_id,
-        expected_engine_id=wanted,
+        expected_engine_id="",
         model=identity.model,
         geometry=geometry,
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
+        needs=list(identity.needs),
         facts=identity.facts,
     )
 
@@ -85,28 +90,21 @@ def check_hello(
     if mine is not None and facts is not None:
         _check_model(mine, facts)
     elif message.model != identity.model:
+        raise _other_model(identity.model, message.model)
+    if missing := untold(message.needs, identity.tells):
         raise RefusedError(
-            Cause.MODEL,
-            f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
-            "both engines must serve the same weights and config",
+            Cause.WORDS,
+            f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
+            f"{message.engine_id} cannot go on without",
         )
-    return schema, _routes(
-        _shared(geometry, mine, facts),
-        _shared(message.geometry, mine, facts),
-        codecs,
-        message.codecs,
-    )
+    source, destination = _shared(geometry, mine, facts), _shared(message.geometry, mine, facts)
+    return schema, _routes(source, destination, codecs, message.codecs, schema)
 
 
 def check_welcome(
-    message: messages.Welcome,
-    wanted: str,
-    geometry: Geometry,
-    codecs: Sequence[str],
-    facts: ModelFacts | None = None,
+    message: messages.Welcome, identity: Identity, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[Route, ...]:
-    """On the consumer, check a `Welcome` of a producer that should be the engine `wanted` (any if
-    ""); returns the routes from it. `facts` are the consumer's own.
+    """On the consumer, check a `Welcome`; returns the routes from that producer.
 
     Raises:
         RefusedError: they do not fit together.
@@ -116,19 +114,13 @@ def check_welcome(
             Cause.VERSION,
             f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
         )
-    if wanted not in ("", message.engine_id):
-        raise RefusedError(
-            Cause.UNREACHABLE, f"engine {message.engine_id} answers, {wanted} was wanted"
-        )
-    ours, theirs = facts, message.facts
-    if ours is not None and theirs is not None:
-        _check_model(theirs, ours)
-    return _routes(
-        _shared(message.geometry, ours, theirs),
-        _shared(geometry, ours, theirs),
-        message.codecs,
-        codecs,
-    )
+    mine, facts = identity.facts, message.facts
+    if mine is not None and facts is not None:
+        _check_model(facts, mine)
+    elif message.model not in (b"", identity.model):
+        raise _other_model(identity.model, message.model)
+    source, destination = _shared(message.geometry, mine, facts), _shared(geometry, mine, facts)
+    return _routes(source, destination, message.codecs, codecs, message.schema)
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
@@ -166,15 +158,28 @@ def _shared(geometry: Geometry, ours: ModelFacts | None, theirs: ModelFacts | No
     return without_drafts(geometry)
 
 
+def _other_model(ours: bytes, theirs: bytes) -> RefusedError:
+    return RefusedError(
+        Cause.MODEL,
+        f"model fingerprint {ours.hex()} here, {theirs.hex()} there: "
+        "both engines must serve the same weights and config",
+    )
+
+
 def _routes(
-    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+    source: Geometry,
+    destination: Geometry,
+    offered: Sequence[str],
+    accepted: Sequence[str],
+    schema: int,
 ) -> tuple[Route, ...]:
+    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
     if missing := lacking(source, destination):
         raise RefusedError(
             Cause.GEOMETRY,
             f"the producer has no KV of {missing}: both engines must cache the same layers",
         )
     try:
-        return routes(source, destination, offered, accepted)
+        return routes(source, destination, offered, accepted, RULES[schema])
     except UnsupportedGeometryError as error:
         raise RefusedError(Cause.GEOMETRY, str(error)) from None

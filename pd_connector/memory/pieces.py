@@ -6,8 +6,10 @@ systems forbid it: containers without CAP_SYS_PTRACE, `kernel.yama.ptrace_scope`
 """
 
 import ctypes
+import math
 import os
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,9 @@ Addresses = npt.NDArray[np.uint64]
 
 _MAX_VECTORS = 1024
 """Pieces that the kernel takes in one call."""
+_MAX_CUTS = 1 << 18
+"""Pieces that memory is cut into, where the two sides' differ in size. What a peer sends could be
+anything; pages differ by the tokens of a page at most."""
 _BLOCK_BYTES = 1 << 20
 """Bytes that are copied before they are summed: the sum then finds them in the processor's cache."""
 
@@ -38,12 +43,39 @@ class Pieces(NamedTuple):
     addresses: Addresses
     piece_bytes: int
 
+    @classmethod
+    def together(cls, pieces: Sequence[Self]) -> Self:
+        """Several one after the other; cut smaller where their sizes differ."""
+        size = math.gcd(*(each.piece_bytes for each in pieces))
+        return cls(np.concatenate([each.cut(size).addresses for each in pieces]), size)
+
     def __bool__(self) -> bool:
         return len(self.addresses) > 0
 
     @property
     def nbytes(self) -> int:
         return len(self.addresses) * self.piece_bytes
+
+    def cut(self, piece_bytes: int) -> "Pieces":
+        """The same memory in pieces of this size, which divides theirs."""
+        if piece_bytes == self.piece_bytes:
+            return self
+        steps = np.arange(0, self.piece_bytes, piece_bytes, dtype=np.uint64)
+        return Pieces((self.addresses[:, None] + steps).reshape(-1), piece_bytes)
+
+    def joined(self) -> "Pieces":
+        """The same memory in the largest pieces of one size: neighbours become one where they come in
+        runs, such as the pages of one token each of a fresh request."""
+        starts = self._runs()
+        lengths = np.diff(np.append(starts, len(self.addresses)))
+        count = int(np.gcd.reduce(lengths)) if len(lengths) else 1
+        return Pieces(self.addresses[::count], self.piece_bytes * count)
+
+    def _runs(self) -> npt.NDArray[np.int64]:
+        """Places of the pieces that do not begin where the piece before them ends."""
+        steps = np.diff(self.addresses) != np.uint64(self.piece_bytes)
+        found: npt.NDArray[np.int64] = np.flatnonzero(np.append(True, steps))
+        return found[: len(self.addresses)]
 
     def checksum(self) -> bytes:
         """XXH3 of all bytes in order: 16 bytes. The pieces must be memory of this process.
@@ -56,9 +88,8 @@ class Pieces(NamedTuple):
         return digest.digest()
 
     def _add_to(self, digest: xxhash.xxh3_128) -> None:
-        piece = ctypes.c_uint8 * self.piece_bytes
-        for address in self.addresses.tolist():
-            digest.update(piece.from_address(address))
+        for address, nbytes in _vectors(self).tolist():
+            digest.update((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
@@ -67,7 +98,7 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
     Args:
         pid: the process, as this process numbers it.
         theirs: memory of that process.
-        ours: as many pieces of the same size, in this process.
+        ours: memory of this process, as many bytes, in pieces of any size.
 
     Returns:
         The checksum of what lies in `ours` afterwards (see `Pieces.checksum`).
@@ -75,36 +106,42 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
     Raises:
         OSError: the kernel forbids it, the process is gone, or its memory is not there. Some of
             the pieces may have been filled.
-        ValueError: pieces differ in number or size.
+        ValueError: they differ in bytes.
     """
-    if len(theirs.addresses) != len(ours.addresses) or theirs.piece_bytes != ours.piece_bytes:
+    if theirs.nbytes != ours.nbytes:
         raise ValueError(
             f"{len(theirs.addresses)} pieces of {theirs.piece_bytes} bytes there, "
             f"{len(ours.addresses)} of {ours.piece_bytes} here"
         )
     digest = xxhash.xxh3_128()
-    there, here = _vectors(theirs), _vectors(ours)
-    step = min(_MAX_VECTORS, max(1, _BLOCK_BYTES // ours.piece_bytes))
+    size = math.gcd(theirs.piece_bytes, ours.piece_bytes)
+    if ours.nbytes > _MAX_CUTS * size:
+        raise ValueError(f"pieces of {theirs.piece_bytes} and {ours.piece_bytes} bytes hardly fit")
+    there, here = theirs.cut(size).addresses, ours.cut(size).addresses
+    step = min(_MAX_VECTORS, max(1, _BLOCK_BYTES // size))
     for first in range(0, len(here), step):
-        block = slice(first, first + step)
-        _copy(pid, there[block], here[block])
-        ours._replace(addresses=ours.addresses[block])._add_to(digest)
+        to = Pieces(here[first : first + step], size)
+        _copy(pid, _vectors(Pieces(there[first : first + step], size)), _vectors(to))
+        to._add_to(digest)
     return digest.digest()
 
 
 def _vectors(pieces: Pieces) -> Addresses:
-    """Pieces as the kernel's `iovec`: uint64 `[pieces, (address, bytes)]`."""
-    found = np.empty((len(pieces.addresses), 2), np.uint64)
-    found[:, 0] = pieces.addresses
-    found[:, 1] = pieces.piece_bytes
-    return found
+    """Pieces as the kernel's `iovec`, neighbours joined: uint64 `[runs, (address, bytes)]`."""
+    starts = pieces._runs()
+    lengths = np.diff(np.append(starts, len(pieces.addresses)))
+    return np.stack(
+        [pieces.addresses[starts], lengths * pieces.piece_bytes],
+        1,
+        dtype=np.uint64,
+        casting="unsafe",
+    )
 
 
 def _copy(pid: int, there: Addresses, here: Addresses) -> None:
     if _readv is None:
         raise OSError("this C library has no process_vm_readv")
-    count = len(here)
-    copied = _readv(pid, here.ctypes.data, count, there.ctypes.data, count, 0)
+    copied = _readv(pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
     if copied < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")

@@ -29,8 +29,8 @@ class BlockCopies:
         """Fill a payload, uint8 `[chunk.nbytes(route)]`; see `PagedCache.gather`."""
         heads = slice(route.source_head, route.source_head + len(route.heads))
         if chunk.verbatim:
-            for layer, part in self._layers.payload_by_layer(route, chunk, payload):
-                rows, index = self._layers.rows_of_pages(layer, route.source, heads, pages)
+            where = route, chunk, route.source, heads, pages
+            for rows, index, part in self._layers.payload_by_plane(*where, payload):
                 self._copier.take_rows(rows, index, part)
             return
         for block in blocks(route, chunk):
@@ -52,8 +52,8 @@ class BlockCopies:
         """Bring a payload into pages; see `PagedCache.scatter`. The payload is only read."""
         heads = slice(route.destination_head, route.destination_head + len(route.heads))
         if chunk.verbatim:
-            for layer, part in self._layers.payload_by_layer(route, chunk, payload):
-                rows, index = self._layers.rows_of_pages(layer, route.destination, heads, pages)
+            where = route, chunk, route.destination, heads, pages
+            for rows, index, part in self._layers.payload_by_plane(*where, payload):
                 self._copier.put_rows(rows, index, part)
             return
         for block in blocks(route, chunk):

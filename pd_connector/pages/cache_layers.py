@@ -2,6 +2,7 @@
 """The layers of a cache, and where the parts of a chunk lie in them."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,7 +17,6 @@ from pd_connector.pages.spans import Index, TokenSpan
 from pd_connector.pages.tiles import tokens_of
 from pd_connector.plan.chunks import Block, Chunk
 from pd_connector.plan.route import Route
-from pd_connector.plan.sizes import page_part_bytes
 
 
 class CacheLayers:
@@ -45,6 +45,15 @@ class CacheLayers:
         """Where all layers lie."""
         return next(iter(self.by_number.values())).key.device
 
+    @property
+    def pages(self) -> int:
+        """Pages of the layer that has the fewest."""
+        return min(
+            int(self.by_number[layer].key.shape[0] // self._parts_per_page(layer, group))
+            for group in self.geometry.groups
+            for layer in group.layers
+        )
+
     def view(self, block: Block) -> torch.Tensor:
         """The layer's cache of K or V, whichever the block is of: `[page, kv head, token, dim]`, or tiled."""
         layer = self.by_number[block.layer]
@@ -66,29 +75,51 @@ class CacheLayers:
 
     def rows_of_pages(
         self, layer: int, group: Group, heads: slice, pages: Sequence[int]
-    ) -> tuple[torch.Tensor, Index]:
-        """The layer's rows of these heads, uint8 `[page, kv head, bytes]`, and which of them the pages are.
+    ) -> tuple[list[torch.Tensor], Index]:
+        """The rows of these heads in each of the layer's planes, uint8 `[page, kv head, bytes]`, and which
+        of them the pages are.
 
         Raises:
             IndexError: a page is not of this cache.
         """
-        rows = self._rows(layer)
+        planes = self._planes(layer)
         parts = self._parts_per_page(layer, group)
-        self._check_pages(pages, rows.shape[0] // parts)
+        self._check_pages(pages, planes[0].shape[0] // parts)
         index = np.asarray(pages, np.int64)[:, None] * parts + np.arange(parts)
-        return rows if rows.shape[1] == 1 else rows[:, heads], index.reshape(-1)
+        return [p if p.shape[1] == 1 else p[:, heads] for p in planes], index.reshape(-1)
 
-    def payload_by_layer(
-        self, route: Route, chunk: Chunk, payload: Words
-    ) -> Iterator[tuple[int, Words]]:
-        """Each layer of a verbatim chunk, and its part of the payload as `[page, kv head, bytes]`."""
-        pages = len(chunk.pages(route.source.page_size))
-        each = pages * page_part_bytes(route)
-        for place, layer in enumerate(chunk.layers(route)):
-            _, heads, row_bytes = self._rows(layer).shape
-            heads = 1 if heads == 1 else len(route.heads)
-            part = payload[place * each : (place + 1) * each]
-            yield layer, part.reshape(-1, heads, row_bytes)
+    def payload_by_plane(
+        self,
+        route: Route,
+        chunk: Chunk,
+        group: Group,
+        heads: slice,
+        pages: Sequence[int],
+        payload: Words,
+    ) -> Iterator[tuple[torch.Tensor, Index, Words]]:
+        """A verbatim chunk's payload, `[layer][plane][page][kv head][bytes]`, and where it belongs.
+
+        Args:
+            group: the route's source or destination, whichever this cache is.
+            heads: places of the route's heads in this cache.
+            pages: ids of `chunk.pages(group.page_size)`.
+            payload: uint8 `[chunk.nbytes(route)]`.
+
+        Returns:
+            For each plane of each layer: its rows, which of them the pages are, and its part of the
+            payload, `[page, kv head, bytes]`.
+
+        Raises:
+            IndexError: a page is not of this cache.
+        """
+        first = 0
+        for layer in chunk.layers(route):
+            planes, index = self.rows_of_pages(layer, group, heads, pages)
+            for rows in planes:
+                shape = len(index), *rows.shape[1:]
+                stop = first + math.prod(shape)
+                yield rows, index, payload[first:stop].reshape(shape)
+                first = stop
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
@@ -96,18 +127,11 @@ class CacheLayers:
         """Where a verbatim chunk's payload lies, in order; the cache must be in host memory. See
         `PagedCache.pieces`."""
         heads = slice(first_head, first_head + len(route.heads))
-        found: list[Index] = []
-        piece_bytes = 0
+        found: list[Pieces] = []
         for layer in chunk.layers(route):
-            rows, index = self.rows_of_pages(layer, group, heads, pages)
-            _, parts, piece_bytes = rows.shape
-            addresses = rows.data_ptr() + index * rows.stride(0)
-            if rows.stride(1) == piece_bytes:  # the heads lie side by side
-                piece_bytes *= parts
-            elif parts > 1:
-                addresses = (addresses[:, None] + np.arange(parts) * rows.stride(1)).reshape(-1)
-            found.append(addresses)
-        return Pieces(np.concatenate(found).astype(np.uint64), piece_bytes)
+            planes, index = self.rows_of_pages(layer, group, heads, pages)
+            found += [_pieces(rows, index) for rows in planes]
+        return Pieces.together(found)
 
     def run_of_pages(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
         """A verbatim chunk's payload where it lies, if it is one run of full pages of one layer; else
@@ -120,17 +144,19 @@ class CacheLayers:
         if not (one_run and one_layer and all_heads and full):
             return None
         (layer,) = chunk.layers(route)
-        rows = self._rows(layer)
+        rows, *others = self._planes(layer)
+        if others:
+            return None
         parts = self._parts_per_page(layer, group)
         self._check_pages(pages, rows.shape[0] // parts)
         first, count = pages[0] * parts, len(pages) * parts
         run = rows[first : first + count]
         return memoryview(run.reshape(-1).numpy()) if run.is_contiguous() else None
 
-    def _rows(self, layer: int) -> torch.Tensor:
-        rows = self.by_number[layer].rows
-        assert rows is not None, f"layer {layer} has no dense pages"
-        return rows
+    def _planes(self, layer: int) -> tuple[torch.Tensor, ...]:
+        planes = self.by_number[layer].planes
+        assert planes, f"layer {layer} has no dense pages"
+        return planes
 
     def _parts_per_page(self, layer: int, group: Group) -> int:
         """Pages of the layer's view that are one page of the engine."""
@@ -140,3 +166,14 @@ class CacheLayers:
     def _check_pages(pages: Sequence[int], count: int) -> None:
         if min(pages) < 0 or max(pages) >= count:
             raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {count}")
+
+
+def _pieces(rows: torch.Tensor, index: Index) -> Pieces:
+    """Where these rows of a plane lie, in order."""
+    _, parts, piece_bytes = rows.shape
+    addresses = rows.data_ptr() + index * rows.stride(0)
+    if rows.stride(1) == piece_bytes:  # the heads lie side by side
+        piece_bytes *= parts
+    elif parts > 1:
+        addresses = (addresses[:, None] + np.arange(parts) * rows.stride(1)).reshape(-1)
+    return Pieces(addresses.astype(np.uint64), piece_bytes)

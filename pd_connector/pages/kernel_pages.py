@@ -204,7 +204,8 @@ class KernelPages:
         heads = range(head, head + len(route.heads))
         try:
             if verbatim:
-                blocks = Blocks.of_rows([_rows(view, heads) for view in views], view_pages)
+                planes = [rows for view in views for rows in _planes(view, heads)]
+                blocks = Blocks.of_rows(planes, view_pages)
             else:
                 blocks = Blocks.of(
                     [view.key for view in views],
@@ -241,10 +242,10 @@ def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
     return sums
 
 
-def _rows(view: LayerPages, heads: range) -> torch.Tensor:
-    """Bytes of these heads, `[page, head, bytes]`; of all where heads are not apart."""
-    assert view.rows is not None, "whole pages pass only where they are dense"
-    return view.rows if view.rows.shape[1] == 1 else view.rows[:, heads.start : heads.stop]
+def _planes(view: LayerPages, heads: range) -> list[torch.Tensor]:
+    """Bytes of these heads in each plane, `[page, head, bytes]`; of all where heads are not apart."""
+    assert view.planes, "whole pages pass only where they are dense"
+    return [p if p.shape[1] == 1 else p[:, heads.start : heads.stop] for p in view.planes]
 
 
 def _stored(group: Group, layers: Sequence[int]) -> Stored:

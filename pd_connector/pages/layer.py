@@ -19,13 +19,14 @@ class LayerPages(NamedTuple):
         key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,
             `[page, kv head, token tile, token, dim tile, dim]`.
         value: the same of V; None for a latent.
-        rows: the same memory as bytes, `[page, kv head, bytes]`, or `[page, 1, bytes]` where
-            heads are not apart; None where pages are not dense.
+        planes: the same memory as bytes, each `[page, kv head, bytes]`, or `[page, 1, bytes]` where
+            heads are not apart. There is one where a page's K and V lie side by side, one of K and
+            one of V where they lie apart, and none where pages are not dense.
     """
 
     key: torch.Tensor
     value: torch.Tensor | None
-    rows: torch.Tensor | None
+    planes: tuple[torch.Tensor, ...]
 
 
 def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
@@ -48,7 +49,7 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
                 f"[page, {heads} heads, tokens that divide {group.page_size}, {dim}] of "
                 f"{group.dtype}"
             )
-    if pages.rows is None:
+    if not pages.planes:
         if group.layout or not known:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
@@ -58,7 +59,9 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
     count, tokens = len(pages.key), tokens_of(pages.key)
     apart = heads if group.heads_apart else 1
     wanted = count, apart, heads // apart * tokens * token_bytes(group)
-    if tuple(pages.rows.shape) != wanted:
+    found = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
+    if found != {wanted}:
+        shapes = ", ".join(str(tuple(plane.shape)) for plane in pages.planes)
         raise UnsupportedGeometryError(
-            f"cache of layer {layer} has rows of shape {tuple(pages.rows.shape)}: wanted {wanted}"
+            f"cache of layer {layer} has planes of shape {shapes}: wanted {wanted} together"
         )

@@ -11,11 +11,13 @@ from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.protocol.header import ChunkHeader, header_of
+from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.peers import Peer, Source
 
 
 class Load(NamedTuple):
-    """A request for KV: prompt tokens [first_token, stop_token) into local pages."""
+    """A request for KV: prompt tokens [first_token, stop_token) into local pages. There may be no
+    tokens left to want: then only the producer's last words are."""
 
     request: str
     transfer: str
@@ -25,6 +27,7 @@ class Load(NamedTuple):
     stop_token: int
     pages: tuple[Sequence[int], ...]  # local page ids by table, from the prompt's start; -1: none
     wait: bool  # the prefill may not have ended yet
+    engine_id: str = ""  # the producer must be this engine; "": any
 
     def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
         """Local page ids that hold the chunk's tokens, as far as there are any."""
@@ -36,6 +39,7 @@ class Dial(NamedTuple):
     """Open a session with this producer (nothing, where one stands or is being opened)."""
 
     source: Source
+    addresses: int = 1  # of the transfer that wants it
 
 
 class Tell(NamedTuple):
@@ -55,6 +59,7 @@ class PlaceChunk(NamedTuple):
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
+    request: str  # whose pages they are
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
@@ -84,6 +89,7 @@ class Finished(NamedTuple):
     nbytes: int = 0  # received and verified
     chunks: int = 0
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
+    words: LastWords | None = None  # what the producer's engine decided besides
 
 
 Action = Dial | Tell | PlaceChunk | Held | Finished
@@ -99,6 +105,7 @@ class ProducerSession:
     read: bool = False  # chunks are read from it, not written by it
     direct: bool = False  # and leased pages of it, where they lie
     bytes_per_s: float | None = None
+    engine_id: str = ""
 
     def header(self, load: Load, chunk: Chunk, checksum: bytes) -> ChunkHeader:
         """What the header of this chunk must say."""

@@ -14,6 +14,7 @@ class IncomingStream:
     """What one rank of the producer sends."""
 
     readers: int  # ranks of this engine that read from it
+    waits_for_words: bool = False  # not received before the prefill has ended, and told so
     deadline: float = float("inf")
     opened: bool = False
     accepted: bool = False
@@ -28,8 +29,9 @@ class IncomingStream:
 
     @property
     def received(self) -> bool:
-        """Whether all that it sends is in pages."""
-        return self.accepted and not self.missing
+        """Whether all that it sends is in pages, and all that it tells has been told."""
+        told = self.complete or not self.waits_for_words
+        return self.accepted and told and not self.missing
 
     @property
     def timeout(self) -> tuple[Cause, str]:

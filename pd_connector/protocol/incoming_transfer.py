@@ -11,6 +11,7 @@ from pd_connector.protocol import messages
 from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import Action, Finished, Held, Load
 from pd_connector.protocol.incoming_stream import IncomingStream
+from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.peers import Peer, Source
 
 
@@ -25,8 +26,16 @@ class IncomingTransfer:
     watched: bool = False  # the engine wants to hear when there is something to load
     began: float = 0.0
     deadline: float = float("inf")  # of a watched hold
+    engine_id: str = ""  # the engine that must answer; "": any
+    since: float = 0.0  # it waits for its prefill
     nbytes: int = 0
     chunks: int = 0
+    words: LastWords | None = None
+
+    @property
+    def next_deadline(self) -> float:
+        """When to look at it again."""
+        return min([self.deadline, *(stream.deadline for stream in self.streams.values())])
 
     @property
     def received(self) -> bool:
@@ -68,6 +77,7 @@ class IncomingTransfer:
                     nbytes=self.nbytes,
                     chunks=self.chunks,
                     seconds=now - self.began,
+                    words=self.words,
                 )
             ]
         return [Held(self.request, cause, detail)] if self.watched else []
@@ -91,7 +101,11 @@ class IncomingTransfer:
 
 
 def streams(
-    peers: Sequence[Peer], geometry: Geometry, shards: Sequence[Shard]
+    peers: Sequence[Peer],
+    geometry: Geometry,
+    shards: Sequence[Shard],
+    *,
+    waits_for_words: bool = False,
 ) -> dict[Source, IncomingStream]:
     """A stream of each rank of a producer that holds a part of what this rank holds.
 
@@ -99,10 +113,13 @@ def streams(
         peers: all ranks of the producer.
         geometry: of this rank.
         shards: what all ranks of this engine hold.
+        waits_for_words: see `IncomingStream`.
     """
     heads = frozenset(group.heads for group in geometry.groups)
     return {
-        peer.source: IncomingStream(sum(meet(peer.shard, shard, heads) for shard in shards))
+        peer.source: IncomingStream(
+            sum(meet(peer.shard, shard, heads) for shard in shards), waits_for_words
+        )
         for peer in peers
         if meet(peer.shard, geometry.shard, heads)
     }

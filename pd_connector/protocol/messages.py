@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a consumer and a producer, and nothing else.
 
-Schema history (a peer one version back is accepted, once there is a released one):
+Schema history (a peer one version back is accepted):
     1  whole pages between like caches; never released
     2  routes between unlike geometries, codecs, streaming, both directions
+    3  the constants of plans belong to the schema (`plan/rules.py`); leased pages have one kind of checksum
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
-version. Messages are msgpack maps tagged with their type; fields that a peer does not know are
+version. What both sides compute by themselves and must compute alike is part of the version, too: the
+routes of a pair, its plan, and the bytes of a payload. Messages are msgpack maps tagged with their type; fields that a peer does not know are
 passed over.
 """
 
@@ -18,8 +20,9 @@ from pd_connector.config import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
+from pd_connector.protocol.last_words import LastWords
 
-SCHEMA = 2
+SCHEMA = 3
 OLDEST_SCHEMA = 2
 MAX_PIECES = 1 << 14
 """Pieces of a chunk that is read from pages, at most."""
@@ -39,8 +42,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """Consumer, first message of a session: who I am and what I can take.
 
-    `codecs` are those the consumer permits; `readable` the transports over which it can read.
-    `facts` are compared instead of `model`, which schema 2 has.
+    `codecs` are those the consumer permits; `readable` the transports over which it can read;
+    `needs` what it must be told with the end of each transfer (`last_words`). `facts` are compared
+    instead of `model`, which schema 2 has.
     """
 
     newest: Count
@@ -52,6 +56,7 @@ class Hello(Message, frozen=True):
     codecs: Codecs
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
+    needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
     facts: ModelFacts | None = None
 
 
@@ -72,6 +77,7 @@ class Welcome(Message, frozen=True):
     slot_bytes: Count  # of its send slots
     read: bool = False
     direct: bool = False
+    model: Fingerprint = b""  # empty in versions that did not say it
     facts: ModelFacts | None = None
 
 
@@ -122,11 +128,13 @@ class Accept(Message, frozen=True):
     """Producer: there is KV to send, and `chunks` chunks will follow.
 
     Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
+    Then it has the engine's `words`, if it has any.
     """
 
     transfer: Name
     chunks: Count
     complete: bool
+    words: LastWords | None = None
 
 
 class Refuse(Message, frozen=True):
@@ -205,9 +213,11 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Producer: answer to a heartbeat."""
+    """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
+    last step, in milliseconds."""
 
     epoch: Count
+    engine_age_ms: Count = 0
 
 
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat

@@ -167,7 +167,7 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         table=layer.table,
         scales=(scales,),
     )
-    return group, LayerPages(key, value, rows)
+    return group, LayerPages(key, value, () if rows is None else (rows,))
 
 
 def _kind(layer: _Layer) -> tuple[Kind, int]:

@@ -84,7 +84,7 @@ class WorkerSide:
             shards=engine_shards(self._vllm_config, shard),
             facts=self._facts,
         )
-        self._address = RankAddress(self._config.host, self._agent.port, shard)
+        self._address = RankAddress(self._agent.host, self._agent.port, shard)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             transfer.engine_id,
@@ -105,6 +105,8 @@ class WorkerSide:
         assert self._agent is not None or not step.commands
         if step.compare_weights or (not step.idle and time.monotonic() >= self._next_compare):
             self._compare_weights()
+        if self._agent is not None:
+            self._agent.engine_steps()
         for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
         self._prefills = step.prefills

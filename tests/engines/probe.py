@@ -134,10 +134,11 @@ class Trainer(Probe, WorkerExtension):
     """A worker whose weights can be changed while it serves, and that is told so."""
 
     def scale_weights(self, factor: float) -> None:
-        """Multiply the weights of every layer, in place, as an update of a trainer's does."""
+        """Multiply weights of every layer, in place, as an update of a trainer's does. (Of others a CPU's
+        kernels have copies of their own.)"""
         with _torch().no_grad():
             for name, weight in self.model_runner.model.named_parameters():
-                if "proj" in name:
+                if "norm" in name:
                     weight.mul_(factor)
 
 

@@ -34,7 +34,7 @@ def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Blocks
     first = route.source_head if gather else route.destination_head
     heads = range(first, first + len(route.heads))
     layers = planned.layers(route)
-    views = [rank.cache._layers[layer] for layer in layers]
+    views = [rank.cache._layers.by_number[layer] for layer in layers]
     pages = rank.pages(group, planned.pages(group.page_size))
     if planned.verbatim:
         rows = [view.rows for view in views]
@@ -64,7 +64,7 @@ def chunk_of(
     gather: bool,
     sums: torch.Tensor | None = None,
 ) -> ChunkLaunch:
-    """As the kernels are called for it."""
+    """The arguments with which kernels are called for a planned chunk."""
     group = route.source if gather else route.destination
     table = torch.tensor(pages, dtype=torch.int32)
     if planned.verbatim:

@@ -94,7 +94,55 @@ def test_a_process_that_is_gone_is_an_error():
 
 def test_unlike_pieces_are_refused_before_anything_is_written():
     here = np.zeros(16, np.uint8)
-    one, two = pieces(here.ctypes.data, [0], 16), pieces(here.ctypes.data, [0, 1], 8)
-    with pytest.raises(ValueError, match="1 pieces of 16 bytes there, 2 of 8 here"):
+    one, two = pieces(here.ctypes.data, [0], 8), pieces(here.ctypes.data, [0, 1], 8)
+    with pytest.raises(ValueError, match="1 pieces of 8 bytes there, 2 of 8 here"):
         read_memory(os.getpid(), one, two)
     assert not here.any()
+
+
+def test_pieces_of_unlike_sizes_fit_if_their_bytes_do(far: tuple[int, int]):
+    pid, base = far
+    here = np.zeros(6 * 4096, np.uint8)
+    theirs, ours = pieces(base, [1, 4, 2], 8192), pieces(here.ctypes.data, [5, 0, 1, 3, 2, 4], 4096)
+    found = read_memory(pid, theirs, ours)
+    wanted = np.concatenate([KNOWN[n * 8192 : (n + 1) * 8192] for n in (1, 4, 2)])
+    assert np.array_equal(here.reshape(6, 4096)[[5, 0, 1, 3, 2, 4]].reshape(-1), wanted)
+    assert found == ours.checksum() == xxhash.xxh3_128(wanted).digest()
+
+
+def test_a_peer_cannot_have_memory_cut_into_crumbs(far: tuple[int, int]):
+    pid, base = far
+    here = np.zeros(1 << 20, np.uint8)
+    with pytest.raises(ValueError, match="hardly fit"):
+        read_memory(
+            pid,
+            pieces(base, list(range(1 << 20)), 1),
+            Pieces(np.array([here.ctypes.data], np.uint64), 1 << 20),
+        )
+    assert not here.any()
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30))
+def test_joined_and_cut_pieces_are_the_same_memory(numbers: list[int]):
+    data = KNOWN[: 41 * 24].copy()
+    order = pieces(data.ctypes.data, numbers, 24)
+    for same in (order.joined(), order.cut(8), order.cut(8).joined(), Pieces.together([order])):
+        assert same.nbytes == order.nbytes
+        assert same.checksum() == order.checksum()
+
+
+def test_neighbours_become_one_piece():
+    """The pages of one token each that a fresh request has, in two stretches."""
+    joined = pieces(1 << 20, [*range(8, 24), *range(64, 72)], 512).joined()
+    assert joined.piece_bytes == 8 * 512
+    assert joined.addresses.tolist() == [(1 << 20) + 512 * n for n in (8, 16, 64)]
+
+
+def test_pieces_of_unlike_planes_are_cut_to_one_size():
+    keys, values = pieces(1 << 20, [0, 1], 24), pieces(1 << 21, [0, 1], 16)
+    both = Pieces.together([keys, values])
+    assert both.piece_bytes == 8
+    assert both.addresses.tolist() == [
+        *range(1 << 20, (1 << 20) + 48, 8),
+        *range(1 << 21, (1 << 21) + 32, 8),
+    ]

@@ -398,7 +398,7 @@ def test_pages_that_nobody_can_read_pass_as_they_are() -> None:
     wanted = half.clone()
     wanted[[3, 0]] = full[[1, 2], 1:]
     caches = [
-        PagedCache({0: LayerPages(x, None, x.flatten(2))}, geometry)
+        PagedCache({0: LayerPages(x, None, (x.flatten(2),))}, geometry)
         for x, geometry in zip((full, half), geometries, strict=True)
     ]
     chunk = Chunk(0, 0, 0, 1, 0, 30, True)
@@ -415,9 +415,9 @@ def test_pages_that_nobody_can_read_pass_as_they_are() -> None:
         ((5, 2, 24, 8), torch.bfloat16, (5, 2, 768), "tokens that divide 16"),
         ((5, 2, 16, 4), torch.bfloat16, (5, 2, 256), "16, 4.*8] of bfloat16"),
         ((5, 2, 16, 8), torch.float16, (5, 2, 512), "float16: wanted"),
-        ((5, 2, 16, 8), torch.bfloat16, (5, 2, 256), "rows of .*5, 2, 256.*512"),
-        ((5, 2, 16, 8), torch.bfloat16, (5, 1, 1024), "rows of .*5, 1, 1024"),
-        ((5, 2, 16, 8), torch.bfloat16, (4, 2, 512), "rows of .*4, 2, 512"),
+        ((5, 2, 16, 8), torch.bfloat16, (5, 2, 256), "planes of .*5, 2, 256.*512"),
+        ((5, 2, 16, 8), torch.bfloat16, (5, 1, 1024), "planes of .*5, 1, 1024"),
+        ((5, 2, 16, 8), torch.bfloat16, (4, 2, 512), "planes of .*4, 2, 512"),
         ((5, 2, 16, 8), torch.bfloat16, None, "layout HND.*not dense"),
     ],
 )
@@ -426,7 +426,7 @@ def test_a_cache_that_is_not_what_the_geometry_says_is_refused(
 ) -> None:
     (geometry,) = Setup().geometries((Layer(2),))
     half = torch.zeros(shape, dtype=dtype)
-    dense = None if rows is None else torch.zeros(rows, dtype=torch.uint8)
+    dense = () if rows is None else (torch.zeros(rows, dtype=torch.uint8),)
     if not told:
         PagedCache({0: LayerPages(half, half, dense)}, geometry)
         return
@@ -438,7 +438,7 @@ def test_a_layer_without_v_where_the_geometry_has_one_is_refused() -> None:
     (geometry,) = Setup(layout="").geometries((Layer(2),))
     half = torch.zeros(5, 2, 16, 8, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedGeometryError, match="layer 0 has no V"):
-        PagedCache({0: LayerPages(half, None, None)}, geometry)
+        PagedCache({0: LayerPages(half, None, ())}, geometry)
 
 
 class Dtypes(TorchDispatchMode):

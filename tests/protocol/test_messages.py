@@ -13,6 +13,7 @@ from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import LayerFacts, ModelFacts
+from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
 from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
 from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
@@ -56,6 +57,16 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
         return st.binary(max_size=min(info.max_length or 30, 30))
     if isinstance(info, msgspec.inspect.ListType):
         return st.lists(_of(info.item_type), max_size=5)
+    if isinstance(info, msgspec.inspect.FloatType):
+        return st.floats(info.ge, info.le, allow_nan=False)
+    if isinstance(info, msgspec.inspect.NoneType):
+        return st.none()
+    if isinstance(info, msgspec.inspect.UnionType):
+        return st.one_of([_of(kind) for kind in info.types])
+    if isinstance(info, msgspec.inspect.TupleType):
+        return st.tuples(*(_of(kind) for kind in info.item_types))
+    if isinstance(info, msgspec.inspect.StructType):
+        return _messages(info.cls)
     assert isinstance(info, msgspec.inspect.DictType)
     return st.dictionaries(_of(info.key_type), _of(info.value_type), max_size=3)
 
@@ -238,3 +249,8 @@ def test_one_version_back_is_spoken_and_no_other(
 
 def test_this_release_accepts_one_version_back_at_most() -> None:
     assert messages.SCHEMA - 1 <= messages.OLDEST_SCHEMA <= messages.SCHEMA
+
+
+def test_every_version_that_is_accepted_has_rules_for_its_plans() -> None:
+    assert {*range(messages.OLDEST_SCHEMA, messages.SCHEMA + 1)} <= set(RULES)
+    assert max(RULES) == messages.SCHEMA

@@ -119,7 +119,6 @@ def test_transfers_are_sent_in_turn(producer: Producer):
     [
         (opening(tokens="others"), Cause.TOKENS),
         (opening(stop=13), Cause.TOKENS),
-        (opening(first=12), Cause.TOKENS),
         (opening(first=5, stop=4), Cause.TOKENS),
         (opening(stop=2**62), Cause.TOKENS),
         (opening(transfer="u", tokens="u"), Cause.UNKNOWN_TRANSFER),

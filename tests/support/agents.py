@@ -2,6 +2,7 @@
 """Agents with small caches of random bytes, and what must be back when a test ends."""
 
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ def geometry_of(shard: Shard = WHOLE, **changes: Any) -> Geometry:
 GEOMETRY = geometry_of()
 
 SHORT: dict[str, Any] = {
+    "lease_share": 1.0,
     "slot_mib": 1,
     "slots": 4,
     "lease_s": 1.5,
@@ -49,7 +51,7 @@ SHORT: dict[str, Any] = {
 }
 """For tests in which something is to time out."""
 
-LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
+LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1, "lease_share": 1.0}
 """For tests in which nothing may, however slow the machine."""
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
@@ -80,7 +82,7 @@ def views(layer: torch.Tensor, group: Group) -> LayerPages:
     return LayerPages(
         layer[..., :keys].unflatten(2, (tokens, group.key_dim)),
         layer[..., keys:].unflatten(2, (tokens, group.value_dim)),
-        layer.view(torch.uint8),
+        (layer.view(torch.uint8),),
     )
 
 
@@ -205,6 +207,13 @@ class Rank:
     def assert_at_rest(self) -> None:
         until(self.at_rest, f"at rest: {self.agent.telemetry.gauges()}")
         assert self.count("agent_failures") == 0
+        assert self.count("session_errors") == 0
+
+    def limit_descriptors(self, most: int) -> None:
+        """For a rank in a process of its own."""
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
     def part(self, page: int, layer: int, head: int) -> bytes:
         """KV of one page in one layer and head, by their numbers in the model."""

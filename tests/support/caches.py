@@ -34,6 +34,7 @@ class Layout(NamedTuple):
     order: str = "HNC"
     transposed: bool = False
     halves: bool = False
+    dense: bool = False
     parts: int = 1
     gap: int = 0
     tile: int = 0
@@ -84,11 +85,10 @@ class Layout(NamedTuple):
         page = heads * tokens * (k + v) + self.gap
         if self.halves:
             split = pages * tokens * heads * k
-            return LayerPages(
-                storage[:split].view(pages, tokens, heads, k).transpose(1, 2),
-                storage[split:].view(pages, tokens, heads, v).transpose(1, 2),
-                None,
-            )
+            halves = [storage[:split], *([storage[split:]] if v else [])]
+            seen = [half.view(pages, tokens, heads, -1).transpose(1, 2) for half in halves]
+            planes = tuple(half.view(pages, 1, -1).view(torch.uint8) for half in halves)
+            return LayerPages(seen[0], seen[1] if v else None, planes if self.dense else ())
         if self.tile:
             t, strides = self.tile, (page, tokens * (k + v))
             key = storage.as_strided(
@@ -112,7 +112,7 @@ class Layout(NamedTuple):
         each = heads * tokens * (k + v) // rows[1] * size
         as_bytes = storage.view(torch.uint8)
         dense = as_bytes.as_strided((*rows, each), (page * size, each, 1))
-        return LayerPages(key, value if v else None, dense)
+        return LayerPages(key, value if v else None, (dense,))
 
 
 LAYOUTS = {
@@ -124,6 +124,8 @@ LAYOUTS = {
     "packed in parts": Layout(transposed=True, parts=2),
     "apart": Layout(gap=24),
     "": Layout(halves=True),
+    "K, V": Layout(halves=True, dense=True),
+    "K, V in parts": Layout(halves=True, dense=True, parts=2),
 }
 ON_THE_HOST = {"tiled": Layout(tile=4)}
 """Layouts that no GPU has, of caches whose dims are multiples of 4."""

@@ -113,7 +113,7 @@ def counted(
         if misplaces:
             assert layers[1].value is not None
             moved = misplaced(layers[1].key), misplaced(layers[1].value)
-            layers[1] = LayerPages(*moved, None)
+            layers[1] = LayerPages(*moved, ())
         for name, first in (("cold", ()), ("other", unlike), ("after", paths)):
             if [route.codec for route in first] == [
                 route.codec for route in paths

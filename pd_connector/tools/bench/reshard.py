@@ -218,4 +218,4 @@ def _torch(sources: Sequence[_Rank], destinations: Sequence[_Rank], tokens: int)
 def _views(layer: torch.Tensor) -> LayerPages:
     by_head = layer.transpose(1, 2)
     rows = layer.view(torch.uint8).view(len(layer), 1, -1)
-    return LayerPages(by_head[..., :_DIM], by_head[..., _DIM:], rows)
+    return LayerPages(by_head[..., :_DIM], by_head[..., _DIM:], (rows,))

@@ -125,4 +125,4 @@ class GpuCache:
         key_dim = self.model.key_dim
         rows = layer.view(torch.uint8).flatten(2)
         value = layer[..., key_dim:] if self.model.value_dim else None
-        return LayerPages(layer[..., :key_dim], value, rows)
+        return LayerPages(layer[..., :key_dim], value, (rows,))

@@ -113,4 +113,4 @@ def _order(role: str, count: int) -> list[int]:
 
 def _views(layer: torch.Tensor) -> LayerPages:
     rows = layer.view(torch.uint8).view(len(layer), KV_HEADS, -1)
-    return LayerPages(layer[..., :HEAD_DIM], layer[..., HEAD_DIM:], rows)
+    return LayerPages(layer[..., :HEAD_DIM], layer[..., HEAD_DIM:], (rows,))
