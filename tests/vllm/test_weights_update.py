@@ -37,6 +37,9 @@ class Recorder:
     def submit(self, command):
         self.commands.append(command)
 
+    def engine_steps(self):
+        pass
+
     def close(self):
         pass
 
