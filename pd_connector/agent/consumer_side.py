@@ -20,6 +20,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -138,6 +139,13 @@ class ConsumerSide:
                 case Drop(request, why):
                     self._act(self._consumer.drop(request, why, now), now)
                     self._gate.open(request)  # `Agent.submit` has shut it
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: KV that is under way is of no use, and every producer
+        must be compared with again."""
+        self._dialler.change_model(facts)
+        for session in self._sessions:
+            self._end(session, Cause.MODEL, "this engine's weights have changed", now)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""

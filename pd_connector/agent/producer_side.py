@@ -20,6 +20,7 @@ from pd_connector.errors import (
     MalformedMessageError,
     TransportError,
 )
+from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.protocol import messages
 from pd_connector.protocol.outgoing import Action, Free, Offer, Reply, Send
@@ -130,6 +131,15 @@ class ProducerSide:
         self._outbox.forget(request)
         self._act(self._producer.withdraw(transfer, request))
         self._gate.open(request)
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: what was computed with the old ones is not sent any
+        more, and every consumer must compare models again."""
+        self._sessions.change_model(facts)
+        detail = "the engine's weights have changed"
+        self._act(self._producer.end_all(Cause.MODEL, detail))
+        for sender, _ in self._sessions:
+            self._reject(sender, Cause.MODEL, detail, now)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """Messages that wait, as (sender, bytes), for `handle`."""
