@@ -39,7 +39,7 @@ from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
 
-_SESSIONS_PER_HEARTBEAT = 64
+_SESSIONS_PER_HEARTBEAT = 16
 """With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
 
 
@@ -81,7 +81,6 @@ class ConsumerSide:
         self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
         self._next_heartbeat = 0.0
-        self._next_sweep = 0.0
 
     @property
     def pollables(self) -> list[object]:
@@ -161,7 +160,7 @@ class ConsumerSide:
                 return
             self._dispatch(session, message, now)
             self._sessions.heard(session, now)
-        if self._sessions.holds(session) and (lost := session.connection.lost()):
+        if self._sessions.holds(session) and (lost := self._sessions.lost(session)):
             self._end(session, *lost, now)
 
     @contextlib.contextmanager
@@ -210,11 +209,12 @@ class ConsumerSide:
                 self._dial(source, addresses, now)
             else:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
-        if now >= self._next_sweep:
-            self._next_sweep = now + self._config.heartbeat_s / 2
-            for session in self._sessions:
-                with self._ending_on_error(session, now):
-                    self._sweep(session, now)
+        for session in self._sessions.compiling_sessions():
+            with self._ending_on_error(session, now):
+                self._establish(session, now)
+        for session in self._sessions.due(now):
+            with self._ending_on_error(session, now):
+                self._look_after(session, now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
             for session in self._sessions:
@@ -222,15 +222,16 @@ class ConsumerSide:
                     wanted = self._consumer.wanted(session.source)
                     self._sessions.send_heartbeat(session, wanted)
 
-    def _sweep(self, session: OpenSession, now: float) -> None:
-        """Look after one session."""
-        if session.deadline < now:
+    def _look_after(self, session: OpenSession, now: float) -> None:
+        """End a session that is lost or idle."""
+        if session.deadline <= now:
             self._end(session, session.timeout_cause, "the producer does not answer", now)
-        elif session.agreed is not None:
-            self._establish(session, now)
-        elif self._consumer.wants(session.source):
+            return
+        if self._consumer.wants(session.source):
             session.last_wanted = now
-        elif session.path is not None and session.last_wanted + self._config.idle_timeout_s < now:
+        if session.path is None or session.last_wanted + self._config.idle_timeout_s > now:
+            self._sessions.look_again(session, now)
+        else:
             self._end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
 
     @property
@@ -238,7 +239,7 @@ class ConsumerSide:
         """With many sessions heartbeats are further apart, as far as sessions and leases allow."""
         config = self._config
         stretched = config.heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
-        most = min(config.session_timeout_s, config.lease_s) / 2.5
+        most = min(config.session_timeout_s, config.lease_s) / 2
         return max(config.heartbeat_s, min(stretched, most))
 
     def close(self) -> None:
@@ -275,6 +276,7 @@ class ConsumerSide:
             session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
             return self._end(session, refused.cause, str(refused), now)
+        self._sessions.agreed(session)
         return self._establish(session, now)
 
     def _establish(self, session: OpenSession, now: float) -> None:

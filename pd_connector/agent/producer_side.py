@@ -237,7 +237,7 @@ class ProducerSide:
             welcome = self._sessions.open(sender, hello, now)
         except RefusedError as refused:
             return self._reject(sender, refused.cause, str(refused), now)
-        self._listener.serve(sender)
+        self._listener.serve(sender, now)
         self._listener.send(sender, messages.encode(welcome))
         return None
 
