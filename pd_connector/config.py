@@ -21,6 +21,9 @@ HOST_VARIABLE = "PD_CONNECTOR_HOST"
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+ENGINE_HOST_VARIABLE = "VLLM_HOST_IP"
+"""vLLM's own variable for the address of this host. Taken where nothing else names a host, and other
+addresses than loopback are permitted."""
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
@@ -118,6 +121,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name, variable in (("key", KEY_VARIABLE), ("host", HOST_VARIABLE)):
             if name not in values and environment.get(variable):
                 values[name] = environment[variable]
+        if "host" not in values:
+            # Without a key it would be refused, where engines of one machine need none.
+            open_to_others = bool(values.get("key")) or values.get("insecure") is True
+            engine_host = environment.get(ENGINE_HOST_VARIABLE, "")
+            if open_to_others and not _is_wildcard(engine_host):
+                values["host"] = engine_host
         try:
             config = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:

@@ -14,6 +14,7 @@ from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.name_queue import Named, NameQueue
 from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
@@ -35,6 +36,7 @@ from pd_connector.protocol.incoming import (
     Tell,
 )
 from pd_connector.protocol.peers import Source
+from pd_connector.remedies import FAILING_GAUGE
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
@@ -80,6 +82,7 @@ class ConsumerSide:
         self._sessions = OpenSessions(config, self._dialler)
         self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
+        self._outage = OutageWatch()
         self._next_heartbeat = 0.0
 
     @property
@@ -110,6 +113,7 @@ class ConsumerSide:
             "landing_slots": self._pool.held,
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
+            FAILING_GAUGE: float(self._outage.failing),
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
@@ -122,7 +126,7 @@ class ConsumerSide:
         for command, fence, cause, detail in ready:
             match command:
                 case Load() if cause is not None:
-                    self._finished(Finished(command.request, cause, detail))
+                    self._finished(Finished(command.request, cause, detail), now)
                 case Hold() if cause is not None:
                     self._act([Held(command.request, cause, detail)], now)
                 case Load():
@@ -338,7 +342,8 @@ class ConsumerSide:
 
     def _end(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
         source, path = session.source, session.path
-        level = logging.WARNING if self._consumer.wants(source) else logging.INFO
+        detail = named_for_what_it_is(source.host, cause, detail)
+        level = self._outage.level if self._consumer.wants(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
         silenced = path is None or path.transport.silenced(path.expected)
@@ -363,10 +368,12 @@ class ConsumerSide:
                 case Held(request, cause, detail) as held:
                     if cause is not None:
                         self._telemetry.count("failed_transfers", cause=cause)
-                        logger.warning("no KV for request %s (%s): %s", request, cause, detail)
+                        told = "no KV for request %s (%s): %s"
+                        logger.log(self._outage.level, told, request, cause, detail)
+                        self._outage.failed(cause, detail, now)
                     self._report(held)
                 case Finished() as finished:
-                    self._finished(finished)
+                    self._finished(finished, now)
 
     def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         session = self._sessions.get(place.source)
@@ -377,19 +384,22 @@ class ConsumerSide:
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
 
-    def _finished(self, finished: Finished) -> None:
+    def _finished(self, finished: Finished, now: float) -> None:
         if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)
+            self._outage.succeeded()
         else:
             self._telemetry.count("failed_transfers", cause=finished.cause)
             if finished.cause is not Cause.ABORTED:
-                logger.warning(
+                logger.log(
+                    self._outage.level,
                     "KV of request %s did not arrive (%s): %s",
                     finished.request,
                     finished.cause,
                     finished.detail,
                 )
+            self._outage.failed(finished.cause, finished.detail, now)
         self._inbox.forget(finished.request)
         self._report(finished)
 

@@ -13,6 +13,7 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import OFFERED, Key, Outbox
 from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
+from pd_connector.config import is_loopback
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
     Cause,
@@ -60,6 +61,12 @@ class ProducerSide:
         self._listener = Listener(
             resources.context, config.host, resources.keys, port, config.connect_timeout_s
         )
+        if config.insecure and is_loopback(config.host):
+            logger.warning(
+                "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
+                "(config key, PD_CONNECTOR_HOST or VLLM_HOST_IP) to an address of this machine",
+                config.host,
+            )
         self._sessions = ConsumerSessions(resources)
         self._next_sweep = 0.0
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
