@@ -192,6 +192,7 @@ class Consumer:
         now: float,
         *,
         problem: str = "",
+        authentic: bool = False,
     ) -> list[Action]:
         """A chunk has landed, or can be read where it lies, or, with a `problem`, will not come.
         Nothing of it is believed before it fits the plan.
@@ -212,7 +213,7 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = Place(source, header, route, chunk, pages, slot, payload)
+        place = Place(source, header, route, chunk, pages, slot, payload, authentic)
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)

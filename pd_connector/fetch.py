@@ -122,10 +122,17 @@ class Fetcher:
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it is believed once it fits the plan and its checksum."""
-        self._arrived(landed.header, landed.slot, landed.payload, landed.problem, now)
+        self._arrived(*landed[:4], now, authentic=landed.authentic)
 
     def _arrived(
-        self, data: bytes, slot: int, payload: memoryview | Pieces, problem: str, now: float
+        self,
+        data: bytes,
+        slot: int,
+        payload: memoryview | Pieces,
+        problem: str,
+        now: float,
+        *,
+        authentic: bool = False,
     ) -> None:
         try:
             header = wire.decode_chunk_header(data)
@@ -137,7 +144,9 @@ class Fetcher:
             return
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
-        actions = self._consumer.landed(header, slot, payload, now, problem=problem)
+        actions = self._consumer.landed(
+            header, slot, payload, now, problem=problem, authentic=authentic
+        )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)

@@ -69,6 +69,7 @@ class Place(NamedTuple):
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
+    authentic: bool = False  # by the transport: these are the bytes that the producer sent
 
     def problem(self, wanted: wire.ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. The checksum is left to whoever places."""

@@ -62,6 +62,8 @@ class Outbox:
         self._moving: dict[Key, Moving] = {}
         self._offers = itertools.count()
         self._sated: set[bytes] = set()
+        self._moved: set[bytes] = set()  # sessions of which a chunk has arrived lately
+        self._moves: dict[bytes, float] = {}  # and until when that counts as progress
         self._send_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
 
@@ -114,8 +116,9 @@ class Outbox:
             # Into memory of our own, never straight into the landing slot: a producer that was
             # given up may still write there, and the checksum would certify its bytes.
             send_slot = self._send_slots.pop()  # the one used last is warm in the cache
-            payload = self._gather(send, self._sending.slot(send_slot))
-        found = self._cache.checksum or checksum(payload)
+            slab = None if way.read else way.transport.sends_from
+            payload = self._gather(send, (slab or self._sending).slot(send_slot))
+        found = self._cache.checksum or self._checksum(payload, way)
         if way.read:
             return self._offer_slot(send, payload, found, send_slot, now)
         self._write(send, way, payload, found, send_slot, now)
@@ -128,6 +131,7 @@ class Outbox:
             return None
         if moving.send_slot is not None:
             self._send_slots.append(moving.send_slot)
+        self._moved.add(moving.session)
         if key[0] == OFFERED and len(self.offers_to(moving.session)) < _READ_AHEAD:
             self._sated.discard(moving.session)
         return moving
@@ -142,8 +146,17 @@ class Outbox:
         return [k for k, m in self._moving.items() if m.session == session and k[0] == OFFERED]
 
     def stuck(self, now: float) -> set[bytes]:
-        """Sessions with a chunk that should have been moved by now."""
-        return {moving.session for moving in self._moving.values() if moving.deadline <= now}
+        """Sessions with a chunk that should have been moved by now, although none of their other
+        chunks has been: where several wait for a slow link, the last of them waits long."""
+        progress = dict.fromkeys(self._moved, now + self._config.stall_timeout_s)
+        self._moves = {s: until for s, until in self._moves.items() if until > now} | progress
+        self._moved.clear()
+        late = {moving.session for moving in self._moving.values() if moving.deadline <= now}
+        return late - self._moves.keys()
+
+    def _checksum(self, payload: memoryview, way: Way) -> bytes:
+        """That of a gathered chunk; empty where its transport authenticates every byte."""
+        return b"" if way.transport.authenticates and not way.read else checksum(payload)
 
     def _gather(self, send: Send, slot: memoryview) -> memoryview:
         fence = self._fences.get(send.request)

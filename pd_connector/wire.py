@@ -220,7 +220,8 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """Travels with the bytes of one chunk; the consumer checks every field before it believes.
 
     `identity` is the fingerprint of the tokens whose KV this is, `epoch` the producer
-    process's, `checksum` that of the `nbytes` coded bytes. `route`, layers and tokens are those of
+    process's, `checksum` that of the `nbytes` coded bytes; it may be empty over a transport that
+    authenticates every byte, and over no other. `route`, layers and tokens are those of
     the plan's chunk with this sequence number.
     """
 

@@ -48,7 +48,9 @@ class Way:
 
     @property
     def params(self) -> dict[str, Param]:
-        return {"transport": self.settings["transports"][0], "codec": self.settings["codec"]}
+        transport = self.settings["transports"][0]
+        plain = ", insecure" if self.settings.get("insecure") else ""
+        return {"transport": f"{transport}{plain}", "codec": self.settings["codec"]}
 
 
 PAGES = Way("NIXL pages", "pages")
@@ -67,6 +69,13 @@ def local_way(transport: str, codec: str) -> Way:
 def link_way(transport: str, codec: str) -> Way:
     """Ours over a link."""
     return _ours(transport, codec, _CODEC_BARS[codec] if transport == "tcp" else None)
+
+
+def insecure_way(transport: str, codec: str) -> Way:
+    """Ours over a link without a key: what encryption costs is the difference to `link_way`."""
+    way = link_way(transport, codec)
+    settings = {**way.settings, "key": "", "insecure": True}
+    return replace(way, name=f"{way.name}, insecure", settings=settings)
 
 
 class WireFindings(NamedTuple):

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
 from pd_connector.memory import Pieces
+from pd_connector.slab import Slab
 
 Route = Hashable
 """A producer's handle of one consumer, from `connect` until `disconnect`."""
@@ -33,9 +34,13 @@ class Landed(NamedTuple):
     header: bytes  # as given to `write` or `read`
     slot: int  # the landing slot that was named
     # The bytes. They may lie in the landing slot, and are valid until it is granted or read into
-    # again; those of a read may lie in the producer's send slot, and are valid until it is told.
+    # again, or in memory of the transport, and are valid until the next `poll`; those of a read may
+    # lie in the producer's send slot, and are valid until it is told.
     payload: memoryview
     problem: str = ""  # why a read failed, for the log; its payload is empty then
+    # Whether the transport has verified, by keys that only the peer has, that these are the bytes
+    # the peer sent, and whether nobody but this process can write where they lie.
+    authentic: bool = False
 
 
 class Transport(abc.ABC):
@@ -50,6 +55,14 @@ class Transport(abc.ABC):
     in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
+    label: str = ""
+    """What people call it in the config and read in the log, where that is not its `name`. Peers
+    know it by its name."""
+    authenticates: bool = False
+    """Whether everything it delivers is `authentic`. Chunks need no checksum then."""
+    sends_from: Slab | None = None
+    """Slots that chunks are gathered into for this transport, where it is not the rank's sending
+    slab: memory that no peer can write, which `authenticates` asks for."""
 
     @abc.abstractmethod
     def address(self) -> bytes:
@@ -78,7 +91,10 @@ class Transport(abc.ABC):
         """Start to write `payload` into the consumer's landing slot; returns a token.
 
         `payload` must stay unchanged until the `Written` with this token is polled. Header and
-        payload arrive together, once, or not at all. Raises TransportError if it cannot start.
+        payload arrive together, once, or not at all. Unless the transport `copies`, the write has
+        ended well only when the consumer has said that it landed, and nothing is kept of it but a
+        reference. When a connection breaks, the writes that were under way over it end as failed,
+        and those that follow wait for the next one. Raises TransportError if it cannot start.
         """
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:

@@ -8,6 +8,8 @@ from pd_connector.session import Context
 from pd_connector.transport.base import Transport
 from pd_connector.transport.shm import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
+from pd_connector.transport.tcp.connection import Pace
+from pd_connector.transport.tcp_v1 import TcpV1Transport
 
 
 def make_transports(
@@ -28,5 +30,15 @@ def make_transports(
 
             made.append(UcxTransport(config.slot_bytes, config.host))
         else:
-            made.append(TcpTransport(context, config.host, config.slot_bytes, config.permits, keys))
+            where = config.host, config.permits
+            memory = buffers.private_landing, buffers.private_sending
+            shared = keys.server_secret + keys.client_secret if keys else b""
+            made.append(TcpTransport(*memory, *where, shared, _pace(config)))
+            made.append(TcpV1Transport(context, config.slot_bytes, *where, keys))
     return made
+
+
+def _pace(config: Config) -> Pace:
+    """A dead connection is found, and a transfer over it failed, before its session counts as lost."""
+    silence_s = max(config.session_timeout_s / 2, 2 * config.heartbeat_s)
+    return Pace(config.heartbeat_s, silence_s)

@@ -16,7 +16,7 @@ from pd_connector.bench.flow import BenchError
 from pd_connector.bench.machine import cpu_seconds
 from pd_connector.bench.report import Comparison, missed
 from pd_connector.bench.reshard import Engines
-from pd_connector.bench.wire import LINE, PAGES, Way, link_way, local_way
+from pd_connector.bench.wire import LINE, PAGES, Way, insecure_way, link_way, local_way
 from pd_connector.bench.wire_cache import WireCache
 from pd_connector.bench.wire_pair import WirePair, WireRun
 from pd_connector.bench.wire_size import LAYERS, PAGE_BYTES, PAGE_TOKENS
@@ -102,7 +102,7 @@ def test_over_a_link_nothing_is_faster_than_the_link():
     rate_mbit = 500.0
     env = {"PD_CONNECTOR_KEY": "a key of more than sixteen characters"}
     with Bed(rate_mbit) as bed, WirePair(4 * TOKENS, env, bed.namespaces) as pair:
-        for way in (LINE, link_way("tcp", "raw")):
+        for way in (LINE, link_way("tcp", "raw"), insecure_way("tcp", "raw")):
             pair.open(way.kind, way.settings)
             run = pair.run(way.lossy)
             # What a burst lets pass at once is less than a hundredth of this.
@@ -153,6 +153,13 @@ def test_over_a_link_codecs_must_nearly_double_its_rate():
     assert missed(good) == []
     _, bad = measured("link", ways, **rates | {"raw": 0.115, "fp8_e4m3": 0.22})
     assert [one.name for one in missed(bad)] == ["link capacity"] * 2
+
+
+def test_what_is_moved_without_a_key_has_a_row_of_its_own():
+    ways = [link_way("tcp", "raw"), insecure_way("tcp", "raw")]
+    _, found = measured("link", ways, plain=0.12, pages=0.2, raw=0.118)
+    named = {one.params["transport"] for one in found if one.name == "link CPU"}
+    assert named == {"tcp", "tcp, insecure"}
 
 
 @pytest.mark.parametrize("tps", [(1, 1), (1, 4), (8, 2)])

@@ -311,7 +311,7 @@ class TestOverSharedMemory:
             consumer.transport.read(source, 0, 1, 0, b"")
 
 
-@pytest.mark.parametrize("which", ["tcp", "tcp+curve"])
+@pytest.mark.parametrize("which", ["tcp", "tcp+key"])
 def test_a_transport_that_cannot_read_says_so(which: str) -> None:
     end = End(which)
     try:
