@@ -23,6 +23,7 @@ from pd_connector.incoming import (
     Place,
     Session,
     Source,
+    Stalled,
     Tell,
     streams,
 )
@@ -242,11 +243,14 @@ class Consumer:
                 detail = "no KV within wait_timeout_s"
                 actions += self._finish(incoming, Cause.WAIT_TIMEOUT, detail, now)
                 continue
-            for stream in incoming.streams.values():
+            for source, stream in incoming.streams.items():
                 if stream.over or (stream.complete and not stream.slots):
                     stream.deadline = now + self._config.stall_timeout_s  # it waits for us
                 if stream.deadline <= now:
-                    actions += self._finish(incoming, *stream.timeout, now)
+                    cause, detail = stream.timeout
+                    actions += self._finish(incoming, cause, detail, now)
+                    if cause is Cause.STALLED:
+                        actions.append(Stalled(source))
                     break
         self._grants.tick(now)
         return actions + self._grants.deal(now)

@@ -24,6 +24,7 @@ from pd_connector.incoming import (
     Place,
     Session,
     Source,
+    Stalled,
     Tell,
 )
 from pd_connector.memory import Pieces
@@ -275,6 +276,8 @@ class Fetcher:
                         self._sessions[source].connection.send(wire.encode(message))
                 case Place() as place:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
+                case Stalled(source):
+                    self._stalled(source, now)
                 case Held(request, cause, detail) as held:
                     if cause is not None:
                         self._telemetry.count("failed_transfers", cause=cause)
@@ -282,6 +285,13 @@ class Fetcher:
                     self._ended(held)
                 case Finished() as finished:
                     self._report(finished)
+
+    def _stalled(self, source: Source, now: float) -> None:
+        """End the session, so that the next transfer gets a new connection: the one under this one
+        may be dead without anybody having said so. A peer that writes by itself has none."""
+        session = self._sessions.get(source)
+        if session and session.way and not session.way.transport.one_sided:
+            self._end(source, Cause.STALLED, "no chunk within stall_timeout_s", now)
 
     def _place(self, place: Place) -> tuple[Cause | None, str]:
         way = self._sessions[place.source].way

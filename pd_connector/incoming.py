@@ -101,7 +101,13 @@ class Finished(NamedTuple):
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
 
 
-Action = Dial | Tell | Place | Held | Finished
+class Stalled(NamedTuple):
+    """A producer has sent nothing for `stall_timeout_s`, of what it had and had slots for."""
+
+    source: Source
+
+
+Action = Dial | Tell | Place | Held | Finished | Stalled
 
 
 @dataclass(slots=True)

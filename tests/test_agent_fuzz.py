@@ -186,6 +186,11 @@ ADDRESSES: dict[str, bytes] = {
     "nobody": msgspec.msgpack.encode(("x" * 300, 2**63, b"")),
     "nobody of shm": msgspec.msgpack.encode(("x" * 300, b"", 2**63, 2**63)),
     "nothing of shm": msgspec.msgpack.encode(("", b"", 0, 0)),
+    "a name": msgspec.msgpack.encode(("host.invalid", 1, bytes(16), bytes(32), 1, 1 << 20, True)),
+    "nobody of tcp2": msgspec.msgpack.encode(
+        ("127.0.0.1", 1, bytes(16), bytes(32), 1, 1 << 20, True)
+    ),
+    "short secret": msgspec.msgpack.encode(("127.0.0.1", 1, bytes(16), b"", 1, 1 << 20, True)),
     "longer identity": msgspec.msgpack.encode(("127.0.0.1", 1, b"x" * 5000)),
 }
 
@@ -193,7 +198,8 @@ ADDRESSES: dict[str, bytes] = {
 def test_addresses_of_transports_that_are_none(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(SHORT, consumes=False)
     for name, data in ADDRESSES.items():
-        for offered in ({"tcp": data}, {"shm": data}, {"tcp": data, "shm": data}):
+        every = ("tcp2", "tcp", "shm")
+        for offered in (*({name: data} for name in every), dict.fromkeys(every, data)):
             liar = LyingConsumer(context, producer.agent.port)
             producer.offer("bait", [1, 2, 3, 4])
             liar.say(msgspec.structs.replace(HELLO, transports=offered))
@@ -354,7 +360,7 @@ LIES: dict[str, tuple[list[wire.Message | list[bytes]], set[Cause]]] = {
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     )
     for name, data in ADDRESSES.items()
-    for transport in ("tcp", "shm")
+    for transport in ("tcp2", "tcp", "shm")
 }
 
 

@@ -101,7 +101,7 @@ class End:
         if self.kind.startswith("tcp-v1"):
             where = self.landing.slot_bytes, "127.0.0.1", is_loopback
             return TcpV1Transport(self.context, *where, self.keys)
-        shared = self.keys.server_secret if self.keys else b""
+        shared = self.keys.server_secret + self.keys.client_secret if self.keys else b""
         memory = self.landing, self.sending
         return TcpTransport(*memory, "127.0.0.1", is_loopback, shared, self._pace)
 

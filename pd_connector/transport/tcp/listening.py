@@ -19,7 +19,7 @@ from pd_connector.transport.tcp.watch import Watch
 MAX_STRANGERS = 128
 INTRODUCTION_S = 5.0
 """How long a stranger may take to dial, and a dialler may wait for a session to connect it."""
-_BACKLOG = 128
+_BACKLOG = 1024
 _BATCH = 64
 _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 

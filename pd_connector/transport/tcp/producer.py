@@ -75,11 +75,6 @@ class Producer:
         elif self._link is None:
             self._begin(now)
 
-    def renew(self, now: float) -> None:
-        """The producer seems not to be reached: dial anew."""
-        if self._connection is not None:
-            self._fail("a transfer has stalled", now)
-
     def ready(self, now: float) -> None:
         """The socket can be read or written."""
         if self._connection is not None:
