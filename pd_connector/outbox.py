@@ -21,6 +21,10 @@ OFFERED = "offered"
 """In place of a transport's name, for chunks that the consumer reads."""
 _READ_AHEAD = 4
 """Chunks that are offered to a consumer at a time."""
+_WRITE_AHEAD = 3
+"""Chunks that are on their way to a consumer at a time, over a transport that sends from slots of
+its own: what was gathered just before it is sealed is still in the processor's cache (gathering
+costs half), and a consumer that takes nothing holds no more slots than these."""
 
 Key = tuple[str, int]
 """A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
@@ -83,8 +87,8 @@ class Outbox:
 
     @property
     def sated(self) -> Collection[bytes]:
-        """Sessions that have enough to read: what was gathered just before it is read is still in
-        the processors' cache."""
+        """Sessions that have enough to read, or on its way: what was gathered just before is still
+        in the processors' cache."""
         return self._sated
 
     def fence(self, request: str, fence: Any) -> None:
@@ -132,7 +136,10 @@ class Outbox:
         if moving.send_slot is not None:
             self._send_slots.append(moving.send_slot)
         self._moved.add(moving.session)
-        if key[0] == OFFERED and len(self.offers_to(moving.session)) < _READ_AHEAD:
+        if key[0] == OFFERED:
+            if len(self.offers_to(moving.session)) < _READ_AHEAD:
+                self._sated.discard(moving.session)
+        elif self._writes_to(moving.session) < _WRITE_AHEAD:
             self._sated.discard(moving.session)
         return moving
 
@@ -144,6 +151,10 @@ class Outbox:
     def offers_to(self, session: bytes) -> list[Key]:
         """Chunks that the session has been offered and not read."""
         return [k for k, m in self._moving.items() if m.session == session and k[0] == OFFERED]
+
+    def _writes_to(self, session: bytes) -> int:
+        """How many chunks are being written to the session."""
+        return sum(m.session == session and k[0] != OFFERED for k, m in self._moving.items())
 
     def stuck(self, now: float) -> set[bytes]:
         """Sessions with a chunk that should have been moved by now, although none of their other
@@ -188,6 +199,9 @@ class Outbox:
                 self._send_slots.append(send_slot)
             raise
         self._moving[way.transport.name, token] = self._begun(send, send_slot, len(payload), now)
+        ahead = self._writes_to(send.session)
+        if way.transport.sends_from is not None and ahead >= _WRITE_AHEAD:
+            self._sated.add(send.session)
 
     def _offer_slot(
         self, send: Send, payload: memoryview, found: bytes, send_slot: int, now: float
