@@ -31,7 +31,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     transports: tuple[Literal["shm", "tcp", "nixl", "ucx"], ...] = ("shm", "tcp")
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
-    needs nothing installed, `nixl` and `ucx` need the extra of that name."""
+    needs nothing else installed, `nixl` and `ucx` need the extra of that name."""
     codec: Literal["auto", "raw", "fp8_e4m3", "int8"] = "raw"
     """How KV is coded on the wire, where both sides permit it; `raw` is always permitted. `auto`
     takes what needs the fewest bytes within `codec_max_error`."""
