@@ -135,8 +135,8 @@ def test_stalled_transfers_leave_no_memory_behind(
     consumer = ranks(settings, seed=1, produces=False, pages=4096)
     pages = list(range(4096))  # 2.5 MiB
     before = 0
-    for number in range(4):
-        if number == 1:  # slots and buffers have been touched
+    for number in range(7):
+        if number == 3:  # slots and buffers have been touched
             before = resident_bytes()
         name = str(number)
         if number:
@@ -144,7 +144,7 @@ def test_stalled_transfers_leave_no_memory_behind(
         producer.offer(name, pages)
         consumer.load(producer.source, name, pages)
         consumer.loaded(name)
-    assert resident_bytes() - before < 2 << 20
+    assert resident_bytes() - before < 5 << 20, "four times 2.5 MiB have stalled"
 
 
 def resident_bytes() -> int:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A relay between two ends of a TCP connection, which fails as middleboxes do."""
 
-import contextlib
 import select
 import socket
 import struct
 import threading
+import time
 
 _PIECE = 1 << 16
 _RESET = struct.pack("ii", 1, 0)
@@ -21,6 +21,7 @@ class Relay:
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._forgotten: list[tuple[socket.socket, socket.socket]] = []
+        self._doomed: list[tuple[socket.socket, socket.socket]] = []
         self._stop = False
         self.accepted = 0
         self.seen = bytearray()
@@ -37,8 +38,10 @@ class Relay:
     def reset(self) -> None:
         """Reset every connection there is; new ones are forwarded."""
         with self._lock:
-            self._end(self._pairs)
+            self._doomed += self._pairs
             self._pairs = []
+        while self._doomed:  # ended by the thread that selects on them
+            time.sleep(0.001)
 
     def close(self) -> None:
         self._stop = True
@@ -54,6 +57,8 @@ class Relay:
     def _run(self) -> None:
         while not self._stop:
             with self._lock:
+                self._end(self._doomed)
+                self._doomed = []
                 links = {link: pair for pair in self._pairs for link in pair}
             ready = select.select([self._listener, *links], [], [], 0.01)[0]
             with self._lock:
@@ -75,13 +80,14 @@ class Relay:
 
     def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
         other = pair[1] if link is pair[0] else pair[0]
-        data = b""
-        with contextlib.suppress(OSError):
+        try:
             data = link.recv(_PIECE)
             if self.records:
                 self.seen += data
             other.settimeout(5)
             other.sendall(data)
+        except OSError:
+            data = b""
         if not data:
             self._pairs.remove(pair)
             for one in pair:
