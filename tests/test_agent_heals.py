@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A data connection that dies is found and made again: one transfer is lost at most."""
 
+import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,17 +136,18 @@ def test_stalled_transfers_leave_no_memory_behind(
     producer = ranks(settings, consumes=False, wrap=detour, pages=4096)
     consumer = ranks(settings, seed=1, produces=False, pages=4096)
     pages = list(range(4096))  # 2.5 MiB
-    before = 0
+    resident: list[int] = []
     for number in range(7):
-        if number == 3:  # slots and buffers have been touched
-            before = resident_bytes()
         name = str(number)
         if number:
             detour.relays[0].forget()
         producer.offer(name, pages)
         consumer.load(producer.source, name, pages)
         consumer.loaded(name)
-    assert resident_bytes() - before < 5 << 20, "four times 2.5 MiB have stalled"
+        resident.append(resident_bytes())
+    # Slots are touched for the first time in some of them; what stays behind grows with each.
+    growth = [after - before for before, after in itertools.pairwise(resident)]
+    assert statistics.median(growth) < 1 << 20, growth
 
 
 def resident_bytes() -> int:
