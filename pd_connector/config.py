@@ -42,7 +42,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     transports: tuple[str, ...] = ("shm", "tcp")
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
-    needs nothing installed, `nixl` and `ucx` need the extra of that name."""
+    needs nothing else installed, `nixl` and `ucx` need the extra of that name."""
     codec: str = "raw"
     """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
     takes the codec with the fewest bytes within `codec_max_error`."""
