@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from pd_connector.agent.commands import (
+    ChangeModel,
     Command,
     CommandQueue,
     Computed,
@@ -123,6 +124,11 @@ class Loop:
         self._update_gauges()
 
     @property
+    def host(self) -> str:
+        """Numeric address that consumers dial."""
+        return self.producer_side.host if self.producer_side else self._config.host
+
+    @property
     def port(self) -> int:
         """Control port that consumers dial; 0 for a rank that does not produce."""
         return self.producer_side.port if self.producer_side else 0
@@ -208,6 +214,11 @@ class Loop:
                 producer_side.withdraw(transfer, request)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
+            case ChangeModel(facts):
+                if producer_side:
+                    producer_side.change_model(facts, now)
+                if consumer_side:
+                    consumer_side.change_model(facts, now)
 
     def _pollables(self) -> list[Any]:
         found: list[Any] = [self._commands.wakes]

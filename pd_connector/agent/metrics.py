@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Name and description of every metric that a rank counts. Engines' doors register them."""
 
+from pd_connector.remedies import FAILING_GAUGE
+
 PREFIX = "pd_connector:"
 
 COUNTERS = {
@@ -13,6 +15,7 @@ COUNTERS = {
     "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
     "agent_failures": "Times the agent's thread has died of an unexpected exception, or hung.",
     "closed_connections": "Connections closed because no session came over them (producer).",
+    "session_errors": "Sessions ended because of an unexpected exception.",
     "agent_restarts": "Times it was started again.",
 }
 COUNTERS_BY_CAUSE = {
@@ -31,6 +34,7 @@ GAUGES = {
     "send_slots": "Send slots that are not free (producer).",
     "consumer_sessions": "Sessions with consumers (producer).",
     "producer_sessions": "Sessions with producers (consumer).",
+    FAILING_GAUGE: "Ranks that have asked for KV for a minute and more, and none has arrived (consumer).",
 }
 HISTOGRAMS = {
     "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",

@@ -13,12 +13,15 @@ from pd_connector.config import Config
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause
 from pd_connector.protocol import messages
+from pd_connector.protocol.deadlines import Deadlines
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
 
 MOST_SESSIONS = 512
 MOST_HANDSHAKES = 64
 """Sessions that are being opened at a time; others are dialled when one of these has ended."""
+_MANY_ADDRESSES = 16
+"""Transfers with more addresses share half of these places: they do not keep others waiting."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
 
@@ -34,6 +37,7 @@ class OpenSession:
     path: ReceivePath | None = None  # since `Welcome`
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None
+    has_event: bool = True  # something may have happened to the connection
 
     @property
     def timeout_cause(self) -> Cause:
@@ -53,10 +57,13 @@ class OpenSessions:
         self._dialler = dialler
         self._sessions: dict[Source, OpenSession] = {}
         self._handshakes: set[Source] = set()
-        self._queued: dict[Source, float] = {}  # not dialled yet: by when they must be
+        # Not dialled yet, and by when they must be: for transfers with few addresses, and others.
+        self._queues: tuple[dict[Source, float], dict[Source, float]] = ({}, {})
         self._epoll = select.epoll()
-        self._descriptors: dict[int, OpenSession] = {}
+        self._descriptors: dict[int, tuple[OpenSession, bool]] = {}  # and whether of its monitor
         self._used: dict[Source, OpenSession] = {}  # since they were last looked at
+        self._compiling: list[OpenSession] = []
+        self._looks: Deadlines[Source] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -78,7 +85,16 @@ class OpenSessions:
     @property
     def compiling(self) -> bool:
         """Whether sessions wait for kernels to be compiled."""
-        return any(session.agreed for session in self._sessions.values())
+        return bool(self._compiling)
+
+    def compiling_sessions(self) -> list[OpenSession]:
+        """Sessions that wait for kernels; some may be compiled by now."""
+        self._compiling = [s for s in self._compiling if s.agreed and self.holds(s)]
+        return list(self._compiling)
+
+    def agreed(self, session: OpenSession) -> None:
+        """A session stands once kernels for its routes are compiled."""
+        self._compiling.append(session)
 
     def get(self, source: Source) -> OpenSession | None:
         return self._sessions.get(source)
@@ -87,38 +103,51 @@ class OpenSessions:
         """Whether this is still the session with its producer."""
         return self._sessions.get(session.source) is session
 
-    def dial(self, source: Source, now: float) -> None:
+    def dial(self, source: Source, addresses: int, now: float) -> None:
         """Open a session, now or when fewer are being opened; nothing, if there is one.
+
+        Args:
+            addresses: of the transfer that wants it.
 
         Raises RefusedError if the address may not be dialled or cannot be.
         """
-        if source in self._sessions or source in self._queued:
+        if source in self._sessions:
             return
-        if len(self._handshakes) >= MOST_HANDSHAKES:
-            self._queued[source] = now + self._config.connect_timeout_s
+        many = addresses > _MANY_ADDRESSES
+        if not self._place(many):
+            self._queues[many].setdefault(source, now + self._config.connect_timeout_s)
             return
         connection = self._dialler.dial(source)
         session = OpenSession(source, connection, now + self._config.connect_timeout_s, now)
         self._sessions[source] = self._used[source] = session
         self._handshakes.add(source)
+        self._looks.set(source, session.deadline)
         for socket in (connection.socket, connection.monitor):
             descriptor = int(socket.getsockopt(zmq.FD))
-            self._descriptors[descriptor] = session
+            self._descriptors[descriptor] = session, socket is connection.monitor
             self._epoll.register(descriptor, select.EPOLLIN)
 
-    def next_queued(self, now: float) -> tuple[Source, bool] | None:
-        """A producer that can be dialled now, taken from the queue, and whether it is in time for
-        that; None if none can be."""
-        if not self._queued or len(self._handshakes) >= MOST_HANDSHAKES:
-            return None
-        source = next(iter(self._queued))
-        return source, self._queued.pop(source) > now
+    def next_queued(self, now: float) -> tuple[Source, int] | None:
+        """A producer whose turn to be dialled has come, taken from the queue, and for how many
+        addresses; None if none can be dialled. One that is too late has no addresses."""
+        for many, queue in enumerate(self._queues):
+            if queue:
+                source, deadline = next(iter(queue.items()))
+                if deadline <= now or self._place(bool(many)):
+                    del queue[source]
+                    return source, 0 if deadline <= now else 1 + many * _MANY_ADDRESSES
+        return None
+
+    def _place(self, many: bool) -> bool:
+        """Whether one more session can be opened now."""
+        return len(self._handshakes) < (MOST_HANDSHAKES // 2 if many else MOST_HANDSHAKES)
 
     def ready(self) -> list[OpenSession]:
         """Sessions that may have something to read."""
         ready, self._used = self._used, {}
         for descriptor, _ in self._epoll.poll(0):
-            session = self._descriptors[descriptor]
+            session, is_monitor = self._descriptors[descriptor]
+            session.has_event |= is_monitor
             ready[session.source] = session
         return list(ready.values())
 
@@ -142,8 +171,26 @@ class OpenSessions:
     def heard(self, session: OpenSession, now: float) -> None:
         """The producer has spoken. Before the session stands only `Welcome` counts."""
         if session.path is not None:
-            self._handshakes.discard(session.source)
+            if session.source in self._handshakes:
+                self._handshakes.discard(session.source)
+                self.look_again(session, now)
             session.deadline = now + self._config.session_timeout_s
+
+    def due(self, now: float) -> list[OpenSession]:
+        """Sessions to look after: a deadline may have passed. `look_again` must follow."""
+        return [self._sessions[source] for source in self._looks.due(now)]
+
+    def look_again(self, session: OpenSession, now: float) -> None:
+        """Look after this session when it may be lost, or idle for too long."""
+        wait_s = min(self._config.session_timeout_s, self._config.idle_timeout_s)
+        self._looks.set(session.source, min(session.deadline, now + wait_s))
+
+    def lost(self, session: OpenSession) -> tuple[Cause, str] | None:
+        """Why the connection is no more, once that is so."""
+        if not session.has_event:
+            return None
+        session.has_event = False
+        return session.connection.lost()
 
     def oldest_idle(self, wants: Callable[[Source], bool]) -> OpenSession | None:
         """Among the sessions of producers of which nothing is wanted, the one that has been idle
@@ -157,6 +204,7 @@ class OpenSessions:
         self._sessions.pop(source)
         self._used.pop(source, None)
         self._handshakes.discard(source)
+        self._looks.discard(source)
         for socket in (connection.socket, connection.monitor):
             descriptor = int(socket.getsockopt(zmq.FD))
             del self._descriptors[descriptor]

@@ -40,10 +40,6 @@ class Connections:
     ) -> None:
         self._port = port
         self._patience_s = patience_s
-        self._most = min(
-            _MOST_CONNECTIONS,
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS,
-        )
         self._waiting: dict[int, float] = {}  # without a session, since when; oldest first
         self._serving: set[int] = set()
         self._listening = listening
@@ -57,8 +53,9 @@ class Connections:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._serving)
 
-    def serve(self, descriptor: int) -> None:
+    def serve(self, descriptor: int, now: float) -> None:
         """There is a session over this connection."""
+        self._read_events(now)  # libzmq has told of the connection before its first message
         if self._waiting.pop(descriptor, None) is not None:
             self._serving.add(descriptor)
 
@@ -71,13 +68,11 @@ class Connections:
     def tick(self, now: float) -> int:
         """Close connections that have been without a session for too long, and the oldest of them
         if there are too many; returns how many were closed."""
-        events = 0
-        while events < _MOST_EVENTS and readable(self.monitor):
-            self._happened(recv_monitor_message(self.monitor), now)
-            events += 1
+        self._read_events(now)
         closed = 0
+        most = _most_connections() if self._waiting else 0
         for descriptor, since in list(self._waiting.items()):
-            if since + self._patience_s > now and len(self) <= self._most:
+            if since + self._patience_s > now and len(self) <= most:
                 break
             self._close(descriptor)
             closed += 1
@@ -86,6 +81,12 @@ class Connections:
     def close(self) -> None:
         self._listening.disable_monitor()
         self.monitor.close()
+
+    def _read_events(self, now: float) -> None:
+        events = 0
+        while events < _MOST_EVENTS and readable(self.monitor):
+            self._happened(recv_monitor_message(self.monitor), now)
+            events += 1
 
     def _happened(self, event: Mapping[str, Any], now: float) -> None:
         descriptor = int(event["value"])
@@ -109,3 +110,8 @@ class Connections:
             pass  # not connected any more, or no such socket
         finally:
             connection.close()
+
+
+def _most_connections() -> int:
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(_MOST_CONNECTIONS, descriptors // _SHARE_OF_DESCRIPTORS)

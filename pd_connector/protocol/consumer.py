@@ -345,7 +345,7 @@ class Consumer:
         """Ask a producer for what is wanted of it, or for a session first."""
         session = self._sessions.get(source)
         if session is None:
-            return [Dial(source)]
+            return [Dial(source, len(incoming.streams))]
         if incoming.transfer not in self._transfers:  # ended by a failure with another rank
             return []
         if incoming.engine_id not in ("", session.engine_id):

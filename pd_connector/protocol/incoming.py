@@ -39,6 +39,7 @@ class Dial(NamedTuple):
     """Open a session with this producer (nothing, where one stands or is being opened)."""
 
     source: Source
+    addresses: int = 1  # of the transfer that wants it
 
 
 class Tell(NamedTuple):

@@ -81,10 +81,12 @@ def _serve(root: str, arguments: str) -> None:
     from support.agents import Rank, geometry_of
 
     from pd_connector import wire  # type: ignore[attr-defined]
+    from pd_connector.config import Config
 
     settings, changes, options = json.loads(arguments)
     shard = changes.pop("shard", None)
     geometry = geometry_of(Shard(*shard), **changes) if shard else geometry_of(**changes)
+    settings = {name: value for name, value in settings.items() if name in Config.__struct_fields__}
     settings["transports"] = tuple(settings["transports"])
     rank = Rank(settings, geometry=geometry, **options)
     for line in sys.stdin:

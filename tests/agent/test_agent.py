@@ -7,12 +7,14 @@ import time
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from support.agents import (
     HALVES,
     KEY,
     LONG,
+    MODEL,
     SHORT,
     TOKENS,
     TRANSPORTS,
@@ -235,6 +237,26 @@ def test_a_consumer_that_does_not_take_the_welcome_has_no_page_kept_for_it(
     until(lambda: producer.gauge("leased_pages") == 0)
 
 
+@pytest.mark.parametrize(("said", "taken"), [(b"another", False), (MODEL, True), (b"", True)])
+def test_a_consumer_compares_the_model_too(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, said: bytes, taken: bool
+):
+    """A producer that does not, or lies; versions before this one do not say it."""
+    producer, consumer = ranks.pair(LONG)
+    encode = messages.encode
+
+    def changed(message: Any) -> bytes:
+        if isinstance(message, messages.Welcome):
+            message = msgspec.structs.replace(message, model=said)
+        return encode(message)
+
+    monkeypatch.setattr(messages, "encode", changed)
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [2])
+    assert consumer.loaded("t").cause == (None if taken else Cause.MODEL)
+    producer.freed("t")
+
+
 def test_another_engine_than_the_wanted_one_gets_no_session(ranks: Ranks):
     producer, consumer = ranks.pair(LONG)
     consumer.load(producer.source._replace(engine_id="the one before"), "t", [1])
@@ -268,7 +290,8 @@ def test_a_version_without_a_common_schema_is_refused_with_both_versions(
     consumer.load(producer.source, "t", [1])
     finished = consumer.loaded("t")
     assert finished.cause == Cause.VERSION
-    assert "producer speaks 2-2, consumer 2-2" in finished.detail
+    spoken = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+    assert f"producer speaks {spoken}, consumer {spoken}" in finished.detail
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,10 @@ def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Blocks
     views = [rank.cache._layers.by_number[layer] for layer in layers]
     pages = rank.pages(group, planned.pages(group.page_size))
     if planned.verbatim:
-        rows = [view.rows for view in views]
-        parts = group.page_size // views[0].key.shape[2]
-        whole = rows[0].shape[1] == 1
-        return Blocks.of_rows(
-            [row if whole else row[:, heads.start : heads.stop] for row in rows], parts
-        ), pages
+        planes = [plane for view in views for plane in view.planes]
+        whole = planes[0].shape[1] == 1
+        rows = planes if whole else [plane[:, heads.start : heads.stop] for plane in planes]
+        return Blocks.of_rows(rows, group.page_size // views[0].key.shape[2]), pages
     blocks = Blocks.of(
         [view.key for view in views],
         [view.value for view in views] if group.value_dim else [],
