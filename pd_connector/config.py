@@ -63,14 +63,24 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Landing slots of a consumer, and send slots of a producer."""
     lease_s: float = 30.0
     """How long a producer keeps pages without a heartbeat of their consumer, in seconds."""
+    lease_share: float = 0.8
+    """The part of a producer's cache that may be leased. If it is exceeded, the oldest leases that
+    nobody has begun to fetch end."""
     heartbeat_s: float = 1.0
     """Time between two heartbeats of a consumer, in seconds. They extend leases."""
+    idle_timeout_s: float = 300.0
+    """How long a consumer keeps a session in which it wants nothing, in seconds."""
     session_timeout_s: float = 10.0
     """Silence after which a session counts as lost, in seconds."""
     connect_timeout_s: float = 5.0
     """Time to reach a producer and agree with it, in seconds."""
     stall_timeout_s: float = 10.0
     """Longest pause between two chunks of one transfer, in seconds."""
+    engine_timeout_s: float = 60.0
+    """How long a consumer waits for a prefill while the producer's engine makes no step, in
+    seconds."""
+    agent_timeout_s: float = 10.0
+    """Silence of its own agent's thread after which an engine gives it up, in seconds."""
     wait_timeout_s: float = 300.0
     """Longest wait for a prefill that was announced but has not finished, in seconds."""
 
@@ -139,12 +149,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise self._wrong(name, "must be 1 or more")
         if not 0 <= self.codec_max_error < float("inf"):
             raise self._wrong("codec_max_error", "must be a number from 0 on")
+        if not 0 < self.lease_share <= 1:
+            raise self._wrong("lease_share", "must be a part of the cache, above 0 and at most 1")
         if self.slots > MAX_SLOTS:
             raise self._wrong("slots", f"must be {MAX_SLOTS} at most")
         for name in self.__struct_fields__:
             if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
                 raise self._wrong(name, "must be a number of seconds > 0")
-        for name in ("session_timeout_s", "lease_s"):
+        for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise self._wrong(
                     name,

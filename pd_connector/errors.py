@@ -28,13 +28,16 @@ class Cause(StrEnum):
     """Why a transfer did not deliver. The value is the `cause` label in the metrics."""
 
     ABORTED = "aborted"  # the client went away, on the consumer
+    AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
     DUPLICATE = "duplicate"  # the transfer id is in use already
+    ENGINE_HUNG = "engine_hung"  # the producer's agent lives, and its engine makes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
+    LEASE_EVICTED = "lease_evicted"  # too much of the producer's cache was leased
     LEASE_EXPIRED = "lease_expired"  # nobody came for the pages in time
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
@@ -44,6 +47,7 @@ class Cause(StrEnum):
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
     ROLE = "role"  # the request asks for what this engine's kv_role does not do
     SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent
+    SESSION_LIMIT = "session_limit"  # more sessions than an agent keeps
     STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
     TOKENS = "tokens"  # the peer's pages belong to other tokens
     TRANSPORT = "transport"  # the transport reported a failed write

@@ -22,7 +22,7 @@ from pd_connector.agent.commands import (
 from pd_connector.agent.handshake import Identity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome, OwedOutcomes
-from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.thread_priority import prefer_own_threads, prefer_short_slices
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
@@ -36,6 +36,9 @@ from pd_connector.transport.base import Transport
 logger = logging.getLogger("pd_connector.agent.agent")
 
 _CLOSE_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+"""An agent that died starts again after a pause. It doubles with every attempt that fails."""
 _UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_transfers")
 """Gauges that are above zero while transfers are under way."""
 
@@ -80,14 +83,18 @@ class Agent:
                 f"{cache.largest_page_bytes} bytes and must fit in a slot (config key slot_mib)"
             )
         self.telemetry = Telemetry()
+        self._config = config
         self._cache = cache
         self._gate = PageGate()
         self._owed = OwedOutcomes()
         self._commands = CommandQueue()
-        self._stopping = False
-        self._failed = False
-        try:
-            self._loop = Loop(
+        self._submitting = threading.Lock()
+        self._closing = threading.Event()
+        self._abandoned = False  # the agent hangs; the engine has given it up
+        self._engine_stepped = time.monotonic()
+
+        def make_loop(port: int) -> Loop:
+            return Loop(
                 config,
                 Identity(engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs)),
                 cache,
@@ -95,21 +102,25 @@ class Agent:
                 self._gate,
                 self.telemetry,
                 self._owed.report,
+                lambda: time.monotonic() - self._engine_stepped,
                 produces=produces,
                 consumes=consumes,
                 shards=shards,
+                port=port,
                 wrap=wrap,
             )
+
+        self._make_loop = make_loop
+        try:
+            self._loop = make_loop(0)
         except BaseException:
             self._commands.close()
             raise
+        self.port = self._loop.port
+        """Control port that consumers dial; 0 for a rank that does not produce."""
+        self._turn_began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """Control port that consumers dial; 0 for a rank that does not produce."""
-        return self._loop.port
 
     def submit(self, command: Command, fence: Any = None) -> None:
         """Hand a command to the agent's thread.
@@ -124,21 +135,28 @@ class Agent:
                 written. By default what the calling thread has queued so far on its own stream.
         """
         if isinstance(command, Revoke | Withdraw | Drop):
-            self._gate.shut(command.request)
+            self._shut_gate(command.request)
         if fence is None and isinstance(command, Offer | Computed | Load):
             fence = self._cache.fence()
-        self._owed.expect(command)
-        self._commands.put(command, fence)
+        with self._submitting:
+            self._owed.expect(command)
+            self._commands.put(command, fence)
+
+    def engine_steps(self) -> None:
+        """The engine begins a step. If it makes none for too long, consumers do not wait for its
+        prefills any more."""
+        self._engine_stepped = time.monotonic()
 
     def outcomes(self) -> list[Outcome]:
         """Ends of loads, leases and watched holds since the last call, each reported once.
 
-        If the thread has died, everything it still owed ends here with cause `internal`.
+        If the agent's thread has died, what it owed ends with cause `internal`; if it hangs, with
+        cause `agent_hung`. A load into whose pages it is copying while it hangs is still owed:
+        those pages cannot be given to another request.
         """
-        outcomes = self._owed.take()
-        if self._failed:
-            outcomes += self._owed.fail_all(Cause.INTERNAL, "agent died")
-        return outcomes
+        if self._abandoned or self._time_left_s() < 0:
+            self._abandon()
+        return self._owed.take()
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Wait until there is an outcome, if transfers are under way; at most `timeout_s` seconds.
@@ -152,9 +170,9 @@ class Agent:
 
     def close(self) -> None:
         """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""
-        if self._stopping:
+        if self._closing.is_set():
             return
-        self._stopping = True
+        self._closing.set()
         self._commands.wake()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -162,18 +180,78 @@ class Agent:
             return
         self._commands.close()
 
+    def _time_left_s(self) -> float:
+        """Seconds until the agent counts as hung."""
+        return self._turn_began + self._config.agent_timeout_s - time.monotonic()
+
+    def _shut_gate(self, request: str) -> None:
+        if not self._gate.shut(request, max(0.0, self._time_left_s())):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """The agent hangs: from now on it touches no page, and what it owes has failed."""
+        if not self._abandoned:
+            self._abandoned = True
+            logger.error(
+                "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
+                "requests are recomputed",
+                self._config.agent_timeout_s,
+            )
+            self.telemetry.count("agent_failures")
+            self.telemetry.gauge(**dict.fromkeys(_UNDER_WAY, 0.0))
+        touched = self._gate.abandon()
+        self._owed.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
+
     def _run(self) -> None:
         prefer_own_threads()
         prefer_short_slices()
+        while not self._run_loop():
+            self._restart()
+
+    def _run_loop(self) -> bool:
+        """Run the loop until `close`, or until it fails; returns whether `close` was called."""
         try:
-            while not self._stopping:
+            while not self._closing.is_set():
+                self._turn_began = time.monotonic()
                 self._loop.wait()
-                self._loop.step(time.monotonic())
+                if self._abandoned:
+                    raise AbandonedError("the agent hung and has been given up by its engine")
+                self._turn_began = now = time.monotonic()
+                self._loop.step(now)
+        except AbandonedError as error:
+            logger.error("agent starts again: %s", str(error))  # its frames would keep memory
+            return False
         except Exception:
-            # Nothing is expected to get here. `outcomes` ends what was owed.
+            # Nothing is expected to get here: errors end at their session or request.
             logger.exception("agent failed: transfers of this engine end, requests are recomputed")
             self.telemetry.count("agent_failures")
-            self._failed = True
-            self._owed.wake()
+            return False
         finally:
+            self._close_loop()
+        return True
+
+    def _restart(self) -> None:
+        """Fail everything that is owed and make a new loop, with a new epoch, on the same port."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            with self._submitting:  # what is submitted later is the new loop's
+                self._commands.clear()
+                self._owed.fail_all(Cause.INTERNAL, "agent died")
+                self._gate.reset()
+                self._abandoned = False
+                self._turn_began = time.monotonic() + pause_s
+            self._closing.wait(pause_s)
+            try:
+                self._loop = self._make_loop(self.port)
+            except Exception:
+                logger.exception("agent cannot start again; it tries on")
+            else:
+                self.telemetry.count("agent_restarts")
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _close_loop(self) -> None:
+        try:
             self._loop.close()
+        except Exception:
+            logger.exception("agent: not everything could be closed")

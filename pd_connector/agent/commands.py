@@ -52,6 +52,7 @@ class Hold(NamedTuple):
     transfer: str
     peers: tuple[Peer, ...]
     watch: bool
+    engine_id: str = ""  # the producer must be this engine; "": any
 
 
 class Drop(NamedTuple):
@@ -87,6 +88,11 @@ class CommandQueue:
             os.eventfd_read(self.wakes)
         while not self._commands.empty():
             yield self._commands.get()
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        for _ in self.take():
+            pass
 
     def close(self) -> None:
         os.close(self.wakes)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consuming half of an agent: sessions with producers, and the chunks that come in."""
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pd_connector.agent.commands import Hold
+from pd_connector.agent.commands import Drop, Hold
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.inbox import Inbox
-from pd_connector.agent.open_sessions import OpenSession, OpenSessions
-from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.integrity import HasIntegrity
+from pd_connector.agent.name_queue import Named, NameQueue
+from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.resources import RankResources
+from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.pieces import Pieces
@@ -33,6 +37,9 @@ from pd_connector.protocol.peers import Source
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
+
+_SESSIONS_PER_HEARTBEAT = 64
+"""With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
 
 
 class ConsumerSide:
@@ -69,8 +76,10 @@ class ConsumerSide:
         )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
-        self._inbox = Inbox(cache, resources.telemetry)
+        self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
+        self._inbox = Inbox(cache, gate, resources.telemetry)
         self._next_heartbeat = 0.0
+        self._next_sweep = 0.0
 
     @property
     def pollables(self) -> list[object]:
@@ -82,12 +91,17 @@ class ConsumerSide:
         return self._consumer.transfers > 0
 
     @property
+    def urgent(self) -> bool:
+        """Whether something is to be done that the poller will not tell of."""
+        return self._sessions.urgent
+
+    @property
     def compiling(self) -> bool:
         """Whether sessions wait for kernels to be compiled."""
         return self._sessions.compiling
 
     @property
-    def parts_with_integrity(self) -> list[object]:
+    def parts_with_integrity(self) -> list[HasIntegrity]:
         return [self._pool, self._consumer]
 
     def gauges(self) -> dict[str, float]:
@@ -97,37 +111,62 @@ class ConsumerSide:
             "producer_sessions": len(self._sessions),
         }
 
-    def hold(self, hold: Hold, now: float) -> None:
-        """A request waits for room or, if watched, for its KV to begin to come."""
-        request, transfer, peers, watch = hold
-        self._act(self._consumer.hold(request, transfer, peers, watch, now), now)
+    def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
+        """Carry out a command, at once or when the addresses of its producers are known. Pages of
+        a `Load` are filled after the work that `fence` stands for, which may still write them for
+        the request that had them before. The gate of a `Drop` has been shut before."""
+        self._run(self._names.put(command, fence, now), now)
+        if isinstance(command, Drop):
+            self._gate.open(command.request)
 
-    def load(self, load: Load, fence: Any, now: float) -> None:
-        """Fetch KV. Its pages are filled after the work that `fence` stands for, which may still
-        write them for the request that had them before."""
-        self._inbox.fence(load, fence)
-        self._act(self._consumer.load(load, now), now)
-
-    def drop(self, request: str, cause: Cause, now: float) -> None:
-        """A request no longer wants its transfer. Its gate has been shut before."""
-        self._act(self._consumer.drop(request, cause, now), now)
-        self._gate.open(request)
+    def _run(self, ready: Sequence[Named], now: float) -> None:
+        for command, fence, cause, detail in ready:
+            match command:
+                case Load() if cause is not None:
+                    self._finished(Finished(command.request, cause, detail))
+                case Hold() if cause is not None:
+                    self._act([Held(command.request, cause, detail)], now)
+                case Load():
+                    self._inbox.begin(command, fence)
+                    self._act(self._consumer.load(command, now), now)
+                case Hold(request, transfer, peers, watch, engine_id):
+                    self._act(
+                        self._consumer.hold(request, transfer, peers, watch, now, engine_id), now
+                    )
+                case Drop(request, why):
+                    self._act(self._consumer.drop(request, why, now), now)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
-        for source, session in self._sessions:
-            for data in session.connection.receive():
-                if not self._sessions.holds(source, session):
-                    break
-                try:
-                    message = messages.decode_producer_message(data)
-                except MalformedMessageError as error:
-                    self._end(source, Cause.MALFORMED_MESSAGE, str(error), now)
-                    break
-                self._dispatch(source, session, message, now)
-                self._sessions.heard(session, now)
-            if self._sessions.holds(source, session) and (lost := session.connection.lost()):
-                self._end(source, *lost, now)
+        for session in self._sessions.ready():
+            with self._ending_on_error(session, now):
+                self._receive(session, now)
+
+    def _receive(self, session: OpenSession, now: float) -> None:
+        for data in self._sessions.received(session):
+            if not self._sessions.holds(session):
+                return
+            try:
+                message = messages.decode_producer_message(data)
+            except MalformedMessageError as error:
+                self._end(session, Cause.MALFORMED_MESSAGE, str(error), now)
+                return
+            self._dispatch(session, message, now)
+            self._sessions.heard(session, now)
+        if self._sessions.holds(session) and (lost := session.connection.lost()):
+            self._end(session, *lost, now)
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, session: OpenSession, now: float) -> Iterator[None]:
+        """An error of one session ends that session, and nothing else."""
+        try:
+            yield
+        except AbandonedError:
+            raise
+        except Exception:
+            logger.exception("session with %s:%d failed", *session.source[:2])
+            if self._sessions.holds(session):
+                self._end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it counts once it fits the plan and its checksum is right."""
@@ -154,34 +193,63 @@ class ConsumerSide:
 
     def tick(self, now: float) -> None:
         """End what has been silent for too long; send heartbeats when they are due."""
-        for source, session in self._sessions:
-            if session.deadline < now:
-                self._end(source, session.timeout_cause, "the producer does not answer", now)
-            elif session.agreed is not None:
-                self._establish(source, session, now)
+        self._run(self._names.ready(now), now)
         self._act(self._consumer.tick(now), now)
+        while (queued := self._sessions.next_queued(now)) is not None:
+            source, in_time = queued
+            if in_time:
+                self._dial(source, now)
+            else:
+                self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
+        if now >= self._next_sweep:
+            self._next_sweep = now + self._config.heartbeat_s / 2
+            for session in self._sessions:
+                with self._ending_on_error(session, now):
+                    self._sweep(session, now)
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._config.heartbeat_s
-            for source, session in self._sessions:
+            self._next_heartbeat = now + self._heartbeat_interval_s
+            for session in self._sessions:
                 if session.path is not None:
-                    session.send_heartbeat(self._consumer.wanted(source))
+                    wanted = self._consumer.wanted(session.source)
+                    self._sessions.send_heartbeat(session, wanted)
+
+    def _sweep(self, session: OpenSession, now: float) -> None:
+        """Look after one session."""
+        if session.deadline < now:
+            self._end(session, session.timeout_cause, "the producer does not answer", now)
+        elif session.agreed is not None:
+            self._establish(session, now)
+        elif self._consumer.wants(session.source):
+            session.last_wanted = now
+        elif session.path is not None and session.last_wanted + self._config.idle_timeout_s < now:
+            self._end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
+
+    @property
+    def _heartbeat_interval_s(self) -> float:
+        """With many sessions heartbeats are further apart, as far as sessions and leases allow."""
+        config = self._config
+        stretched = config.heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
+        most = min(config.session_timeout_s, config.lease_s) / 2.5
+        return max(config.heartbeat_s, min(stretched, most))
 
     def close(self) -> None:
+        self._names.close()
         self._sessions.close()
 
     def _dispatch(
-        self, source: Source, session: OpenSession, message: messages.ProducerMessage, now: float
+        self, session: OpenSession, message: messages.ProducerMessage, now: float
     ) -> None:
+        source = session.source
         match message:
             case messages.Welcome():
-                self._welcome(source, session, message, now)
+                self._welcome(session, message, now)
             case messages.Reject():
                 detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
-                self._end(source, _cause(message.cause), detail, now)
+                self._end(session, _cause(message.cause), detail, now)
             case messages.Ready():
                 self._act(self._consumer.ready(source, message.transfer), now)
             case messages.Offered() | messages.OfferedPages():
-                self._read(source, session, message, now)
+                self._read(session, message, now)
             case messages.Accept():
                 self._act(self._consumer.accept(source, message, now), now)
             case messages.Refuse():
@@ -189,44 +257,42 @@ class ConsumerSide:
             case messages.Cancelled():
                 self._act(self._consumer.cancelled(source, message.transfer, now), now)
             case messages.Pulse():
-                pass
+                self._act(self._consumer.pulse(source, message.engine_age_s, now), now)
 
-    def _welcome(
-        self, source: Source, session: OpenSession, welcome: messages.Welcome, now: float
-    ) -> None:
+    def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
         if session.path is not None:
-            return self._end(source, Cause.MALFORMED_MESSAGE, "a second welcome", now)
+            return self._end(session, Cause.MALFORMED_MESSAGE, "a second welcome", now)
         try:
-            session.path, session.agreed = self._dialler.welcomed(source, welcome)
+            session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
-            return self._end(source, refused.cause, str(refused), now)
-        return self._establish(source, session, now)
+            return self._end(session, refused.cause, str(refused), now)
+        return self._establish(session, now)
 
-    def _establish(self, source: Source, session: OpenSession, now: float) -> None:
+    def _establish(self, session: OpenSession, now: float) -> None:
         """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
         session alive."""
         agreed = session.agreed
         if agreed is not None and self._cache.prepare(agreed.routes, gathers=False):
             session.agreed = None
-            self._act(self._consumer.session_up(source, agreed, now), now)
+            self._act(self._consumer.session_up(session.source, agreed, now), now)
 
     def _read(
         self,
-        source: Source,
         session: OpenSession,
         offered: messages.Offered | messages.OfferedPages,
         now: float,
     ) -> None:
         """Fetch a chunk that the producer offers: from its send slot into the landing slot that
         was granted for it, or from its pages straight into ours."""
+        source = session.source
         wanted = self._consumer.granted(source, offered.transfer, offered.slot)
         if session.path is None or not wanted or self._inbox.reads(source, offered.slot):
-            session.send(messages.Taken(offered.offer))
+            self._sessions.send(session, messages.Taken(offered.offer))
             return
         try:
             pieces = self._inbox.read(source, session.path, offered)
         except TransportError as error:
-            self._end(source, Cause.TRANSPORT, str(error), now)
+            self._end(session, Cause.TRANSPORT, str(error), now)
             return
         if pieces is not None:
             self._arrived(offered.header, offered.slot, pieces, "", now)
@@ -235,29 +301,42 @@ class ConsumerSide:
         """Tell the producer that an offer has been read, if one went with this landing slot."""
         for source, taken in self._inbox.taken(slot):
             if session := self._sessions.get(source):
-                session.send(taken)
+                self._sessions.send(session, taken)
 
     def _dial(self, source: Source, now: float) -> None:
+        if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
+            self._make_room(now)
+        if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
+            detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
+            return self._refused(source, Cause.SESSION_LIMIT, detail, now)
         try:
             self._sessions.dial(source, now)
         except RefusedError as refused:
-            down = self._consumer.session_down(source, refused.cause, str(refused), now)
-            self._act(down, now)
+            self._refused(source, refused.cause, str(refused), now)
+        return None
 
-    def _end(self, source: Source, cause: Cause, detail: str, now: float) -> None:
-        session = self._sessions.get(source)
-        assert session is not None
-        level = logging.WARNING if self._consumer.wanted(source) else logging.INFO
+    def _make_room(self, now: float) -> None:
+        """End the session that has been idle longest, if there is one."""
+        idle = self._sessions.oldest_idle(self._consumer.wants)
+        if idle is not None:
+            self._end(idle, Cause.NOT_NEEDED, "its place was needed for another producer", now)
+
+    def _refused(self, source: Source, cause: Cause, detail: str, now: float) -> None:
+        """There will be no session with this producer."""
+        self._act(self._consumer.session_down(source, cause, detail, now), now)
+
+    def _end(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
+        source, path = session.source, session.path
+        level = logging.WARNING if self._consumer.wants(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
-        path = session.path
         silenced = path is None or path.transport.silenced(path.expected)
         if path is not None:
             path.transport.dismiss(path.expected)
         self._inbox.lost(source)
         down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
         self._act(down, now)
-        self._sessions.end(source)  # last, because a `Cancel` may have been sent just now
+        self._sessions.end(session)  # last, because a `Cancel` may have been sent just now
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         pending = deque(actions)
@@ -267,7 +346,7 @@ class ConsumerSide:
                     self._dial(source, now)
                 case Tell(source, message):
                     if session := self._sessions.get(source):
-                        session.send(message)
+                        self._sessions.send(session, message)
                 case PlaceChunk() as place:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
                 case Held(request, cause, detail) as held:
@@ -282,10 +361,7 @@ class ConsumerSide:
         session = self._sessions.get(place.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
-        with self._gate.passing(place.request) as passes:
-            if not passes:
-                return Cause.ABORTED, "the request was dropped"
-            return self._inbox.place(place, session.path)
+        return self._inbox.place(place, session.path)
 
     def _finished(self, finished: Finished) -> None:
         if finished.cause is None:

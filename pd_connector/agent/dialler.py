@@ -43,11 +43,11 @@ class Dialler:
             )
         try:
             connection = Connection(self._context, source.host, source.port, self._keys)
-        except PDConnectorError as error:
+        except (PDConnectorError, OSError) as error:  # OSError: no descriptor or socket is left
             raise RefusedError(Cause.UNREACHABLE, str(error)) from None
         transports = list(self._transports.values())
         geometry = self._cache.geometry
-        greeting = hello(self._identity, source.engine_id, geometry, self._codecs, transports)
+        greeting = hello(self._identity, geometry, self._codecs, transports)
         connection.send(messages.encode(greeting))
         return connection
 
@@ -58,7 +58,7 @@ class Dialler:
 
         Raises RefusedError if the two ranks cannot work together.
         """
-        routes = check_welcome(welcome, source.engine_id, self._cache.geometry, self._codecs)
+        routes = check_welcome(welcome, self._identity, self._cache.geometry, self._codecs)
         transport = self._transports.get(welcome.transport)
         if transport is None:
             detail = f"welcome to transport {welcome.transport!r}, which was not offered"
@@ -81,5 +81,10 @@ class Dialler:
             ",".join(sorted({route.codec for route in routes})) or "none",
         )
         return path, ProducerSession(
-            welcome.epoch, welcome.slot_bytes, routes, welcome.read, direct
+            epoch=welcome.epoch,
+            slot_bytes=welcome.slot_bytes,
+            routes=routes,
+            read=welcome.read,
+            direct=direct,
+            engine_id=welcome.engine_id,
         )

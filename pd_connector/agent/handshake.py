@@ -39,17 +39,17 @@ class RefusedError(PDConnectorError):
 
 def hello(
     identity: Identity,
-    wanted: str,
     geometry: Geometry,
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to a producer that should be the engine `wanted` (any if "")."""
+    """A consumer's first message, to whatever engine answers: each transfer says which engine it
+    wants, and `Welcome` says which one it is."""
     return messages.Hello(
         newest=messages.SCHEMA,
         oldest=messages.OLDEST_SCHEMA,
         engine_id=identity.engine_id,
-        expected_engine_id=wanted,
+        expected_engine_id="",
         model=identity.model,
         geometry=geometry,
         codecs=list(codecs),
@@ -83,11 +83,7 @@ def check_hello(
             "(restarted since?)",
         )
     if message.model != identity.model:
-        raise RefusedError(
-            Cause.MODEL,
-            f"model fingerprint {identity.model.hex()} here, {message.model.hex()} there: "
-            "both engines must serve the same weights and config",
-        )
+        raise _other_model(identity.model, message.model)
     if missing := untold(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
@@ -98,10 +94,9 @@ def check_hello(
 
 
 def check_welcome(
-    message: messages.Welcome, wanted: str, geometry: Geometry, codecs: Sequence[str]
+    message: messages.Welcome, identity: Identity, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[Route, ...]:
-    """On the consumer, check a `Welcome` of a producer that should be the engine `wanted` (any if
-    ""); returns the routes from it.
+    """On the consumer, check a `Welcome`; returns the routes from that producer.
 
     Raises:
         RefusedError: they do not fit together.
@@ -111,10 +106,8 @@ def check_welcome(
             Cause.VERSION,
             f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
         )
-    if wanted not in ("", message.engine_id):
-        raise RefusedError(
-            Cause.UNREACHABLE, f"engine {message.engine_id} answers, {wanted} was wanted"
-        )
+    if message.model not in (b"", identity.model):
+        raise _other_model(identity.model, message.model)
     return _routes(message.geometry, geometry, message.codecs, codecs)
 
 
@@ -139,6 +132,14 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
             problems.append(str(error))
     offered = ", ".join(message.transports) or "none"
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
+
+
+def _other_model(ours: bytes, theirs: bytes) -> RefusedError:
+    return RefusedError(
+        Cause.MODEL,
+        f"model fingerprint {ours.hex()} here, {theirs.hex()} there: "
+        "both engines must serve the same weights and config",
+    )
 
 
 def _routes(

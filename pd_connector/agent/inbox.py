@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
@@ -30,20 +31,20 @@ class ReceivePath(NamedTuple):
 class Inbox:
     """Used by the agent's thread only."""
 
-    def __init__(self, cache: PagedCache, telemetry: Telemetry) -> None:
+    def __init__(self, cache: PagedCache, gate: PageGate, telemetry: Telemetry) -> None:
+        self._gate = gate
         self._cache = cache
         self._telemetry = telemetry
         self._reading: dict[Key, int] = {}  # the number of the offer
-        self._fences: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
+        self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
-    def fence(self, load: Load, fence: Any) -> None:
+    def begin(self, load: Load, fence: Any) -> None:
         """The load's pages are filled after the work that `fence` stands for: it may still write
         them for the request that had them before."""
-        if fence is not None:
-            self._fences[load.transfer] = load.request, fence
+        self._loads.setdefault(load.transfer, (load.request, fence))
 
     def forget(self, request: str) -> None:
-        self._fences = {t: known for t, known in self._fences.items() if known[0] != request}
+        self._loads = {t: known for t, known in self._loads.items() if known[0] != request}
 
     def reads(self, source: Source, slot: int) -> bool:
         """Whether a chunk that this producer offered with this slot is being read."""
@@ -81,16 +82,21 @@ class Inbox:
         The checksum is formed after the copy: a peer that was given up may still write into the
         slot, and what it writes before or during the copy is seen in the checksum. Wrong bytes in
         the load's own pages do no harm: the pages count only when every chunk was right.
+
+        Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
-        if isinstance(place.payload, Pieces):
-            try:
-                found = self._pull(place, place.payload, path)
-            except TransportError as error:
-                return Cause.TRANSPORT, str(error)
-        else:
-            _, fence = self._fences.get(place.header.transfer, ("", None))
-            self._cache.scatter(place.route, place.chunk, place.pages, place.payload, fence)
-            found = self._cache.checksum or checksum(place.payload)
+        request, fence = self._loads[place.header.transfer]
+        try:
+            with self._gate.touching(request):
+                if isinstance(place.payload, Pieces):
+                    found = self._pull(place, place.payload, path)
+                else:
+                    self._cache.scatter(place.route, place.chunk, place.pages, place.payload, fence)
+                    found = self._cache.checksum or checksum(place.payload)
+        except TransportError as error:
+            return Cause.TRANSPORT, str(error)
+        except RevokedError as error:  # dropped: the agent is told so next
+            return Cause.ABORTED, str(error)
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"

@@ -3,13 +3,12 @@
 
 import os
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 CHECK_VARIABLE = "PD_CONNECTOR_CHECK"
 """With `1` the agent checks its books after every turn of its loop, and fails on a mismatch."""
 
 
-@runtime_checkable
 class HasIntegrity(Protocol):
     """A part of the agent whose books can be checked."""
 

@@ -20,6 +20,7 @@ from pd_connector.agent.commands import (
 from pd_connector.agent.consumer_side import ConsumerSide
 from pd_connector.agent.handshake import Identity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
+from pd_connector.agent.open_sessions import MOST_SESSIONS
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producer_side import ProducerSide
@@ -36,6 +37,8 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.registry import make_transports
 
+_MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
+"""libzmq's own limit is 1023. A session takes three sockets; transports take others."""
 _BUSY_TRANSPORT_POLL_MS = 1
 """For transports that do not tell when they have made progress (`Transport.restless`)."""
 _COMPILING_POLL_MS = 20
@@ -49,9 +52,11 @@ class Loop:
         commands: what the engine asks for.
         gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
+        engine_age_s: how long ago the engine began its last step, in seconds.
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included.
+        port: control port to listen on; 0 lets the system choose.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -67,10 +72,12 @@ class Loop:
         gate: PageGate,
         telemetry: Telemetry,
         report: Callable[[Outcome], None],
+        engine_age_s: Callable[[], float],
         *,
         produces: bool,
         consumes: bool,
         shards: Sequence[Shard],
+        port: int = 0,
         wrap: Callable[[Transport], Transport],
     ) -> None:
         self._config = config
@@ -81,6 +88,7 @@ class Loop:
         self._poller = zmq.Poller()
         self._polled: list[Any] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.max_sockets = _MOST_SOCKETS
         self._gatekeeper: Gatekeeper | None = None
         self.buffers = Buffers(config, cache.device, produces=produces, consumes=consumes)
         self._transports: list[Transport] = []
@@ -100,9 +108,13 @@ class Loop:
                 cache=cache,
                 transports=self._transports,
                 telemetry=telemetry,
+                wake=commands.wake,
+                engine_age_s=engine_age_s,
             )
             if produces:
-                self.producer_side = ProducerSide(resources, self.buffers.sending, gate, report)
+                self.producer_side = ProducerSide(
+                    resources, self.buffers.sending, gate, report, port
+                )
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
         except BaseException:
@@ -119,8 +131,7 @@ class Loop:
     def parts_with_integrity(self) -> list[HasIntegrity]:
         """Everything that keeps books of slots and transfers."""
         sides = [side for side in (self.producer_side, self.consumer_side) if side]
-        parts = [part for side in sides for part in side.parts_with_integrity]
-        return [part for part in parts if isinstance(part, HasIntegrity)]
+        return [part for side in sides for part in side.parts_with_integrity]
 
     def wait(self) -> None:
         """Wait until there may be something to do."""
@@ -134,6 +145,8 @@ class Loop:
         timeout_ms = _BUSY_TRANSPORT_POLL_MS if restless else int(self._config.heartbeat_s * 500)
         if any(side.compiling for side in sides):
             timeout_ms = min(timeout_ms, _COMPILING_POLL_MS)
+        if self.consumer_side and self.consumer_side.urgent:
+            timeout_ms = 0
         self._poller.poll(timeout_ms)
 
     def step(self, now: float) -> None:
@@ -176,8 +189,7 @@ class Loop:
         self._context.destroy(linger=100)
 
     def _begin_to_compile(self) -> None:
-        """Start to compile the loops that chunks of a cache in host memory will want. Nobody waits
-        for them."""
+        """Start to compile the codecs' loops for a cache in host memory. Nobody waits for them."""
         if self._cache.on_host and self._config.codec != "raw":
             COMPILER.begin()
 
@@ -194,12 +206,8 @@ class Loop:
                 producer_side.revoke(transfer, request)
             case Withdraw(transfer, request) if producer_side:
                 producer_side.withdraw(transfer, request)
-            case Hold() if consumer_side:
-                consumer_side.hold(command, now)
-            case Load() if consumer_side:
-                consumer_side.load(command, fence, now)
-            case Drop(request, cause) if consumer_side:
-                consumer_side.drop(request, cause, now)
+            case Hold() | Load() | Drop() if consumer_side:
+                consumer_side.execute(command, fence, now)
 
     def _pollables(self) -> list[Any]:
         found: list[Any] = [self._commands.wakes]

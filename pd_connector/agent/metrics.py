@@ -11,7 +11,9 @@ COUNTERS = {
     "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
     "early_chunks": "Those of them posted while their prompt was still being computed (producer).",
     "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
-    "agent_failures": "Times the agent's thread has died of an unexpected exception.",
+    "agent_failures": "Times the agent's thread has died of an unexpected exception, or hung.",
+    "closed_connections": "Connections closed because no session came over them (producer).",
+    "agent_restarts": "Times it was started again.",
 }
 COUNTERS_BY_CAUSE = {
     "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",

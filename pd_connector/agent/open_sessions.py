@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer's sessions with producers, from dialling to their end: connections and deadlines."""
 
-from collections.abc import Iterator, Sequence
+import select
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import zmq
 
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import ReceivePath
@@ -13,6 +16,9 @@ from pd_connector.protocol import messages
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
 
+MOST_SESSIONS = 512
+MOST_HANDSHAKES = 64
+"""Sessions that are being opened at a time; others are dialled when one of these has ended."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
 
@@ -21,20 +27,13 @@ _TRANSFERS_PER_HEARTBEAT = 256
 class OpenSession:
     """One connection to a producer."""
 
+    source: Source
     connection: Connection
     deadline: float  # for `Welcome`, then for any message
+    last_wanted: float  # when something was last wanted of this producer
     path: ReceivePath | None = None  # since `Welcome`
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None
-
-    def send(self, message: messages.Message) -> None:
-        self.connection.send(messages.encode(message))
-
-    def send_heartbeat(self, transfers: Sequence[str]) -> None:
-        """Speak for these transfers, and for the session itself if there are none."""
-        size = _TRANSFERS_PER_HEARTBEAT
-        for first in range(0, max(1, len(transfers)), size):
-            self.send(messages.Heartbeat(list(transfers[first : first + size])))
 
     @property
     def timeout_cause(self) -> Cause:
@@ -43,24 +42,38 @@ class OpenSession:
 
 
 class OpenSessions:
-    """All of them, by producer. Used by the agent's thread only."""
+    """All of them, by producer. Used by the agent's thread only.
+
+    Sockets are watched by one epoll. ZeroMQ's descriptors tell of changes, and not of what is left
+    to read: after every use of a socket it must be looked at again (`ready`).
+    """
 
     def __init__(self, config: Config, dialler: Dialler) -> None:
         self._config = config
         self._dialler = dialler
         self._sessions: dict[Source, OpenSession] = {}
+        self._handshakes: set[Source] = set()
+        self._queued: dict[Source, float] = {}  # not dialled yet: by when they must be
+        self._epoll = select.epoll()
+        self._descriptors: dict[int, OpenSession] = {}
+        self._used: dict[Source, OpenSession] = {}  # since they were last looked at
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[tuple[Source, OpenSession]]:
+    def __iter__(self) -> Iterator[OpenSession]:
         """Every session that exists when the iteration begins."""
-        return iter(list(self._sessions.items()))
+        return iter(list(self._sessions.values()))
 
     @property
     def pollables(self) -> list[object]:
-        connections = [session.connection for session in self._sessions.values()]
-        return [socket for c in connections for socket in (c.socket, c.monitor)]
+        return [self._epoll.fileno()]
+
+    @property
+    def urgent(self) -> bool:
+        """Whether messages wait that the poller will not tell of."""
+        self._used = {s: o for s, o in self._used.items() if o.connection.readable}
+        return bool(self._used)
 
     @property
     def compiling(self) -> bool:
@@ -70,30 +83,87 @@ class OpenSessions:
     def get(self, source: Source) -> OpenSession | None:
         return self._sessions.get(source)
 
-    def holds(self, source: Source, session: OpenSession) -> bool:
-        """Whether this is still the session with that producer."""
-        return self._sessions.get(source) is session
+    def holds(self, session: OpenSession) -> bool:
+        """Whether this is still the session with its producer."""
+        return self._sessions.get(session.source) is session
 
     def dial(self, source: Source, now: float) -> None:
-        """Open a session; nothing, if there is one.
+        """Open a session, now or when fewer are being opened; nothing, if there is one.
 
         Raises RefusedError if the address may not be dialled or cannot be.
         """
-        if source not in self._sessions:
-            connection = self._dialler.dial(source)
-            deadline = now + self._config.connect_timeout_s
-            self._sessions[source] = OpenSession(connection, deadline)
+        if source in self._sessions or source in self._queued:
+            return
+        if len(self._handshakes) >= MOST_HANDSHAKES:
+            self._queued[source] = now + self._config.connect_timeout_s
+            return
+        connection = self._dialler.dial(source)
+        session = OpenSession(source, connection, now + self._config.connect_timeout_s, now)
+        self._sessions[source] = self._used[source] = session
+        self._handshakes.add(source)
+        for socket in (connection.socket, connection.monitor):
+            descriptor = int(socket.getsockopt(zmq.FD))
+            self._descriptors[descriptor] = session
+            self._epoll.register(descriptor, select.EPOLLIN)
+
+    def next_queued(self, now: float) -> tuple[Source, bool] | None:
+        """A producer that can be dialled now, taken from the queue, and whether it is in time for
+        that; None if none can be."""
+        if not self._queued or len(self._handshakes) >= MOST_HANDSHAKES:
+            return None
+        source = next(iter(self._queued))
+        return source, self._queued.pop(source) > now
+
+    def ready(self) -> list[OpenSession]:
+        """Sessions that may have something to read."""
+        ready, self._used = self._used, {}
+        for descriptor, _ in self._epoll.poll(0):
+            session = self._descriptors[descriptor]
+            ready[session.source] = session
+        return list(ready.values())
+
+    def send(self, session: OpenSession, message: messages.Message) -> None:
+        session.connection.send(messages.encode(message))
+        self._used[session.source] = session
+
+    def send_heartbeat(self, session: OpenSession, transfers: Sequence[str]) -> None:
+        """Speak for these transfers, and for the session itself if there are none."""
+        size = _TRANSFERS_PER_HEARTBEAT
+        for first in range(0, max(1, len(transfers)), size):
+            self.send(session, messages.Heartbeat(list(transfers[first : first + size])))
+
+    def received(self, session: OpenSession) -> list[bytes]:
+        """Messages that wait; more may follow."""
+        messages_ = session.connection.receive()
+        if messages_:
+            self._used[session.source] = session
+        return messages_
 
     def heard(self, session: OpenSession, now: float) -> None:
         """The producer has spoken. Before the session stands only `Welcome` counts."""
         if session.path is not None:
+            self._handshakes.discard(session.source)
             session.deadline = now + self._config.session_timeout_s
 
-    def end(self, source: Source) -> None:
+    def oldest_idle(self, wants: Callable[[Source], bool]) -> OpenSession | None:
+        """Among the sessions of producers of which nothing is wanted, the one that has been idle
+        longest."""
+        idle = (s for s in self._sessions.values() if s.path and not wants(s.source))
+        return min(idle, key=lambda session: session.last_wanted, default=None)
+
+    def end(self, session: OpenSession) -> None:
         """Close the connection; what was sent before is still delivered, if that is possible."""
-        self._sessions.pop(source).connection.close()
+        source, connection = session.source, session.connection
+        self._sessions.pop(source)
+        self._used.pop(source, None)
+        self._handshakes.discard(source)
+        for socket in (connection.socket, connection.monitor):
+            descriptor = int(socket.getsockopt(zmq.FD))
+            del self._descriptors[descriptor]
+            self._epoll.unregister(descriptor)
+        connection.close()
 
     def close(self) -> None:
-        for session in self._sessions.values():
-            session.connection.close()
-        self._sessions.clear()
+        for session in self:
+            self.end(session)
+        self._epoll.close()

@@ -3,12 +3,11 @@
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
 
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
-from pd_connector.errors import PDConnectorError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
@@ -26,10 +25,6 @@ processors' cache when it is read."""
 
 Key = tuple[str, int]
 """A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
-
-
-class RevokedError(PDConnectorError):
-    """The engine has taken the pages back."""
 
 
 class SendPath(NamedTuple):
@@ -99,21 +94,23 @@ class Outbox:
         """Set a chunk on its way; returns what the consumer must be told, if it is to read it.
 
         Raises:
-            RevokedError: the request's gate is shut.
+            RevokedError: the pages were taken back, before or while they were read.
             TransportError: the write cannot start. The chunk holds no send slot then.
         """
-        with self._gate.passing(send.request) as passes:
-            if not passes:
-                raise RevokedError(f"the pages of request {send.request} were taken back")
+        with self._gate.touching(send.request) as confirm:
             if send.direct and (pieces := self._pieces(send)):
-                return self._offer_pages(send, pieces, now)
+                found = pieces.checksum()
+                confirm()
+                return self._offer_pages(send, pieces, found, now)
             in_place = None
             if path.transport.copies and not path.read:
                 in_place = self._cache.in_place(send.route, send.chunk, send.pages)
             if in_place is not None:
-                self._write(send, path, in_place, checksum(in_place), None, now)
+                found = checksum(in_place)
+                confirm()  # if the pages change from here on, the checksum tells
+                self._write(send, path, in_place, found, None, now)
                 return None
-            send_slot, payload = self._gather(send)
+            send_slot, payload = self._gather(send, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
             found = self._cache.checksum or checksum(payload)
             if path.read:
@@ -162,7 +159,7 @@ class Outbox:
         if full != set(self._backpressured):
             raise RuntimeError(f"backpressured {self._backpressured}, wanted {full}")
 
-    def _gather(self, send: Send) -> tuple[int, memoryview]:
+    def _gather(self, send: Send, confirm: Callable[[], None]) -> tuple[int, memoryview]:
         """Gather a chunk into a send slot; returns the slot and the payload in it.
 
         It is never gathered straight into the landing slot: a producer that was given up may still
@@ -172,6 +169,7 @@ class Outbox:
         try:
             slot, fence = self._sending.slot(send_slot), self._fences.get(send.request)
             payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
+            confirm()
         except BaseException:
             self._free_slots.append(send_slot)
             raise
@@ -216,8 +214,10 @@ class Outbox:
             header=header,
         )
 
-    def _offer_pages(self, send: Send, pieces: Pieces, now: float) -> messages.Message:
-        header = self._header(send, pieces.nbytes, pieces.checksum())
+    def _offer_pages(
+        self, send: Send, pieces: Pieces, found: bytes, now: float
+    ) -> messages.Message:
+        header = self._header(send, pieces.nbytes, found)
         offer = self._offer(self._begun(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
         return messages.OfferedPages(

@@ -13,35 +13,44 @@ Outcome = Free | Finished | Held
 
 
 class OwedOutcomes:
-    """Outcomes on their way from the agent's thread (`report`) to the engine's (all others)."""
+    """Outcomes on their way from the agent's thread to the engine's. For any thread."""
 
     def __init__(self) -> None:
         self._reported: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._any = threading.Event()  # an outcome has been reported
+        self._lock = threading.Lock()
         self._requests: dict[type[Outcome], set[str]] = {Finished: set(), Free: set(), Held: set()}
 
     def expect(self, command: Command) -> None:
         """Note which outcome a command will have."""
-        match command:
-            case Offer() if command.final:
-                self._requests[Free].add(command.request)
-            case Load():
-                self._requests[Finished].add(command.request)
-            case Hold() if command.watch:
-                self._requests[Held].add(command.request)
-            case Drop():
-                self._requests[Held].discard(command.request)
-            case Withdraw():
-                self._requests[Free].discard(command.request)
+        with self._lock:
+            match command:
+                case Offer() if command.final:
+                    self._requests[Free].add(command.request)
+                case Load():
+                    self._requests[Finished].add(command.request)
+                case Hold() if command.watch:
+                    self._requests[Held].add(command.request)
+                case Drop():
+                    self._requests[Held].discard(command.request)
+                case Withdraw():
+                    self._requests[Free].discard(command.request)
 
     def report(self, outcome: Outcome) -> None:
-        """Called by the agent's thread."""
+        """Something has ended. Only the first outcome of a request counts."""
         self._reported.put(outcome)
         self._any.set()
 
-    def wake(self) -> None:
-        """End a `wait` although nothing was reported."""
-        self._any.set()
+    def fail_all(self, cause: Cause, detail: str, *, but: str = "") -> None:
+        """Report everything that is still owed as failed, except for the request `but`."""
+        with self._lock:
+            owed = {kind: requests - {but} for kind, requests in self._requests.items()}
+        for request in owed[Finished]:
+            self.report(Finished(request, cause, detail))
+        for request in owed[Free]:
+            self.report(Free(request, cause))
+        for request in owed[Held]:
+            self.report(Held(request, cause, detail))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until an outcome is reported; returns whether one was within `timeout_s`."""
@@ -53,17 +62,9 @@ class OwedOutcomes:
         taken: list[Outcome] = []
         while not self._reported.empty():
             outcome = self._reported.get()
-            owed = self._requests[type(outcome)]
-            if outcome.request in owed:
-                owed.discard(outcome.request)
-                taken.append(outcome)
+            with self._lock:
+                owed = self._requests[type(outcome)]
+                if outcome.request in owed:
+                    owed.discard(outcome.request)
+                    taken.append(outcome)
         return taken
-
-    def fail_all(self, cause: Cause, detail: str) -> list[Outcome]:
-        """Everything that is still owed, failed."""
-        failed: list[Outcome] = [Finished(r, cause, detail) for r in self._requests[Finished]]
-        failed += [Free(request, cause) for request in self._requests[Free]]
-        failed += [Held(request, cause, detail) for request in self._requests[Held]]
-        for owed in self._requests.values():
-            owed.clear()
-        return failed

@@ -1,33 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the agent's thread away from pages that the engine is about to give to another request."""
+"""Keeps the agent's thread from touching pages that the engine has taken back."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from pd_connector.errors import PDConnectorError
+
+
+class RevokedError(PDConnectorError):
+    """The engine has taken the request's pages back."""
+
+
+class AbandonedError(PDConnectorError):
+    """The engine has given the agent up, because it did not answer: it may touch no page."""
 
 
 class PageGate:
-    """One gate per request. The engine's thread shuts it before it reuses the request's pages; the
-    agent's thread passes it to read or write them. Shutting waits for a copy that is under way."""
+    """One gate per request. The agent's thread touches a request's pages only while `touching` it.
+
+    The engine's thread calls `shut` before it reuses the pages; that waits for a copy that is
+    under way, but not longer than it is told. A copy that took longer is not used (`confirm`).
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._shut: dict[str, int] = {}
+        self._overrun: set[str] = set()
+        self._touched = ""  # the request whose pages the agent's thread touches now
+        self._abandoned = False
 
-    def shut(self, request: str) -> None:
-        """Once this call has returned, nobody reads or writes the request's pages."""
-        with self._lock:
+    def shut(self, request: str, timeout_s: float = float("inf")) -> bool:
+        """Once this has returned, no copy of the request's pages begins, and none that is under
+        way is used.
+
+        Returns:
+            False if a copy was still under way after `timeout_s` seconds.
+        """
+        timeout = min(timeout_s, threading.TIMEOUT_MAX)
+        with self._changed:
             self._shut[request] = self._shut.get(request, 0) + 1
+            if self._changed.wait_for(lambda: self._touched != request, timeout):
+                return True
+            self._overrun.add(request)
+            return False
 
     def open(self, request: str) -> None:
         """Undo one `shut`: what is offered from now on is the request's own again."""
-        with self._lock:
+        with self._changed:
             self._shut[request] -= 1
             if not self._shut[request]:
                 del self._shut[request]
+                self._overrun.discard(request)
+
+    def abandon(self) -> str:
+        """Shut the gates of all requests until `reset`.
+
+        Returns:
+            The request whose pages the agent's thread touches at this moment, or "": only its
+            pages may still change.
+        """
+        with self._changed:
+            self._abandoned = True
+            return self._touched
+
+    def reset(self) -> None:
+        """Open all gates, for an agent that has started again."""
+        with self._changed:
+            self._abandoned = False
+            self._shut.clear()
+            self._overrun.clear()
 
     @contextmanager
-    def passing(self, request: str) -> Iterator[bool]:
-        """Whether the request's pages may be touched within the `with` block."""
-        with self._lock:
-            yield request not in self._shut
+    def touching(self, request: str) -> Iterator[Callable[[], None]]:
+        """Within, the agent's thread may copy from or to the request's pages.
+
+        Yields:
+            `confirm`, to be called before the copy is used. It raises as below if the pages were
+            given away in the meantime.
+
+        Raises:
+            RevokedError: the gate is shut.
+            AbandonedError: all gates are shut.
+        """
+        with self._changed:
+            self._check(request, self._shut)
+            self._touched = request
+        try:
+            yield lambda: self._check(request, self._overrun)
+        finally:
+            with self._changed:
+                self._touched = ""
+                self._changed.notify_all()
+
+    def _check(self, request: str, shut: dict[str, int] | set[str]) -> None:
+        if self._abandoned:
+            raise AbandonedError("the agent did not answer its engine, which gave it up")
+        if request in shut:
+            raise RevokedError(f"the pages of request {request} were taken back")

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producing side of an agent: sessions with consumers, and outgoing chunks."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pd_connector.agent.commands import Computed
-from pd_connector.agent.handshake import RefusedError, check_hello, connect
-from pd_connector.agent.outbox import OFFERED, Key, Outbox, RevokedError, SendPath
-from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.consumer_sessions import ConsumerSessions
+from pd_connector.agent.handshake import RefusedError
+from pd_connector.agent.integrity import HasIntegrity
+from pd_connector.agent.outbox import OFFERED, Key, Outbox
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
@@ -17,9 +19,7 @@ from pd_connector.errors import (
     MalformedMessageError,
     TransportError,
 )
-from pd_connector.kv.coding import permitted
 from pd_connector.memory.slab import Slab
-from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.protocol.outgoing import Action, Free, Offer, Reply, Send
 from pd_connector.protocol.producer import Producer
@@ -30,20 +30,6 @@ logger = logging.getLogger("pd_connector.agent.producer_side")
 _MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
 
 
-_READ_FIRST = frozenset({"shm"})
-"""Transports over which reading costs one copy less than writing."""
-
-
-@dataclass(slots=True)
-class ConsumerSession:
-    """What this side knows of one session."""
-
-    engine_id: str
-    path: SendPath
-    routes: tuple[Route, ...]
-    last_heard: float
-
-
 class ProducerSide:
     """Used by the agent's thread only.
 
@@ -51,6 +37,7 @@ class ProducerSide:
         sending: the send slots.
         gate: shut by the engine's thread for requests whose pages may not be read.
         report: told of every request whose pages may be freed.
+        port: control port to listen on; 0 lets the system choose.
     """
 
     def __init__(
@@ -59,20 +46,21 @@ class ProducerSide:
         sending: Slab,
         gate: PageGate,
         report: Callable[[Free], None],
+        port: int = 0,
     ) -> None:
         config, identity = resources.config, resources.identity
         self._config = config
         self._identity = identity
-        self._cache = resources.cache
-        self._transports = resources.transports
         self._telemetry = resources.telemetry
+        self._engine_age_s = resources.engine_age_s
         self._gate = gate
         self._report = report
-        self._codecs = permitted(config.codec, config.codec_max_error)
-        self._producer = Producer(config)
-        self._listener = Listener(resources.context, config.host, resources.keys)
-        self._sessions: dict[bytes, ConsumerSession] = {}
-        self._compiling: set[bytes] = set()  # sessions that wait for kernels of their routes
+        self._producer = Producer(config, resources.cache.pages)
+        self._listener = Listener(
+            resources.context, config.host, resources.keys, port, config.connect_timeout_s
+        )
+        self._sessions = ConsumerSessions(resources)
+        self._next_sweep = 0.0
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
 
     @property
@@ -81,7 +69,7 @@ class ProducerSide:
 
     @property
     def pollables(self) -> list[object]:
-        return [self._listener.socket]
+        return self._listener.pollables
 
     @property
     def busy(self) -> bool:
@@ -91,10 +79,10 @@ class ProducerSide:
     @property
     def compiling(self) -> bool:
         """Whether consumers wait for kernels to be compiled."""
-        return bool(self._compiling)
+        return bool(self._sessions.compiling)
 
     @property
-    def parts_with_integrity(self) -> list[object]:
+    def parts_with_integrity(self) -> list[HasIntegrity]:
         return [self._producer, self._outbox]
 
     def gauges(self) -> dict[str, float]:
@@ -139,22 +127,36 @@ class ProducerSide:
     def handle(self, arrived: Sequence[tuple[bytes, bytes]], now: float) -> None:
         """Handle messages of consumers."""
         for sender, data in arrived:
-            try:
-                message = messages.decode_consumer_message(data)
-            except MalformedMessageError as error:
-                self._reject(sender, Cause.MALFORMED_MESSAGE, str(error))
-                continue
-            if isinstance(message, messages.Hello):
-                self._greet(sender, message, now)
-                continue
-            session = self._sessions.get(sender)
-            if session is not None:
-                session.last_heard = now
-                self._dispatch(sender, message, now)
-            elif isinstance(message, messages.Cancel):  # a refused one ends its transfers
-                self._dispatch(sender, message, now)
-            else:
-                self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first")
+            with self._ending_on_error(sender, now):
+                self._handle(sender, data, now)
+
+    def _handle(self, sender: bytes, data: bytes, now: float) -> None:
+        try:
+            message = messages.decode_consumer_message(data)
+        except MalformedMessageError as error:
+            return self._reject(sender, Cause.MALFORMED_MESSAGE, str(error), now)
+        if isinstance(message, messages.Hello):
+            return self._greet(sender, message, now)
+        session = self._sessions.get(sender)
+        if session is not None:
+            session.last_heard = now
+            self._dispatch(sender, message, now)
+        elif isinstance(message, messages.Cancel):  # a refused one ends its transfers
+            self._dispatch(sender, message, now)
+        else:
+            self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first", now)
+        return None
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, sender: bytes, now: float) -> Iterator[None]:
+        """An error of one session ends that session, and nothing else."""
+        try:
+            yield
+        except AbandonedError:
+            raise
+        except Exception:
+            logger.exception("session with a consumer failed")
+            self._reject(sender, Cause.INTERNAL, "an unexpected error of the producer", now)
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
@@ -162,23 +164,29 @@ class ProducerSide:
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
-        self._compiling = {s for s in self._compiling if not self._compiled(s)}
+        compiling = self._sessions.compiling
         while not self._outbox.full:
-            send = self._producer.next_send({*self._outbox.backpressured, *self._compiling})
+            send = self._producer.next_send({*self._outbox.backpressured, *compiling})
             if send is None:
                 return
-            self._send(send, now)
+            with self._ending_on_error(send.session, now):
+                self._send(send, now)
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
         for sender in self._outbox.timed_out(now):
             if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
-                self._reject(sender, Cause.STALLED, detail)
-        for sender, session in list(self._sessions.items()):
-            if session.last_heard + self._config.session_timeout_s < now:
-                logger.warning("consumer %s fell silent: session ended", session.engine_id)
-                self._forget(sender)
+                self._reject(sender, Cause.STALLED, detail, now)
+        if now >= self._next_sweep:
+            self._next_sweep = now + self._config.heartbeat_s / 2
+            for sender in self._sessions.silent(now):
+                logger.info(
+                    "consumer %s fell silent: session ended", self._sessions[sender].engine_id
+                )
+                self._forget(sender, now)
+        if closed := self._listener.tick(now):
+            self._telemetry.count("closed_connections", closed)
         self._act(self._producer.tick(now))
 
     def close(self) -> None:
@@ -204,59 +212,34 @@ class ProducerSide:
                 self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case messages.Heartbeat():
                 self._producer.heartbeat(sender, message.transfers, now)
-                self._listener.send(sender, messages.encode(messages.Pulse(self._identity.epoch)))
+                self._listener.send(
+                    sender,
+                    messages.encode(messages.Pulse(self._identity.epoch, self._engine_age_s())),
+                )
 
     def _greet(self, sender: bytes, hello: messages.Hello, now: float) -> None:
-        geometry = self._cache.geometry
+        self._forget(sender, now)
         try:
-            schema, routes = check_hello(hello, self._identity, geometry, self._codecs)
-            self._forget(sender)
-            transport, link = connect(hello, self._transports)
+            welcome = self._sessions.open(sender, hello, now)
         except RefusedError as refused:
-            return self._reject(sender, refused.cause, str(refused))
-        read = self._reads(transport) and transport.name in hello.readable
-        self._sessions[sender] = ConsumerSession(
-            hello.engine_id, SendPath(transport, link, read), routes, now
-        )
-        if not self._compiled(sender):
-            self._compiling.add(sender)
-        welcome = messages.Welcome(
-            schema=schema,
-            engine_id=self._identity.engine_id,
-            epoch=self._identity.epoch,
-            geometry=geometry,
-            codecs=list(self._codecs),
-            transport=transport.name,
-            transport_address=transport.address(),
-            slot_bytes=self._config.slot_bytes,
-            read=read,
-            direct=read and self._config.direction == "auto",
-        )
+            return self._reject(sender, refused.cause, str(refused), now)
+        self._listener.serve(sender)
         self._listener.send(sender, messages.encode(welcome))
         return None
 
-    def _compiled(self, sender: bytes) -> bool:
-        """Whether the kernels that gather for this consumer are compiled; true if it has gone."""
-        session = self._sessions.get(sender)
-        return session is None or self._cache.prepare(session.routes, gathers=True)
-
-    def _reads(self, transport: Transport) -> bool:
-        """Whether consumers read from here over this transport."""
-        auto = self._config.direction == "auto" and transport.name in _READ_FIRST
-        return transport.readable and (auto or self._config.direction == "read")
-
-    def _reject(self, sender: bytes, cause: Cause, detail: str) -> None:
+    def _reject(self, sender: bytes, cause: Cause, detail: str, now: float) -> None:
         detail = detail[:_MAX_DETAIL]
         logger.warning("session refused (%s): %s", cause, detail)
         self._telemetry.count("rejected_sessions", cause=cause)
-        self._forget(sender)
+        self._forget(sender, now)
         reject = messages.Reject(cause, detail, messages.SCHEMA, messages.OLDEST_SCHEMA)
         self._listener.send(sender, messages.encode(reject))
 
-    def _forget(self, sender: bytes) -> None:
-        session = self._sessions.pop(sender, None)
+    def _forget(self, sender: bytes, now: float) -> None:
+        session = self._sessions.pop(sender)
         if session is None:
             return
+        self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
         for key in self._outbox.offers_to(sender):
             # If it still reads there, its checksum will be wrong.

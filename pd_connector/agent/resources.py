@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the producing side, the consuming side and the dialler of one rank share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pd_connector.agent.handshake import Identity
@@ -21,6 +21,8 @@ class RankResources:
         context: the ZeroMQ context of all sockets.
         keys: keys of the sessions; None where sessions are not encrypted.
         transports: in the order in which they are preferred.
+        wake: makes the agent's thread look again; may be called by any thread.
+        engine_age_s: how long ago the engine began its last step, in seconds.
     """
 
     config: Config
@@ -30,3 +32,5 @@ class RankResources:
     cache: PagedCache
     transports: Sequence[Transport]
     telemetry: Telemetry
+    wake: Callable[[], None]
+    engine_age_s: Callable[[], float]

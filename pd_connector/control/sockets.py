@@ -8,6 +8,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_connector.control.addresses import bound_port, endpoint, numeric, readable
+from pd_connector.control.connections import Connections
 from pd_connector.control.keys import CurveKeys
 from pd_connector.errors import Cause, PDConnectorError
 from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
@@ -22,23 +23,38 @@ _LOST: dict[int, tuple[Cause, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (Cause.AUTHENTICATION, "handshake failed"),
 }
 _WATCHED = sum(_LOST)
+_MOST_SENDERS = 8192
 _MAX_BATCH = 256
 """Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
 
 
 class Listener:
-    """A producer's control socket. Senders are known by a routing id that ZeroMQ gives them."""
+    """A producer's control socket. Senders are known by a routing id that ZeroMQ gives them.
 
-    def __init__(self, context: Context, host: str, keys: CurveKeys | None) -> None:
+    Args:
+        host: to listen on. Names are looked up here, once.
+        port: 0 lets the system choose.
+        patience_s: how long a connection may be without a session (`serve`).
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        host: str,
+        keys: CurveKeys | None,
+        port: int = 0,
+        patience_s: float = 5.0,
+    ) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        self.socket.handshake_ivl = max(1, int(patience_s * 1000))
         self.socket.maxmsgsize = MAX_MESSAGE_BYTES
         self.socket.ipv6 = True
         self.socket.router_mandatory = True
         if keys:
             keys.guard(self.socket)
         try:
-            self.socket.bind(endpoint(numeric(host), "*"))
+            self.socket.bind(endpoint(numeric(host), port or "*"))
         except (zmq.ZMQError, OSError) as error:
             self.socket.close()
             raise PDConnectorError(
@@ -46,15 +62,41 @@ class Listener:
                 "set `host` to a name or address of this machine"
             ) from error
         self.port = bound_port(self.socket)
+        self._connections = Connections(context, self.socket, self.port, patience_s)
+        self._descriptors: dict[bytes, int] = {}  # of senders that have a session, or just spoke
+
+    @property
+    def pollables(self) -> list[object]:
+        return [self.socket, self._connections.monitor]
+
+    def serve(self, sender: bytes) -> None:
+        """There is a session with this sender: its connection stays."""
+        self._connections.serve(self._descriptors.get(sender, -1))
+
+    def release(self, sender: bytes, now: float) -> None:
+        """The session with this sender has ended."""
+        self._connections.release(self._descriptors.pop(sender, -1), now)
+
+    def tick(self, now: float) -> int:
+        """Close connections without a session; returns how many."""
+        return self._connections.tick(now)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """Messages that wait, as (sender, bytes). A message of several frames counts as malformed: its bytes
         are empty."""
         arrived: list[tuple[bytes, bytes]] = []
         while len(arrived) < _MAX_BATCH and readable(self.socket):
-            sender, *frames = self.socket.recv_multipart()
-            arrived.append((sender, frames[0] if len(frames) == 1 else b""))
+            first, *rest = self.socket.recv_multipart(copy=False)
+            sender = first.bytes
+            arrived.append((sender, rest[0].bytes if len(rest) == 1 else b""))
+            if sender not in self._descriptors and rest:
+                self._remember(sender, int(rest[0].get(zmq.SRCFD)))
         return arrived
+
+    def _remember(self, sender: bytes, descriptor: int) -> None:
+        self._descriptors[sender] = descriptor
+        if len(self._descriptors) > _MOST_SENDERS:  # of those that never had a session, most
+            del self._descriptors[next(iter(self._descriptors))]
 
     def send(self, receiver: bytes, data: bytes) -> bool:
         """Send a message, unless the receiver is gone or does not read; returns whether it was sent."""
@@ -65,6 +107,7 @@ class Listener:
         return True
 
     def close(self) -> None:
+        self._connections.close()
         self.socket.close()
 
 
@@ -94,6 +137,11 @@ class Connection:
             frames = self.socket.recv_multipart()
             arrived.append(frames[0] if len(frames) == 1 else b"")
         return arrived
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message or an event waits."""
+        return readable(self.socket) or readable(self.monitor)
 
     def lost(self) -> tuple[Cause, str] | None:
         """Why the connection is no more, once that is so."""

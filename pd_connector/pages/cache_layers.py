@@ -45,6 +45,15 @@ class CacheLayers:
         """Where all layers lie."""
         return next(iter(self.by_number.values())).key.device
 
+    @property
+    def pages(self) -> int:
+        """Pages of the layer that has the fewest."""
+        return min(
+            int(self.by_number[layer].key.shape[0] // self._parts_per_page(layer, group))
+            for group in self.geometry.groups
+            for layer in group.layers
+        )
+
     def view(self, block: Block) -> torch.Tensor:
         """The layer's cache of K or V, whichever the block is of: `[page, kv head, token, dim]`, or tiled."""
         layer = self.by_number[block.layer]

@@ -71,6 +71,11 @@ class PagedCache:
         return self._device
 
     @property
+    def pages(self) -> int:
+        """Pages of the cache: of the layer that has the fewest."""
+        return self._layers.pages
+
+    @property
     def on_host(self) -> bool:
         """Whether pages are read and written by this machine's processors themselves."""
         return self._stream is None and self._kernels is None

@@ -27,6 +27,7 @@ from pd_connector.protocol.incoming import (
     Tell,
 )
 from pd_connector.protocol.incoming_transfer import IncomingTransfer, streams
+from pd_connector.protocol.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.peers import Peer, Source
 
 
@@ -56,7 +57,7 @@ class Consumer:
         self._grants = Grants(config, pool)
         self._one_sided = one_sided
         self._needs_words = needs_words
-        self._transfers: dict[str, IncomingTransfer] = {}
+        self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
         # Last messages to producers whose session does not stand yet.
         self._unsent: dict[Source, list[messages.Message]] = {}
@@ -68,26 +69,38 @@ class Consumer:
 
     def wanted(self, source: Source) -> list[str]:
         """Transfers that heartbeats to this producer name: those that are still wanted."""
-        return [t for t, incoming in self._transfers.items() if source in incoming.streams]
+        return self._transfers.of_source(source)
+
+    def wants(self, source: Source) -> bool:
+        """Whether any transfer of this producer is wanted."""
+        return self._transfers.has_source(source)
 
     def hold(
-        self, request: str, transfer: str, peers: Sequence[Peer], watch: bool, now: float
+        self,
+        request: str,
+        transfer: str,
+        peers: Sequence[Peer],
+        watch: bool,
+        now: float,
+        engine_id: str = "",
     ) -> list[Action]:
         """A request that will load this transfer waits for pages: keep the producer's leased.
 
         Args:
+            engine_id: the producer must be this engine; "": any.
             watch: the request asks for pages only when `Held` says that there is KV to load.
         """
         if transfer in self._transfers:
             return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
-        incoming = self._new(request, transfer, peers)
+        incoming = self._new(request, transfer, peers, engine_id, now)
         if watch and not incoming.streams:
             return [Held(request, Cause.GEOMETRY, self._nothing_of_ours(peers))]
-        self._transfers[transfer] = incoming
+        self._transfers.add(incoming)
         if watch:
             incoming.watched = True
             incoming.deadline = now + self._config.wait_timeout_s
-        return [action for s in incoming.streams for action in self._ask(incoming, s, now)]
+            self._transfers.schedule(incoming)
+        return self._ask_all(incoming, now)
 
     def load(self, load: Load, now: float) -> list[Action]:
         """Fetch KV. A transfer is loaded at most once at a time."""
@@ -95,39 +108,56 @@ class Consumer:
         incoming = self._transfers.get(transfer)
         if incoming is not None and (incoming.load or incoming.request != load.request):
             return [Finished(load.request, Cause.DUPLICATE, transfer)]
-        incoming = incoming or self._new(load.request, transfer, load.peers)
+        incoming = incoming or self._new(load.request, transfer, load.peers, load.engine_id, now)
         if any(self._grants.is_ending(transfer, source) for source in incoming.streams):
-            self._transfers.pop(transfer, None)
+            self._transfers.remove(transfer)
             detail = f"{transfer}: its last load still ends"
             return [Finished(load.request, Cause.DUPLICATE, detail)]
         if not incoming.streams:
             return [Finished(load.request, Cause.GEOMETRY, self._nothing_of_ours(load.peers))]
-        self._transfers[transfer] = incoming
+        self._transfers.add(incoming)
         incoming.load = load
         incoming.watched = False
         incoming.deadline = float("inf")
         incoming.began = now
-        actions: list[Action] = []
-        for source, stream in incoming.streams.items():
+        for stream in incoming.streams.values():
             stream.deadline = now + self._config.connect_timeout_s
-            actions += self._ask(incoming, source, now)
-        return actions
+        self._transfers.schedule(incoming)
+        return self._ask_all(incoming, now)
 
     def drop(self, request: str, cause: Cause, now: float) -> list[Action]:
         """The request no longer wants its transfer; the producer is told so."""
-        for incoming in list(self._transfers.values()):
-            if incoming.request == request:
-                incoming.watched = False
-                return self._finish(incoming, cause, "", now)
-        return []
+        incoming = self._transfers.of_request(request)
+        if incoming is None:
+            return []
+        incoming.watched = False
+        return self._finish(incoming, cause, "", now)
 
     def session_up(self, source: Source, session: ProducerSession, now: float) -> list[Action]:
         """A session stands: open what waited for it."""
         self._sessions[source] = session
         actions = self._send_unsent(source)
-        for incoming in list(self._transfers.values()):
-            if source in incoming.streams:
+        for transfer in self.wanted(source):
+            if incoming := self._transfers.get(transfer):
                 actions += self._ask(incoming, source, now)
+        return actions
+
+    def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
+        """A producer's agent lives, and says how long ago its engine began its last step. What
+        waits for a prefill there for longer than `engine_timeout_s` is given up, if the engine has
+        made no step in that time."""
+        limit_s = self._config.engine_timeout_s
+        if engine_age_s <= limit_s:
+            return []
+        actions: list[Action] = []
+        detail = f"the producer's engine has made no step for {engine_age_s:.0f} s"
+        for transfer in self.wanted(source):
+            incoming = self._transfers.get(transfer)
+            if incoming is None or incoming.since + limit_s > now:
+                continue
+            waits = incoming.load is not None and not incoming.streams[source].complete
+            if waits or incoming.watched:
+                actions += self._finish(incoming, Cause.ENGINE_HUNG, detail, now)
         return actions
 
     def session_down(
@@ -141,7 +171,9 @@ class Consumer:
         slots: list[int] = []
         actions: list[Action] = []
         for transfer in self.wanted(source):
-            incoming = self._transfers[transfer]
+            incoming = self._transfers.get(transfer)
+            if incoming is None:
+                continue
             slots += incoming.streams[source].slots
             actions += self._finish(incoming, cause, detail, now)
         self._grants.session_lost(source, slots, silenced=silenced or not self._one_sided)
@@ -173,6 +205,7 @@ class Consumer:
             incoming.words = message.words
         if incoming.accepted(source, message.complete, now):
             stream.deadline = now + self._config.stall_timeout_s
+            self._transfers.schedule(incoming)
         return self._go_on(incoming, source, now)
 
     def refuse(self, source: Source, message: messages.Refuse, now: float) -> list[Action]:
@@ -225,7 +258,7 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = PlaceChunk(source, header, route, chunk, pages, slot, payload, load.request)
+        place = PlaceChunk(source, header, route, chunk, pages, slot, payload)
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
@@ -251,7 +284,9 @@ class Consumer:
     def tick(self, now: float) -> list[Action]:
         """Fail what has been silent for too long, and free slots whose quarantine is over."""
         actions: list[Action] = []
-        for incoming in list(self._transfers.values()):
+        for incoming in self._transfers.due(now):
+            if incoming.transfer not in self._transfers:  # it has ended with another
+                continue
             if incoming.deadline <= now:
                 detail = "no KV within wait_timeout_s"
                 actions += self._finish(incoming, Cause.WAIT_TIMEOUT, detail, now)
@@ -262,6 +297,8 @@ class Consumer:
                 if stream.deadline <= now:
                     actions += self._finish(incoming, *stream.timeout, now)
                     break
+            else:
+                self._transfers.schedule(incoming)
         self._grants.tick(now)
         return actions + self._grants.grant_free(now)
 
@@ -269,38 +306,47 @@ class Consumer:
         """Raises RuntimeError if a transfer is in no legal state, or a slot is not in exactly one
         place."""
         streams = {}
-        for transfer, incoming in self._transfers.items():
+        self._transfers.check_integrity()
+        for incoming in self._transfers:
             try:
-                if incoming.transfer != transfer:
-                    raise RuntimeError(f"is kept as {transfer}")
                 incoming.check_integrity()
                 for source, stream in incoming.streams.items():
                     if stream.opened and source not in self._sessions:
                         raise RuntimeError(f"{source} was asked for KV, and has no session")
-                    streams[transfer, source] = stream
+                    streams[incoming.transfer, source] = stream
             except RuntimeError as error:
                 raise RuntimeError(f"transfer {incoming.transfer}: {error}") from None
         if unsent := self._unsent.keys() & self._sessions.keys():
             raise RuntimeError(f"messages to {sorted(unsent)} are kept back, and sessions stand")
         self._grants.check_integrity(streams)
 
-    def _new(self, request: str, transfer: str, peers: Sequence[Peer]) -> IncomingTransfer:
+    def _new(
+        self, request: str, transfer: str, peers: Sequence[Peer], engine_id: str, now: float
+    ) -> IncomingTransfer:
         needs = self._needs_words
-        found = streams(peers, self._geometry, self._shards, waits_for_words=needs)
-        return IncomingTransfer(request, transfer, found)
+        parts = streams(peers, self._geometry, self._shards, waits_for_words=needs)
+        return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
         shards = [peer.shard for peer in peers]
         return f"none of the producer's ranks {shards} holds a part of {self._geometry.shard}"
 
+    def _ask_all(self, incoming: IncomingTransfer, now: float) -> list[Action]:
+        return [action for s in incoming.streams for action in self._ask(incoming, s, now)]
+
     def _ask(self, incoming: IncomingTransfer, source: Source, now: float) -> list[Action]:
         """Ask a producer for what is wanted of it, or for a session first."""
-        if source not in self._sessions:
+        session = self._sessions.get(source)
+        if session is None:
             return [Dial(source)]
+        if incoming.transfer not in self._transfers:  # ended by a failure with another rank
+            return []
+        if incoming.engine_id not in ("", session.engine_id):
+            detail = f"engine {session.engine_id} answers, {incoming.engine_id} was wanted"
+            return self._finish(incoming, Cause.UNREACHABLE, f"{detail} (restarted since?)", now)
         if incoming.watched:
             return [Tell(source, messages.Watch(incoming.transfer))]
-        ended = incoming.transfer not in self._transfers  # by a failure with another rank
-        if incoming.load is None or ended or incoming.streams[source].opened:
+        if incoming.load is None or incoming.streams[source].opened:
             return []
         return self._open(incoming, source, now)
 
@@ -312,6 +358,7 @@ class Consumer:
         stream.opened = True
         limit_s = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
         stream.deadline = now + limit_s
+        self._transfers.schedule(incoming)
         # A prefill that has not ended would leave its slots unused.
         wanted = 0 if load.wait else stream.planned
         slots = self._grants.take(load.transfer, source, stream, wanted)
@@ -341,7 +388,7 @@ class Consumer:
         self, incoming: IncomingTransfer, cause: Cause | None, detail: str, now: float
     ) -> list[Action]:
         transfer = incoming.transfer
-        del self._transfers[transfer]
+        self._transfers.remove(transfer)
         until = now + self._config.lease_s
         actions: list[Action] = []
         for source, stream in incoming.streams.items():

@@ -27,6 +27,7 @@ class Load(NamedTuple):
     stop_token: int
     pages: tuple[Sequence[int], ...]  # local page ids by table, from the prompt's start; -1: none
     wait: bool  # the prefill may not have ended yet
+    engine_id: str = ""  # the producer must be this engine; "": any
 
     def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
         """Local page ids that hold the chunk's tokens, as far as there are any."""
@@ -57,7 +58,6 @@ class PlaceChunk(NamedTuple):
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
-    request: str  # whose pages they are
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
@@ -103,6 +103,7 @@ class ProducerSession:
     read: bool = False  # chunks are read from it, not written by it
     direct: bool = False  # and leased pages of it, where they lie
     bytes_per_s: float | None = None
+    engine_id: str = ""
 
     def header(self, load: Load, chunk: Chunk, checksum: bytes) -> ChunkHeader:
         """What the header of this chunk must say."""

@@ -26,9 +26,16 @@ class IncomingTransfer:
     watched: bool = False  # the engine wants to hear when there is something to load
     began: float = 0.0
     deadline: float = float("inf")  # of a watched hold
+    engine_id: str = ""  # the engine that must answer; "": any
+    since: float = 0.0  # it waits for its prefill
     nbytes: int = 0
     chunks: int = 0
     words: LastWords | None = None
+
+    @property
+    def next_deadline(self) -> float:
+        """When to look at it again."""
+        return min([self.deadline, *(stream.deadline for stream in self.streams.values())])
 
     @property
     def received(self) -> bool:

@@ -72,6 +72,7 @@ class Welcome(Message, frozen=True):
     slot_bytes: Count  # of its send slots
     read: bool = False
     direct: bool = False
+    model: Fingerprint = b""  # empty in versions that did not say it
 
 
 class Reject(Message, frozen=True):
@@ -206,9 +207,11 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Producer: answer to a heartbeat."""
+    """Producer: answer to a heartbeat. `engine_age_s` is how long ago its engine began its last
+    step, in seconds."""
 
     epoch: Count
+    engine_age_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat

@@ -24,6 +24,10 @@ class OutgoingTransfer:
     finished: dict[SessionId, Cause | None] = field(default_factory=dict)  # readers that are done
     # Sessions that asked and were refused: their `Cancel` is not the true consumer's.
     refused: set[SessionId] = field(default_factory=set)
+    sessions: set[SessionId] = field(default_factory=set)  # all that have asked for it
+    # When its lease ends although a consumer speaks for it, if nobody has begun to fetch by then.
+    lease_ends: float = float("inf")
+    ends_early: bool = False  # for that reason
 
     @property
     def final(self) -> bool:
@@ -33,6 +37,8 @@ class OutgoingTransfer:
     @property
     def expiry(self) -> tuple[Cause, str]:
         """What it means that it has expired."""
+        if self.final and self.ends_early:
+            return Cause.LEASE_EVICTED, "nobody had room for it within wait_timeout_s"
         if self.final:
             return Cause.LEASE_EXPIRED, "the lease has expired"
         if self.expected:
@@ -48,6 +54,11 @@ class OutgoingTransfer:
     def cause(self) -> Cause | None:
         """The first reason for which a reader did not get everything."""
         return next((cause for cause in self.finished.values() if cause is not None), None)
+
+    def extend(self, until: float) -> None:
+        """A consumer speaks for it: keep it until then, or until its lease ends."""
+        self.ends_early = until > self.lease_ends and not self.streams and not self.finished
+        self.expires = max(self.expires, self.lease_ends if self.ends_early else until)
 
     def link_s(self, tokens: int) -> float:
         """How long the slowest reader's link takes from what is computed to `tokens`, in seconds."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a producer remembers of transfers that it no longer has, or that nobody wants."""
 
+from pd_connector.errors import Cause
+from pd_connector.protocol.deadlines import Deadlines
+
 _REMEMBERED = 1024
 
 
@@ -9,20 +12,27 @@ class PastTransfers:
 
     def __init__(self) -> None:
         # Whoever opens one of them need not wait for a prefill that will not come.
-        self._ended: dict[str, None] = {}
+        self._ended: dict[str, Cause | None] = {}
         # Cancelled before their prefill ended, and until when that is remembered: the last offer,
         # when it comes, is freed at once.
         self._unwanted: dict[str, float] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
 
     def has_ended(self, transfer: str) -> bool:
         return transfer in self._ended
 
+    def why_not(self, transfer: str) -> tuple[Cause, str]:
+        """What to tell a consumer that asks for a transfer that is not here."""
+        if self._ended.get(transfer) is Cause.LEASE_EVICTED:
+            return Cause.LEASE_EVICTED, "its pages were needed for others while it waited"
+        return Cause.UNKNOWN_TRANSFER, "no such KV here (any more)"
+
     def is_unwanted(self, transfer: str) -> bool:
         return transfer in self._unwanted
 
-    def end(self, transfer: str) -> None:
+    def end(self, transfer: str, cause: Cause | None) -> None:
         """It has ended. The last thousand are remembered."""
-        self._ended[transfer] = None
+        self._ended[transfer] = cause
         if len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
@@ -33,6 +43,7 @@ class PastTransfers:
     def unwant(self, transfer: str, until: float) -> None:
         """Nobody wants it; remembered until this time."""
         self._unwanted[transfer] = until
+        self._deadlines.set(transfer, until)
 
     def forget_unwanted(self, transfer: str) -> None:
         """Its request has ended."""
@@ -40,4 +51,9 @@ class PastTransfers:
 
     def tick(self, now: float) -> None:
         """Forget what was to be remembered until now."""
-        self._unwanted = {t: until for t, until in self._unwanted.items() if until > now}
+        for transfer in self._deadlines.due(now):
+            until = self._unwanted.get(transfer)
+            if until is not None and until <= now:
+                del self._unwanted[transfer]
+            elif until is not None:
+                self._deadlines.set(transfer, until)

@@ -26,6 +26,7 @@ from pd_connector.protocol.outgoing import (
 )
 from pd_connector.protocol.outgoing_stream import OutgoingStream
 from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
+from pd_connector.protocol.outgoing_transfers import OutgoingTransfers
 from pd_connector.protocol.past_transfers import PastTransfers
 
 LAYERS_PAY_S = 0.005
@@ -34,11 +35,16 @@ sent layer by layer while the step computes. Splitwise (section 4.2) has a fixed
 
 
 class Producer:
-    """All transfers of one rank that produces. Used by one thread."""
+    """All transfers of one rank that produces. Used by one thread.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        pages: of the engine's cache. At most `lease_share` of them are leased; None: no limit.
+    """
+
+    def __init__(self, config: Config, pages: int | None = None) -> None:
         self._config = config
-        self._transfers: dict[str, OutgoingTransfer] = {}
+        self._most_leased = float("inf") if pages is None else config.lease_share * pages
+        self._transfers = OutgoingTransfers()
         self._ready: dict[tuple[str, SessionId], None] = {}
         self._draining = Draining()
         self._past = PastTransfers()
@@ -50,17 +56,17 @@ class Producer:
 
     @property
     def leased_pages(self) -> int:
-        finals = (t.offer for t in self._transfers.values() if t.offer and t.offer.final)
-        return sum(len(pages) for offer in finals for pages in offer.pages)
+        return self._transfers.leased_pages
 
     def expect(self, transfer: str, now: float) -> None:
         """A request with this transfer has been queued here: openings may wait for it."""
         if self._past.is_unwanted(transfer):
             return
         self._past.begin_again(transfer)
-        outgoing = self._known(transfer, 0.0)
+        outgoing = self._transfers.known(transfer, 0.0)
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
+        self._transfers.schedule(outgoing)
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
         """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
@@ -69,18 +75,23 @@ class Producer:
                 return []
             self._past.forget_unwanted(offer.transfer)
             return [Free(offer.request, Cause.ABORTED)]
-        outgoing = self._known(offer.transfer, 0.0)
+        outgoing = self._transfers.known(offer.transfer, 0.0)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
         outgoing.offer = offer
         outgoing.step = None
         if not outgoing.expected:
             self.expect(offer.transfer, now)
+        actions: list[Action] = []
         if offer.final:
             outgoing.expires = now + self._config.lease_s
+            outgoing.lease_ends = now + self._config.wait_timeout_s
+            self._transfers.schedule(outgoing)
+            self._transfers.lease(outgoing)
             if outgoing.all_finished:
                 return self._end(outgoing, outgoing.cause, "")
-        actions = outgoing.tell_watchers()
+            actions += self._evict(outgoing)
+        actions += outgoing.tell_watchers()
         for session in list(outgoing.streams):
             actions += self._start(outgoing, session)
         return actions
@@ -131,9 +142,9 @@ class Producer:
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
             if self._past.has_ended(transfer) or self._past.is_unwanted(transfer):
-                detail = "no such KV here (any more)"
-                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, detail)]
-            outgoing = self._known(transfer, now + self._config.lease_s)
+                return [_refusal(session, transfer, *self._past.why_not(transfer))]
+            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
+        self._transfers.touch(session, outgoing)
         outgoing.watchers.add(session)
         return outgoing.tell_watchers()
 
@@ -147,10 +158,11 @@ class Producer:
             return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
         if outgoing is None:
             if not message.wait or self._past.has_ended(transfer):
-                return [_refusal(session, transfer, Cause.UNKNOWN_TRANSFER, "no such KV here")]
-            outgoing = self._known(transfer, now + self._config.lease_s)
+                return [_refusal(session, transfer, *self._past.why_not(transfer))]
+            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
         if session in outgoing.streams or outgoing.full(message.readers):
             return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
+        self._transfers.touch(session, outgoing)
         outgoing.watchers.discard(session)
         outgoing.readers = max(outgoing.readers, message.readers)
         outgoing.streams[session] = OutgoingStream(message, routes, deque(message.slots))
@@ -225,7 +237,7 @@ class Producer:
             if readers == 1:
                 self._past.unwant(transfer, now + self._config.lease_s)
                 return [Reply(session, messages.Cancelled(transfer))]
-            outgoing = self._known(transfer, now + self._config.lease_s)
+            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
         outgoing.watchers.discard(session)
         if session not in outgoing.streams:
             known = session in outgoing.refused or session in outgoing.finished
@@ -243,12 +255,12 @@ class Producer:
         for transfer in transfers:
             outgoing = self._transfers.get(transfer)
             if outgoing is not None and outgoing.final:
-                outgoing.expires = max(outgoing.expires, now + self._config.lease_s)
+                outgoing.extend(now + self._config.lease_s)
 
     def session_lost(self, session: SessionId) -> list[Action]:
         """A consumer is gone. Nobody will fetch what it had opened."""
         actions: list[Action] = []
-        for outgoing in list(self._transfers.values()):
+        for outgoing in self._transfers.lose(session):
             outgoing.watchers.discard(session)
             outgoing.refused.discard(session)
             if session in outgoing.streams:
@@ -259,19 +271,21 @@ class Producer:
     def tick(self, now: float) -> list[Action]:
         """End what has expired."""
         actions: list[Action] = []
-        for outgoing in list(self._transfers.values()):
+        for outgoing in self._transfers.due(now):
             if outgoing.expires <= now:
                 actions += self._end(outgoing, *outgoing.expiry)
+            else:
+                self._transfers.schedule(outgoing)
         self._past.tick(now)
         return actions
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if a transfer is in no legal state, or counts disagree."""
         leased: dict[str, str] = {}
-        for transfer, outgoing in self._transfers.items():
+        self._transfers.check_integrity()
+        for outgoing in self._transfers:
+            transfer = outgoing.transfer
             try:
-                if outgoing.transfer != transfer:
-                    raise RuntimeError(f"is kept as {transfer}")
                 outgoing.check_integrity()
             except RuntimeError as error:
                 raise RuntimeError(f"transfer {outgoing.transfer}: {error}") from None
@@ -289,9 +303,17 @@ class Producer:
                     )
         self._draining.check_integrity()
 
-    def _known(self, transfer: str, expires: float) -> OutgoingTransfer:
-        """This transfer; one that was not heard of before is kept until `expires`."""
-        return self._transfers.setdefault(transfer, OutgoingTransfer(transfer, expires))
+    def _evict(self, new: OutgoingTransfer) -> list[Action]:
+        """Too many pages are leased: the oldest that nobody has begun to fetch lose theirs, so
+        that decode engines that do not come for them cannot hold this engine's cache."""
+        actions: list[Action] = []
+        while self._transfers.leased_pages > self._most_leased:
+            oldest = self._transfers.oldest_waiting(but=new)
+            if oldest is None:
+                break
+            detail = "more than lease_share of the cache was leased"
+            actions += self._end(oldest, Cause.LEASE_EVICTED, detail)
+        return actions
 
     def _start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
         """Check an opening against an offer, and accept or refuse it; tell when all is there."""
@@ -331,8 +353,8 @@ class Producer:
 
     def _end(self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str) -> list[Action]:
         transfer = outgoing.transfer
-        del self._transfers[transfer]
-        self._past.end(transfer)
+        self._transfers.remove(outgoing)
+        self._past.end(transfer, cause)
         for session, stream in outgoing.streams.items():
             self._draining.add(session, transfer, stream)
         actions: list[Action] = []

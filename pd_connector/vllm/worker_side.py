@@ -90,6 +90,8 @@ class WorkerSide:
         """A step begins: hand its commands to the agent, before anything is computed. Once this
         has returned, no page is read that the step may reuse."""
         assert self._agent is not None or not step.commands
+        if self._agent is not None:
+            self._agent.engine_steps()
         for command in step.commands:
             self._agent.submit(command)  # type: ignore[union-attr]
         self._prefills = step.prefills

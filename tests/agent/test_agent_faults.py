@@ -448,7 +448,7 @@ def test_pages_are_not_read_once_the_engine_has_them_back(ranks: Ranks, transpor
 def test_without_the_gate_someone_elses_kv_would_count(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(PageGate, "shut", lambda self, request: None)
+    monkeypatch.setattr(PageGate, "shut", lambda self, request, timeout_s: True)
     monkeypatch.setattr(PageGate, "open", lambda self, request: None)
     producer, consumer = preempted_while_read(ranks, transport)
     assert consumer.page(5) != producer.page(8)

@@ -144,7 +144,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(i=which)
     def load_what_was_watched(self, i: int) -> None:
         link = self.link(i)
-        for incoming in list(link.consumer._transfers.values()):
+        for incoming in list(link.consumer._transfers):
             held = link.held.get(incoming.request)
             if held is not None and incoming.load is None:
                 wait = True
@@ -355,7 +355,7 @@ def begin(chance: random.Random, world: World, ranks: int) -> None:
 def go_on(chance: random.Random, world: World, ranks: int) -> None:
     """An engine does what it does."""
     link = chance.choice(world.links)
-    for incoming in list(link.consumer._transfers.values()):
+    for incoming in list(link.consumer._transfers):
         if incoming.load is None and incoming.request in link.held:
             world.load(link, incoming.transfer, 12, request=incoming.request, wait=True)
     for request in [r for r, lent in link.lent.items() if lent.arrived]:

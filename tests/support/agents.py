@@ -38,6 +38,7 @@ def geometry_of(shard: Shard = WHOLE, **changes: Any) -> Geometry:
 GEOMETRY = geometry_of()
 
 SHORT: dict[str, Any] = {
+    "lease_share": 1.0,
     "slot_mib": 1,
     "slots": 4,
     "lease_s": 1.5,
@@ -49,7 +50,7 @@ SHORT: dict[str, Any] = {
 }
 """For tests in which something is to time out."""
 
-LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
+LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1, "lease_share": 1.0}
 """For tests in which nothing may, however slow the machine."""
 
 TRANSPORTS: dict[str, dict[str, Any]] = {

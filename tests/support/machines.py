@@ -686,7 +686,7 @@ class World:
                     self.connect(link, Cause.UNREACHABLE, line)
             for request in [r for r, lent in link.lent.items() if lent.arrived]:
                 self.retire(link, request)
-            for request in {i.request for i in link.consumer._transfers.values() if not i.load}:
+            for request in {i.request for i in link.consumer._transfers if not i.load}:
                 self.drop(link, request)
         for _ in range(4):
             self.pass_time(2 * self.config.wait_timeout_s)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is connected to a listening socket, so that connections without a session can be closed.
+
+libzmq accepts every connection and keeps it. Each takes a descriptor, and somebody who opens
+thousands and says nothing would take the engine's last one.
+"""
+
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pd_connector.control.addresses import readable
+
+_MOST_CONNECTIONS = 4096
+_SHARE_OF_DESCRIPTORS = 4
+"""At most one in so many of the process' descriptors is a connection here."""
+_MOST_EVENTS = 1024  # handled at a time
+
+
+class Connections:
+    """Connections of one listening socket, by descriptor. Used by one thread.
+
+    Args:
+        listening: bound, and not used by others' monitors.
+        port: it is bound to. Only sockets with this local port are ever shut.
+        patience_s: how long a connection may be without a session.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listening: zmq.Socket[bytes],
+        port: int,
+        patience_s: float,
+    ) -> None:
+        self._port = port
+        self._patience_s = patience_s
+        self._most = min(
+            _MOST_CONNECTIONS,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS,
+        )
+        self._waiting: dict[int, float] = {}  # without a session, since when; oldest first
+        self._serving: set[int] = set()
+        self._listening = listening
+        endpoint = f"inproc://connections-{id(self):x}-{port}"
+        listening.monitor(endpoint, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.monitor = context.socket(zmq.PAIR)
+        self.monitor.rcvhwm = 0  # a full queue would stop libzmq's I/O thread
+        self.monitor.linger = 0
+        self.monitor.connect(endpoint)
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._serving)
+
+    def serve(self, descriptor: int) -> None:
+        """There is a session over this connection."""
+        if self._waiting.pop(descriptor, None) is not None:
+            self._serving.add(descriptor)
+
+    def release(self, descriptor: int, now: float) -> None:
+        """The session over this connection has ended; another one may follow."""
+        if descriptor in self._serving:
+            self._serving.discard(descriptor)
+            self._waiting[descriptor] = now
+
+    def tick(self, now: float) -> int:
+        """Close connections that have been without a session for too long, and the oldest of them
+        if there are too many; returns how many were closed."""
+        events = 0
+        while events < _MOST_EVENTS and readable(self.monitor):
+            self._happened(recv_monitor_message(self.monitor), now)
+            events += 1
+        closed = 0
+        for descriptor, since in list(self._waiting.items()):
+            if since + self._patience_s > now and len(self) <= self._most:
+                break
+            self._close(descriptor)
+            closed += 1
+        return closed
+
+    def close(self) -> None:
+        self._listening.disable_monitor()
+        self.monitor.close()
+
+    def _happened(self, event: Mapping[str, Any], now: float) -> None:
+        descriptor = int(event["value"])
+        self._waiting.pop(descriptor, None)
+        self._serving.discard(descriptor)
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            self._waiting[descriptor] = now
+
+    def _close(self, descriptor: int) -> None:
+        """Shut the connection; libzmq sees its end, and closes the descriptor."""
+        del self._waiting[descriptor]
+        try:
+            connection = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            return  # it has gone by itself
+        try:
+            # The number may be somebody else's by now: only a connection of this port is shut.
+            if connection.getsockname()[1] == self._port:
+                connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError, TypeError):
+            pass  # not connected any more, or no such socket
+        finally:
+            connection.close()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent that dies or hangs: its engine is told in time, no page is touched late, and it comes
+back on the same port."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
+
+from pd_connector.agent.commands import Revoke
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.errors import Cause
+
+__all__ = ["ranks"]
+
+SETTINGS = LONG | TRANSPORTS["shm written"] | {"agent_timeout_s": 1.0}
+
+
+class Hang:
+    """Stands in for a method; hangs in it once, until released."""
+
+    def __init__(self, owner: Any, name: str, *, after: bool = False) -> None:
+        self.reached = threading.Event()
+        self.release = threading.Event()
+        method = getattr(owner, name)
+
+        def hang() -> None:
+            if not self.reached.is_set():
+                self.reached.set()
+                assert self.release.wait(60)
+
+        def replaced(*args: Any, **options: Any) -> Any:
+            if not after:
+                hang()
+            result = method(*args, **options)
+            if after:
+                hang()
+            return result
+
+        setattr(owner, name, replaced)
+
+
+def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:
+    """A good transfer arrives; one that meets a session of the agent's last life is tried again."""
+    for attempt in range(20):
+        name = f"{transfer} {attempt}"
+        producer.offer(name, [11, 12, 13])
+        consumer.load(producer.source, name, [21, 22, 23])
+        finished = consumer.loaded(name)
+        producer.freed(name)
+        if finished.cause is None:
+            return assert_pages(producer, [11, 12, 13], consumer, [21, 22, 23])
+        time.sleep(0.1)
+    pytest.fail(f"no good transfer: {finished}")
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize("who", ["producer", "consumer"])
+def test_an_agent_that_died_serves_again_on_its_port_with_another_epoch(ranks: Ranks, who: str):
+    pair = dict(zip(("producer", "consumer"), ranks.pair(SETTINGS), strict=True))
+    producer, consumer = pair["producer"], pair["consumer"]
+    assert_serves_on(producer, consumer, "before")
+    port, loop = producer.agent.port, pair[who].agent._loop
+    producer.offer("t", [1])
+    consumer.load(producer.source, "later", [1], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers") == 2)
+    loop.step = fail  # type: ignore[method-assign]
+    if who == "producer":
+        assert producer.freed("t").cause == Cause.INTERNAL
+    assert consumer.loaded("later").cause in (Cause.INTERNAL, Cause.SESSION_LOST)
+    until(lambda: pair[who].agent._loop is not loop)
+    assert producer.agent.port == producer.agent._loop.port == port
+    assert_serves_on(producer, consumer)
+    assert pair[who].count("agent_failures") == 1
+    assert pair[who].count("agent_restarts") == 1
+    pair[who].counts.clear()
+    if who == "consumer":
+        consumer.load(producer.source, "t", [1])
+        assert consumer.loaded("t").cause is None
+
+
+def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    producer, consumer = ranks.pair(SETTINGS)
+    make = consumer.agent._make_loop
+    consumer.agent._make_loop = fail
+    consumer.agent._loop.step = fail  # type: ignore[method-assign]
+    for i in range(3):
+        consumer.load(producer.source, f"t{i}", [1])
+        assert consumer.loaded(f"t{i}").cause == Cause.INTERNAL
+    consumer.agent._make_loop = make
+    until(lambda: consumer.count("agent_restarts") == 1)
+    assert_serves_on(producer, consumer)
+    consumer.counts.clear()
+
+
+def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_on(ranks: Ranks):
+    producer, consumer = ranks.pair(SETTINGS)
+    assert_serves_on(producer, consumer, "before")
+    hangs = [Hang(rank.agent._loop, "step") for rank in (producer, consumer)]
+    producer.offer("t", [1])
+    consumer.load(producer.source, "u", [1])
+    for hang in hangs:
+        assert hang.reached.wait(20)
+    assert producer.freed("t").cause == Cause.AGENT_HUNG
+    assert consumer.loaded("u").cause == Cause.AGENT_HUNG
+    consumer.load(producer.source, "while it hangs", [2])
+    assert consumer.loaded("while it hangs").cause == Cause.AGENT_HUNG
+    assert consumer.at_rest(), "the engine need not step for slots of a hung agent"
+    for hang in hangs:
+        hang.release.set()
+    for rank in (producer, consumer):
+        until(lambda rank=rank: rank.count("agent_restarts") == 1)
+    assert_serves_on(producer, consumer)
+    for rank in (producer, consumer):
+        assert rank.count("agent_failures") == 1
+        rank.counts.clear()
+
+
+def hung_before_a_scatter(ranks: Ranks) -> tuple[Rank, bytes]:
+    """A consumer hangs just before it fills a page; the engine gives the page to someone else."""
+    producer, consumer = ranks.pair(SETTINGS)
+    assert_serves_on(producer, consumer, "before")
+    side = consumer.agent._loop.consumer_side
+    assert side is not None
+    hang = Hang(side._inbox, "place")
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert hang.reached.wait(20)
+    assert consumer.loaded("t").cause == Cause.AGENT_HUNG
+    for layer in consumer.layers.values():
+        layer[5] = 0.0
+    someone_elses = consumer.page(5)
+    hang.release.set()
+    until(lambda: consumer.count("agent_restarts") or consumer.page(5) != someone_elses)
+    consumer.counts.clear()
+    return consumer, someone_elses
+
+
+def test_a_hung_agent_that_goes_on_writes_no_page_that_was_given_away(ranks: Ranks):
+    consumer, someone_elses = hung_before_a_scatter(ranks)
+    assert consumer.page(5) == someone_elses
+
+
+def test_without_the_gate_it_would(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PageGate, "abandon", lambda self: "")
+    consumer, someone_elses = hung_before_a_scatter(ranks)
+    assert consumer.page(5) != someone_elses
+
+
+def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(ranks: Ranks):
+    producer, consumer = ranks.pair(SETTINGS)
+    assert_serves_on(producer, consumer, "before")
+    hang = Hang(consumer.agent._cache, "scatter")
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [5])
+    assert hang.reached.wait(20)
+    consumer.load(producer.source, "another", [6])
+    assert consumer.loaded("another").cause == Cause.AGENT_HUNG
+    assert "load of t" not in consumer.look()
+    hang.release.set()
+    assert consumer.loaded("t").cause is None, "the copy was right, and nobody had its pages"
+    assert_pages(producer, [1], consumer, [5])
+    until(lambda: consumer.count("agent_restarts") == 1)
+    assert_serves_on(producer, consumer)
+    consumer.counts.clear()
+
+
+def test_taking_pages_back_from_a_hung_agent_ends_in_time_and_what_it_read_is_not_sent(
+    ranks: Ranks,
+):
+    producer, consumer = ranks.pair(SETTINGS)
+    assert_serves_on(producer, consumer, "before")
+    hang = Hang(producer.agent._cache, "in_place", after=True)
+    producer.offer("t", [1, 2], computed=8)
+    consumer.load(producer.source, "t", [5, 6], wait=True)
+    before = consumer.count("received_chunks")
+    assert hang.reached.wait(20)
+    began = time.monotonic()
+    producer.agent.submit(Revoke("t", "offer of t"))
+    assert time.monotonic() - began < 20
+    hang.release.set()
+    assert consumer.loaded("t").cause is not None
+    assert consumer.count("received_chunks") == before
+    until(lambda: producer.count("agent_restarts") == 1)
+    assert_serves_on(producer, consumer)
+    producer.counts.clear()
