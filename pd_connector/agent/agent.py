@@ -30,6 +30,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 
@@ -92,6 +93,7 @@ class Agent:
         self._closing = threading.Event()
         self._abandoned = False  # the agent hangs; the engine has given it up
         self._engine_stepped = time.monotonic()
+        self._ranks: tuple[Peer, ...] = ()
 
         def make_loop(port: int) -> Loop:
             return Loop(
@@ -103,6 +105,7 @@ class Agent:
                 self.telemetry,
                 self._owed.report,
                 lambda: time.monotonic() - self._engine_stepped,
+                lambda: self._ranks,
                 produces=produces,
                 consumes=consumes,
                 shards=shards,
@@ -118,6 +121,8 @@ class Agent:
             raise
         self.port = self._loop.port
         """Control port that consumers dial; 0 for a rank that does not produce."""
+        if self.port and len(shards) < 2:
+            self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
         self._turn_began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
@@ -141,6 +146,11 @@ class Agent:
         with self._submitting:
             self._owed.expect(command)
             self._commands.put(command, fence)
+
+    def introduce(self, ranks: Sequence[Peer]) -> None:
+        """These are all ranks of the engine, this one included: whoever asks any of them is told. The
+        only rank of an engine need not be introduced."""
+        self._ranks = tuple(ranks)
 
     def engine_steps(self) -> None:
         """The engine begins a step. If it makes none for too long, consumers do not wait for its

@@ -7,11 +7,12 @@ import zmq
 
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.config import Config
+from pd_connector.control.addresses import numeric
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, MalformedMessageError, PDConnectorError
 from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Peer, Source
+from pd_connector.protocol.peers import Peer, Source
 
 _POLL_MS = 20
 
@@ -35,8 +36,8 @@ def ask_ranks(config: Config, host: str, port: int, deadline: float) -> tuple[Pe
     keys = CurveKeys.derive(config.key) if config.key else None
     with zmq.Context[zmq.Socket[bytes]]() as context:
         try:
-            connection = Connection(context, host, port, keys)
-        except PDConnectorError as error:
+            connection = Connection(context, numeric(host), port, keys)
+        except (PDConnectorError, OSError) as error:
             raise RefusedError(Cause.UNREACHABLE, str(error)) from None
         try:
             connection.send(messages.encode(messages.AskRanks()))

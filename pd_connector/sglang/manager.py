@@ -17,14 +17,14 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pd_connector.agent.agent import Agent
-from pd_connector.agent.commands import Introduce
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.agent.owed import Outcome
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
-from pd_connector.protocol.incoming import Finished, Held, Peer, Source
+from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.identity import fingerprint_model
 from pd_connector.sglang.metrics import Metrics
@@ -112,7 +112,7 @@ class Manager(BaseKVManager):
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, rank)
         own = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        self.agent.submit(Introduce(tuple(group.all_gather_object(own))))
+        self.agent.introduce(group.all_gather_object(own))
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             engine_id,
@@ -130,6 +130,7 @@ class Manager(BaseKVManager):
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
         """Within, the scheduler computes the batch."""
+        self.agent.engine_steps()
         self._backoff.reset()
         with self._streaming.step(batch) if self._streaming else contextlib.nullcontext():
             yield
@@ -137,6 +138,7 @@ class Manager(BaseKVManager):
     def idle(self) -> None:
         """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
         the agent's thread needs Python's lock to move it."""
+        self.agent.engine_steps()
         self._backoff.pause(self.agent.wait_for_outcome)
 
     def register_to_bootstrap(self) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pd_connector.agent.discovery import ask_ranks
 from pd_connector.config import Config
 from pd_connector.errors import Cause, PDConnectorError
-from pd_connector.protocol.incoming import Peer
+from pd_connector.protocol.peers import Peer
 
 _QUERY = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
 _RETRY_S = 0.2

@@ -15,7 +15,8 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, KVTransf
 
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Finished, Held, Load, Peer
+from pd_connector.protocol.incoming import Finished, Held, Load
+from pd_connector.protocol.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.requests import fingerprint, transfer_of
 from pd_connector.sglang.words import write_row

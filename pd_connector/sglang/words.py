@@ -27,12 +27,13 @@ def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -
         buffers: SGLang's `MetadataBuffers`.
         row: of this request, filled.
     """
-    logprob, top = None, ()
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
     if req.return_logprob:
         logprob = float(buffers.output_token_logprobs_val[row, 0])
         count = min(req.logprob.top_logprobs_num, buffers.output_top_logprobs_idx.shape[1])
         tokens = buffers.output_top_logprobs_idx[row, :count].tolist()
-        top = tuple(zip(tokens, buffers.output_top_logprobs_val[row, :count].tolist(), strict=True))
+        top = list(zip(tokens, buffers.output_top_logprobs_val[row, :count].tolist(), strict=True))
     counts = buffers.cached_tokens[row, : len(_COUNTS)].tolist()
     return LastWords(
         transfer=transfer,

@@ -49,7 +49,7 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
     if isinstance(info, msgspec.inspect.ListType):
         return st.lists(_of(info.item_type), max_size=5)
     if isinstance(info, msgspec.inspect.FloatType):
-        return st.floats(allow_nan=False)
+        return st.floats(info.ge, info.le, allow_nan=False)
     if isinstance(info, msgspec.inspect.NoneType):
         return st.none()
     if isinstance(info, msgspec.inspect.UnionType):

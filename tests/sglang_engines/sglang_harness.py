@@ -154,19 +154,15 @@ def assert_idle(*engines: SglangEngine) -> None:
 
 def text(length: int, seed: int = 0) -> list[int]:
     """A prompt of so many tokens of the demo's model, which reads bytes: English-like words."""
-    source = random.Random(seed)
-    words = [source.choice(_WORDS) for _ in range(length)]
+    source, known = random.Random(seed), _TEXT.split()
+    words = [source.choice(known) for _ in range(length)]
     return list(" ".join(words).encode()[:length])
 
 
-_WORDS = tuple(
-    (
-        "the a of and to in is was for on that with as by at from it an be this are which or had "
-        "not but have one all were when we there can more if out so said what up its about into than "
-        "them only other new some could time these two may then do first any my now such like our "
-        "over man me even most made after also did many before must through years where much your"
-    ).split()
-)
+_TEXT = """the a of and to in is was for on that with as by at from it an be this are which or had
+not but have one all were when we there can more if out so said what up its about into than them
+only other new some could time these two may then do first any my now such like our over man me even
+most made after also did many before must through years where much your"""
 
 
 class EnginePool:
