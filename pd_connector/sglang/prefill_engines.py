@@ -9,8 +9,9 @@ port itself, which is how an engine that is not SGLang's is reached.
 Look-ups happen in threads of their own: the engine's thread never waits for a peer.
 """
 
-import http.client
+import http
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +25,9 @@ from pd_connector.protocol.peers import Peer
 
 _QUERY = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
 _RETRY_S = 0.2
+_GREETING = b"\xff"
+"""The first byte of ZeroMQ's protocol, which both sides send at once."""
+_GREETING_S = 0.1
 _AT_ONCE = 4
 _MAX_ANSWER_BYTES = 1 << 16
 
@@ -85,22 +89,30 @@ def _control_port(host: str, port: int, deadline: float) -> tuple[str, int]:
     while True:
         left_s = deadline - time.monotonic()
         try:
+            if _greets(host, port, max(left_s, _RETRY_S)):
+                return host, port
             with urllib.request.urlopen(url, timeout=max(left_s, _RETRY_S)) as answer:
                 row = json.loads(answer.read(_MAX_ANSWER_BYTES))
             return str(row["rank_ip"]), int(row["rank_port"])
-        except http.client.HTTPException:  # no HTTP is spoken here
-            return host, port
         except (KeyError, TypeError) as error:
             raise ValueError(f"it answers without rank_ip and rank_port: {error!r}") from None
         except urllib.error.HTTPError as error:
             if error.code != http.HTTPStatus.SERVICE_UNAVAILABLE or left_s <= 0:  # it is starting
                 raise
-        except OSError as error:
-            if isinstance(getattr(error, "reason", error), http.client.HTTPException):
-                return host, port
+        except OSError:
             if left_s <= 0:
                 raise
         time.sleep(_RETRY_S)
+
+
+def _greets(host: str, port: int, timeout_s: float) -> bool:
+    """Whether who listens there speaks first, as a control channel does: an HTTP server waits."""
+    with socket.create_connection((host, port), timeout_s) as connection:
+        connection.settimeout(_GREETING_S)
+        try:
+            return connection.recv(1) == _GREETING
+        except TimeoutError:
+            return False
 
 
 def _split(address: str) -> tuple[str, int]:
