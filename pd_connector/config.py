@@ -17,6 +17,9 @@ from pd_connector.extensions import load_entry_points, unknown_name
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
+CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
+"""Where an engine has no argument for config keys: a JSON object of them, or `@` and the path of a
+file that holds one."""
 MIN_KEY_CHARACTERS = 16
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.agent.owed import Outcome
-from pd_connector.config import Config
+from pd_connector.config import CONFIG_VARIABLE, Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
@@ -34,9 +34,6 @@ from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 
 logger = logging.getLogger("pd_connector.sglang")
-
-CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
-"""Names a JSON object with config keys, or `@` and the path of a file that holds one."""
 
 Kind = TypeVar("Kind", Free, Finished, Held)
 

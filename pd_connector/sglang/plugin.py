@@ -60,8 +60,9 @@ def _register() -> None:
         )
     for hook in _HOOKS:
         _check(hook)
+    if not _add_member():
+        return  # registered before
     add_disagg_transfer_backend_choices([BACKEND])
-    _add_member()
     for hook in _HOOKS:
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
 
@@ -83,12 +84,13 @@ def _check(hook: _Hook) -> None:
         )
 
 
-def _add_member() -> None:
-    """Add the backend to SGLang's `TransferBackend`, a closed enumeration that it looks names up in."""
+def _add_member() -> bool:
+    """Add the backend to SGLang's `TransferBackend`, a closed enumeration that it looks names up in.
+    Returns whether it was not there before."""
     from sglang.srt.disaggregation.utils import TransferBackend
 
     if BACKEND in TransferBackend._value2member_map_:
-        return
+        return False
     member = object.__new__(TransferBackend)
     name = BACKEND.upper()
     member._value_ = BACKEND
@@ -99,6 +101,7 @@ def _add_member() -> None:
     TransferBackend._member_map_[name] = member
     TransferBackend._value2member_map_[BACKEND] = member
     type.__setattr__(TransferBackend, name, member)
+    return True
 
 
 def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

@@ -16,7 +16,7 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
     """
     for name, wanted in _WANTED.items():
         found = getattr(server_args, name, wanted)
-        if found != wanted:
+        if found != wanted and (found or wanted):  # False and None are both "not asked for"
             raise ConfigError(_refusal(f"--{name.replace('_', '-')} {found}", f"leave it {wanted}"))
     for name in ("attn_dp_size", "attn_cp_size", "pp_size", "dcp_size"):
         if (found := getattr(parallel, name, 1)) != 1:

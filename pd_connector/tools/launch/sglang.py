@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pd_connector.config import HOST_VARIABLE
+from pd_connector.config import CONFIG_VARIABLE, HOST_VARIABLE
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.launch.engine import LINK_ONLY
 from pd_connector.tools.launch.netns import LINK, Namespace
@@ -22,7 +22,6 @@ from pd_connector.tools.launch.service import Service
 
 SglangRole = Literal["prefill", "decode"]
 
-CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
 PYTHON_VARIABLE = "PD_CONNECTOR_SGLANG_PYTHON"
 """Names the Python of the environment that has SGLang: it cannot share one with vLLM."""
 
