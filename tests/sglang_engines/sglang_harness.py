@@ -45,6 +45,7 @@ class Recipe:
     tp: int = 1
     args: tuple[str, ...] = ()
     config: str = "{}"  # JSON, so that a recipe can be a key
+    env: tuple[tuple[str, str], ...] = ()
 
     def engine(self, name: str, log: Path) -> SglangEngine:
         return SglangEngine(
@@ -55,6 +56,7 @@ class Recipe:
             tp=self.tp,
             name=name,
             args=[*EXACT_ARGS, *self.args],
+            env=dict(self.env),
             log_path=log,
         )
 
@@ -135,6 +137,12 @@ def assert_same(found: Answer, wanted: Answer) -> None:
     assert found.tokens == wanted.tokens
     for place, (here, there) in enumerate(zip(found.logprobs, wanted.logprobs, strict=True)):
         assert abs(here - there) <= TOLERANCE, f"token {place}: {here}, wanted {there}"
+
+
+def received_bytes(engine: SglangEngine) -> float:
+    """What it has received until now. An engine brings its metrics up to date once a second."""
+    time.sleep(2.0)
+    return engine.metrics().total("pd_connector:received_bytes_total")
 
 
 def assert_idle(*engines: SglangEngine) -> None:

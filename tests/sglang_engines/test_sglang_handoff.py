@@ -16,6 +16,7 @@ from sglang_engines.sglang_harness import (
     assert_idle,
     assert_same,
     handed_over,
+    received_bytes,
     text,
 )
 
@@ -64,10 +65,10 @@ def test_prompts_that_share_a_prefix_find_it_on_both_sides(
 ) -> None:
     p, d, wanted = pair
     longest = text(LENGTHS[-1])
-    before = d.metrics().total("pd_connector:received_bytes_total")
+    before = received_bytes(d)
     again = handed_over(p, d, longest)
     assert_same(again, wanted[-1])
-    received = d.metrics().total("pd_connector:received_bytes_total") - before
+    received = received_bytes(d) - before
     if "--disaggregation-decode-enable-radix-cache" in d.args:
         assert again.cached_tokens >= len(longest) // 2
         assert received < before / 2, "the prefix was fetched again"
