@@ -7,6 +7,7 @@ Every error names the config key, the value found, and what to do.
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,13 +21,18 @@ HOST_VARIABLE = "PD_CONNECTOR_HOST"
 CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
 """Where an engine has no argument for config keys: a JSON object of them, or `@` and the path of a
 file that holds one."""
-MIN_KEY_CHARACTERS = 16
+MIN_KEY_CHARACTERS = 32
+MIN_DISTINCT_CHARACTERS = 8
+_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 TRANSPORT_GROUP = "pd_connector.transports"
 """The entry points by which other packages add transports (`transport/registry.py`)."""
+CODECS = ("auto", "fp8_e4m3", "int8", "raw")
+CODEC_GROUP = "pd_connector.codecs"
+"""The entry points by which other packages add codecs (`kv/coding.py`)."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,15 +41,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     host: str = "127.0.0.1"
     """Name or address under which peers reach this engine, and on which it listens."""
     key: str = ""
-    """Shared secret of all engines (16 characters at least). It authenticates and encrypts the
+    """Shared secret of all engines, of 32 characters at least; `pd-connector key` makes one. It authenticates and encrypts the
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
+    peers: tuple[str, ...] = ("127.0.0.0/8", "::1", "localhost")
+    """Networks, addresses and names (`*.` stands for any part before a dot) of producers that may be
+    dialled although their address is not sealed with the key."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
     transports: tuple[str, ...] = ("shm", "tcp")
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
     needs nothing installed, `nixl` and `ucx` need the extra of that name."""
-    codec: Literal["auto", "raw", "fp8_e4m3", "int8"] = "raw"
+    codec: str = "raw"
     """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
     takes the codec with the fewest bytes within `codec_max_error`."""
     codec_max_error: float = 0.02
@@ -118,12 +127,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether this config allows binding or dialling `host`."""
         return bool(self.key) or self.insecure or is_loopback(host)
 
+    def is_peer(self, host: str) -> bool:
+        """Whether `host` is within `peers`. Names are not looked up."""
+        return any(_matches(host, entry) for entry in self.peers)
+
     def _check(self) -> None:
-        if self.key and len(self.key) < MIN_KEY_CHARACTERS:
+        if self.key and (weakness := _weakness(self.key)):
             raise ConfigError(
-                f"key of {len(self.key)} characters: must have at least {MIN_KEY_CHARACTERS} "
-                f"(config key `key` or variable {KEY_VARIABLE}; `pd-connector key` makes one)"
+                f"key {weakness}: it could be guessed. `pd-connector key` makes one that cannot "
+                f"(config key `key` or variable {KEY_VARIABLE})"
             )
+        for entry in self.peers:
+            if not _is_peer_entry(entry):
+                raise self._wrong(
+                    "peers", f"{entry!r} is no network such as 10.0.0.0/8, no address and no name"
+                )
         if _is_wildcard(self.host):
             raise ConfigError(
                 f"host {self.host!r}: must be the name or address under which peers reach this "
@@ -150,6 +168,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")
+        if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
+            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
         if not 0 <= self.codec_max_error < float("inf"):
             raise self._wrong("codec_max_error", "must be a number from 0 on")
         if not 0 < self.lease_share <= 1:
@@ -169,6 +189,42 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         return ConfigError(f"{name} {getattr(self, name)}: {wanted} (config key {name})")
+
+
+def _weakness(key: str) -> str:
+    """Why this key can be guessed, or ""."""
+    if len(key) < MIN_KEY_CHARACTERS:
+        return f"of {len(key)} characters, must have at least {MIN_KEY_CHARACTERS}"
+    distinct = len(set(key))
+    if distinct < MIN_DISTINCT_CHARACTERS:
+        return f"of {distinct} different characters, must have at least {MIN_DISTINCT_CHARACTERS}"
+    if key in (key + key)[1:-1]:
+        return "that repeats itself"
+    return ""
+
+
+def _is_peer_entry(entry: str) -> bool:
+    return _network(entry) is not None or bool(_NAME.fullmatch(entry))
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None
+
+
+def _matches(host: str, entry: str) -> bool:
+    network = _network(entry)
+    if network is None:
+        name, entry = host.lower(), entry.lower()
+        return name.endswith(entry[1:]) if entry.startswith("*.") else name == entry
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address) in network
 
 
 def is_loopback(host: str) -> bool:

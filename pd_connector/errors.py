@@ -53,6 +53,7 @@ class Cause(StrEnum):
     TRANSPORT = "transport"  # the transport reported a failed write
     UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages (any more)
     UNREACHABLE = "unreachable"  # no connection to the producer
+    UNTRUSTED_ADDRESS = "untrusted_address"  # a producer's address without seal, not in `peers`
     VERSION = "version"  # no common schema version
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
     WINDOW = "window"  # a sliding window has passed the tokens that are wanted

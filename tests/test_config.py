@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A config is right, or the error says which key, which value, and what to do."""
 
+import secrets
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import Config, is_loopback
+from pd_connector.config import CODECS, Config, is_loopback
+from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
+from pd_connector.kv.coding import CODINGS
 
-KEY = "a secret of sixteen characters"
+KEY = "a secret of more than thirty-two characters"
 
 
 def _load(environment: dict[str, str] | None = None, /, **extra: Any) -> Config:
@@ -56,7 +59,7 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", "tcp", "Expected `array`"),
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
-        ("codec", "zip", "Invalid enum value 'zip'"),
+        ("codec", 8, "Expected `str`"),
         ("overlap", True, "Expected `str`"),
         ("overlap", "chunk", "Invalid enum value 'chunk'"),
         ("direction", "both", "Invalid enum value 'both'"),
@@ -72,6 +75,16 @@ def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
     assert wanted in message
     assert f"{key} {value!r}" in message
     assert f"config key {key}" in message
+
+
+def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(codec="zip")
+    message = str(caught.value)
+    for said in ("codec 'zip'", "auto, fp8_e4m3, int8, raw", "config key codec"):
+        assert said in message
+    assert "pd_connector.codecs" in message
+    assert set(CODECS) == {"auto", *CODINGS}
 
 
 def test_an_unknown_transport_is_named_with_those_that_exist_and_how_to_add_one() -> None:
@@ -127,6 +140,55 @@ def test_a_short_key_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError, match="key of 7 characters") as caught:
         _load(key="hunter2")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hunter2",
+        "correct horse battery staple",
+        "a" * 64,
+        "passwordpasswordpasswordpassword",
+        "abcdefgh12345678" * 4,
+    ],
+)
+def test_a_key_that_can_be_guessed_is_refused_with_how_to_make_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"`pd-connector key` makes one") as caught:
+        _load(key=key)
+    assert key not in str(caught.value)
+
+
+def test_keys_that_are_made_are_taken() -> None:
+    for made in (new_key(), secrets.token_hex(16), secrets.token_urlsafe(32)):
+        assert _load(key=made).key == made
+
+
+@pytest.mark.parametrize(
+    ("entry", "within", "without"),
+    [
+        ("10.0.0.0/8", ["10.1.2.3", "::ffff:10.9.9.9"], ["11.0.0.1", "prefill", "10.1"]),
+        ("192.0.2.7", ["192.0.2.7"], ["192.0.2.8"]),
+        ("2001:db8::/32", ["2001:db8::1"], ["2001:db9::1", "10.0.0.1"]),
+        ("prefill-0.example", ["prefill-0.example", "PREFILL-0.example"], ["prefill-0", "x"]),
+        (
+            "*.pods.example",
+            ["a.pods.example", "a.b.pods.example"],
+            ["pods.example", "apods.example"],
+        ),
+    ],
+)
+def test_peers_are_networks_addresses_and_names(
+    entry: str, within: list[str], without: list[str]
+) -> None:
+    config = _load(peers=[entry])
+    assert all(config.is_peer(host) for host in within)
+    assert not any(config.is_peer(host) for host in without)
+
+
+@pytest.mark.parametrize("entry", ["", "10.0.0.0/33", "a b", "http://p:1", "*", "*.", "[::1]"])
+def test_what_is_no_peer_is_refused_by_name(entry: str) -> None:
+    with pytest.raises(ConfigError, match="config key peers"):
+        _load(peers=[entry])
 
 
 def test_variables_fill_in_what_the_config_leaves_out() -> None:

@@ -119,6 +119,8 @@ class Agent:
         except BaseException:
             self._commands.close()
             raise
+        self.host = self._loop.host
+        """Numeric address that consumers dial: they look up no name."""
         self.port = self._loop.port
         """Control port that consumers dial; 0 for a rank that does not produce."""
         if self.port and len(shards) < 2:

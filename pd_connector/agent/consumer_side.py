@@ -14,7 +14,7 @@ from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.name_queue import Named, NameQueue
 from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
@@ -47,7 +47,8 @@ class ConsumerSide:
 
     Args:
         shards: what the ranks of this engine hold, this one included.
-        gate: shut by the engine's thread for requests whose pages may not be written.
+        gate: passed before pages are written; shut by the engine's thread for requests whose pages
+            may not be written.
         report: told the end of every load and watched hold.
     """
 
@@ -114,10 +115,8 @@ class ConsumerSide:
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
         """Carry out a command, at once or when the addresses of its producers are known. Pages of
         a `Load` are filled after the work that `fence` stands for, which may still write them for
-        the request that had them before. The gate of a `Drop` has been shut before."""
+        the request that had them before."""
         self._run(self._names.put(command, fence, now), now)
-        if isinstance(command, Drop):
-            self._gate.open(command.request)
 
     def _run(self, ready: Sequence[Named], now: float) -> None:
         for command, fence, cause, detail in ready:
@@ -135,6 +134,7 @@ class ConsumerSide:
                     )
                 case Drop(request, why):
                     self._act(self._consumer.drop(request, why, now), now)
+                    self._gate.open(request)  # `Agent.submit` has shut it
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
@@ -165,6 +165,7 @@ class ConsumerSide:
             raise
         except Exception:
             logger.exception("session with %s:%d failed", *session.source[:2])
+            self._telemetry.count("session_errors")
             if self._sessions.holds(session):
                 self._end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
@@ -196,9 +197,9 @@ class ConsumerSide:
         self._run(self._names.ready(now), now)
         self._act(self._consumer.tick(now), now)
         while (queued := self._sessions.next_queued(now)) is not None:
-            source, in_time = queued
-            if in_time:
-                self._dial(source, now)
+            source, addresses = queued
+            if addresses and self._consumer.wants(source):
+                self._dial(source, addresses, now)
             else:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
         if now >= self._next_sweep:
@@ -257,7 +258,7 @@ class ConsumerSide:
             case messages.Cancelled():
                 self._act(self._consumer.cancelled(source, message.transfer, now), now)
             case messages.Pulse():
-                self._act(self._consumer.pulse(source, message.engine_age_s, now), now)
+                self._act(self._consumer.pulse(source, message.engine_age_ms / 1000, now), now)
 
     def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
         if session.path is not None:
@@ -303,14 +304,14 @@ class ConsumerSide:
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)
 
-    def _dial(self, source: Source, now: float) -> None:
+    def _dial(self, source: Source, addresses: int, now: float) -> None:
         if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
             self._make_room(now)
         if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
             detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
             return self._refused(source, Cause.SESSION_LIMIT, detail, now)
         try:
-            self._sessions.dial(source, now)
+            self._sessions.dial(source, addresses, now)
         except RefusedError as refused:
             self._refused(source, refused.cause, str(refused), now)
         return None
@@ -342,8 +343,8 @@ class ConsumerSide:
         pending = deque(actions)
         while pending:
             match pending.popleft():
-                case Dial(source):
-                    self._dial(source, now)
+                case Dial(source, addresses):
+                    self._dial(source, addresses, now)
                 case Tell(source, message):
                     if session := self._sessions.get(source):
                         self._sessions.send(session, message)
@@ -361,7 +362,10 @@ class ConsumerSide:
         session = self._sessions.get(place.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
-        return self._inbox.place(place, session.path)
+        try:
+            return self._inbox.place(place, session.path)
+        except RevokedError:
+            return Cause.ABORTED, "the request was dropped"
 
     def _finished(self, finished: Finished) -> None:
         if finished.cause is None:

@@ -12,6 +12,7 @@ from pd_connector.errors import (
 )
 from pd_connector.kv.geometry import Geometry
 from pd_connector.plan.route import Route, routes
+from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
 from pd_connector.protocol.last_words import untold
 from pd_connector.transport.base import Transport
@@ -90,7 +91,7 @@ def check_hello(
             f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
             f"{message.engine_id} cannot go on without",
         )
-    return schema, _routes(geometry, message.geometry, codecs, message.codecs)
+    return schema, _routes(geometry, message.geometry, codecs, message.codecs, schema)
 
 
 def check_welcome(
@@ -108,7 +109,7 @@ def check_welcome(
         )
     if message.model not in (b"", identity.model):
         raise _other_model(identity.model, message.model)
-    return _routes(message.geometry, geometry, message.codecs, codecs)
+    return _routes(message.geometry, geometry, message.codecs, codecs, message.schema)
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
@@ -143,9 +144,14 @@ def _other_model(ours: bytes, theirs: bytes) -> RefusedError:
 
 
 def _routes(
-    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+    source: Geometry,
+    destination: Geometry,
+    offered: Sequence[str],
+    accepted: Sequence[str],
+    schema: int,
 ) -> tuple[Route, ...]:
+    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
     try:
-        return routes(source, destination, offered, accepted)
+        return routes(source, destination, offered, accepted, RULES[schema])
     except UnsupportedGeometryError as error:
         raise RefusedError(Cause.GEOMETRY, str(error)) from None

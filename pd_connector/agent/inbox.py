@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pd_connector.agent.page_gate import PageGate, RevokedError
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause, TransportError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
@@ -86,17 +86,15 @@ class Inbox:
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
         request, fence = self._loads[place.header.transfer]
-        try:
-            with self._gate.touching(request):
-                if isinstance(place.payload, Pieces):
+        with self._gate.touching(request):
+            if isinstance(place.payload, Pieces):
+                try:
                     found = self._pull(place, place.payload, path)
-                else:
-                    self._cache.scatter(place.route, place.chunk, place.pages, place.payload, fence)
-                    found = self._cache.checksum or checksum(place.payload)
-        except TransportError as error:
-            return Cause.TRANSPORT, str(error)
-        except RevokedError as error:  # dropped: the agent is told so next
-            return Cause.ABORTED, str(error)
+                except TransportError as error:
+                    return Cause.TRANSPORT, str(error)
+            else:
+                self._cache.scatter(place.route, place.chunk, place.pages, place.payload, fence)
+                found = self._cache.checksum or checksum(place.payload)
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"

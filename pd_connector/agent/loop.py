@@ -127,6 +127,11 @@ class Loop:
         self._update_gauges()
 
     @property
+    def host(self) -> str:
+        """Numeric address that consumers dial."""
+        return self.producer_side.host if self.producer_side else self._config.host
+
+    @property
     def port(self) -> int:
         """Control port that consumers dial; 0 for a rank that does not produce."""
         return self.producer_side.port if self.producer_side else 0

@@ -19,6 +19,8 @@ from pd_connector.protocol.peers import Source
 MOST_SESSIONS = 512
 MOST_HANDSHAKES = 64
 """Sessions that are being opened at a time; others are dialled when one of these has ended."""
+_MANY_ADDRESSES = 16
+"""Transfers with more addresses share half of these places: they do not keep others waiting."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
 
@@ -53,7 +55,8 @@ class OpenSessions:
         self._dialler = dialler
         self._sessions: dict[Source, OpenSession] = {}
         self._handshakes: set[Source] = set()
-        self._queued: dict[Source, float] = {}  # not dialled yet: by when they must be
+        # Not dialled yet, and by when they must be: for transfers with few addresses, and others.
+        self._queues: tuple[dict[Source, float], dict[Source, float]] = ({}, {})
         self._epoll = select.epoll()
         self._descriptors: dict[int, OpenSession] = {}
         self._used: dict[Source, OpenSession] = {}  # since they were last looked at
@@ -87,15 +90,19 @@ class OpenSessions:
         """Whether this is still the session with its producer."""
         return self._sessions.get(session.source) is session
 
-    def dial(self, source: Source, now: float) -> None:
+    def dial(self, source: Source, addresses: int, now: float) -> None:
         """Open a session, now or when fewer are being opened; nothing, if there is one.
+
+        Args:
+            addresses: of the transfer that wants it.
 
         Raises RefusedError if the address may not be dialled or cannot be.
         """
-        if source in self._sessions or source in self._queued:
+        if source in self._sessions:
             return
-        if len(self._handshakes) >= MOST_HANDSHAKES:
-            self._queued[source] = now + self._config.connect_timeout_s
+        many = addresses > _MANY_ADDRESSES
+        if not self._place(many):
+            self._queues[many].setdefault(source, now + self._config.connect_timeout_s)
             return
         connection = self._dialler.dial(source)
         session = OpenSession(source, connection, now + self._config.connect_timeout_s, now)
@@ -106,13 +113,20 @@ class OpenSessions:
             self._descriptors[descriptor] = session
             self._epoll.register(descriptor, select.EPOLLIN)
 
-    def next_queued(self, now: float) -> tuple[Source, bool] | None:
-        """A producer that can be dialled now, taken from the queue, and whether it is in time for
-        that; None if none can be."""
-        if not self._queued or len(self._handshakes) >= MOST_HANDSHAKES:
-            return None
-        source = next(iter(self._queued))
-        return source, self._queued.pop(source) > now
+    def next_queued(self, now: float) -> tuple[Source, int] | None:
+        """A producer whose turn to be dialled has come, taken from the queue, and for how many
+        addresses; None if none can be dialled. One that is too late has no addresses."""
+        for many, queue in enumerate(self._queues):
+            if queue:
+                source, deadline = next(iter(queue.items()))
+                if deadline <= now or self._place(bool(many)):
+                    del queue[source]
+                    return source, 0 if deadline <= now else 1 + many * _MANY_ADDRESSES
+        return None
+
+    def _place(self, many: bool) -> bool:
+        """Whether one more session can be opened now."""
+        return len(self._handshakes) < (MOST_HANDSHAKES // 2 if many else MOST_HANDSHAKES)
 
     def ready(self) -> list[OpenSession]:
         """Sessions that may have something to read."""

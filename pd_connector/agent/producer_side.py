@@ -65,6 +65,10 @@ class ProducerSide:
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
 
     @property
+    def host(self) -> str:
+        return self._listener.host
+
+    @property
     def port(self) -> int:
         return self._listener.port
 
@@ -166,6 +170,7 @@ class ProducerSide:
             raise
         except Exception:
             logger.exception("session with a consumer failed")
+            self._telemetry.count("session_errors")
             self._reject(sender, Cause.INTERNAL, "an unexpected error of the producer", now)
 
     def written(self, transport: Transport, written: Written) -> None:
@@ -222,10 +227,9 @@ class ProducerSide:
                 self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case messages.Heartbeat():
                 self._producer.heartbeat(sender, message.transfers, now)
-                self._listener.send(
-                    sender,
-                    messages.encode(messages.Pulse(self._identity.epoch, self._engine_age_s())),
-                )
+                age_ms = int(1000 * self._engine_age_s())
+                pulse = messages.Pulse(self._identity.epoch, age_ms)
+                self._listener.send(sender, messages.encode(pulse))
 
     def _greet(self, sender: bytes, hello: messages.Hello, now: float) -> None:
         self._forget(sender, now)

@@ -40,10 +40,6 @@ class Connections:
     ) -> None:
         self._port = port
         self._patience_s = patience_s
-        self._most = min(
-            _MOST_CONNECTIONS,
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS,
-        )
         self._waiting: dict[int, float] = {}  # without a session, since when; oldest first
         self._serving: set[int] = set()
         self._listening = listening
@@ -76,8 +72,9 @@ class Connections:
             self._happened(recv_monitor_message(self.monitor), now)
             events += 1
         closed = 0
+        most = _most_connections() if self._waiting else 0
         for descriptor, since in list(self._waiting.items()):
-            if since + self._patience_s > now and len(self) <= self._most:
+            if since + self._patience_s > now and len(self) <= most:
                 break
             self._close(descriptor)
             closed += 1
@@ -109,3 +106,8 @@ class Connections:
             pass  # not connected any more, or no such socket
         finally:
             connection.close()
+
+
+def _most_connections() -> int:
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(_MOST_CONNECTIONS, descriptors // _SHARE_OF_DESCRIPTORS)

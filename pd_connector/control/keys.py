@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of the control channel and the `tcp` transport: CURVE from one shared secret."""
 
+import functools
 import hashlib
+import re
 import secrets
 from typing import NamedTuple
 
@@ -10,6 +12,8 @@ from zmq.utils import z85
 
 from pd_connector.errors import ConfigError
 
+_MADE_HERE = re.compile("[0-9a-f]{64}")
+"""Keys that `new_key` made, or that are as random."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
@@ -28,8 +32,8 @@ class CurveKeys(NamedTuple):
             raise ConfigError(
                 "key is set, but this pyzmq was built without CURVE: install pyzmq's own wheel"
             )
-        server = _secret_key(shared, b"pd-server")
-        client = _secret_key(shared, b"pd-client")
+        server = z85.encode(secret(shared, b"pd-server"))
+        client = z85.encode(secret(shared, b"pd-client"))
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
@@ -75,6 +79,24 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-def _secret_key(shared: str, purpose: bytes) -> bytes:
-    raw = hashlib.blake2b(shared.encode(), digest_size=32, person=purpose).digest()
-    return z85.encode(raw)
+def secret(shared: str, purpose: bytes) -> bytes:
+    """32 secret bytes for one purpose (at most 16 bytes of text), derived from the shared secret.
+
+    A key of `new_key` is as strong as what is derived from it. Any other may be a phrase that can
+    be guessed, so it is stretched first (scrypt, RFC 7914): each guess costs 32 MiB and 0.1 s.
+    """
+    known = shared.encode() if _MADE_HERE.fullmatch(shared) else _stretched(shared)
+    return hashlib.blake2b(known, digest_size=32, person=purpose).digest()
+
+
+@functools.cache
+def _stretched(shared: str) -> bytes:
+    return hashlib.scrypt(
+        shared.encode(),
+        salt=b"pd-connector",
+        n=1 << 15,
+        r=8,
+        p=1,
+        maxmem=1 << 26,
+        dklen=32,
+    )

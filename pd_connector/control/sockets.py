@@ -54,7 +54,8 @@ class Listener:
         if keys:
             keys.guard(self.socket)
         try:
-            self.socket.bind(endpoint(numeric(host), port or "*"))
+            self.host = numeric(host)
+            self.socket.bind(endpoint(self.host, port or "*"))
         except (zmq.ZMQError, OSError) as error:
             self.socket.close()
             raise PDConnectorError(
@@ -90,11 +91,14 @@ class Listener:
             sender = first.bytes
             arrived.append((sender, rest[0].bytes if len(rest) == 1 else b""))
             if sender not in self._descriptors and rest:
-                self._remember(sender, int(rest[0].get(zmq.SRCFD)))
+                self._remember(sender, rest[0])
         return arrived
 
-    def _remember(self, sender: bytes, descriptor: int) -> None:
-        self._descriptors[sender] = descriptor
+    def _remember(self, sender: bytes, frame: zmq.Frame) -> None:
+        try:
+            self._descriptors[sender] = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # libzmq does not tell, such as of a connection that has gone
+            return
         if len(self._descriptors) > _MOST_SENDERS:  # of those that never had a session, most
             del self._descriptors[next(iter(self._descriptors))]
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from pd_connector.config import CODEC_GROUP
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
 from pd_connector.kv.payload import block_bytes
@@ -17,9 +18,6 @@ from pd_connector.kv.payload import block_bytes
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 """Bytes of an element, of every dtype that codecs convert. `fp8_e4m3` is OCP's E4M3 (torch's
 `float8_e4m3fn`); other kinds of FP8 have other names."""
-
-CODEC_GROUP = "pd_connector.codecs"
-"""The entry points by which other packages add codecs. Each is a `Coding`."""
 
 Shape = tuple[int, int, int]  # heads, tokens, dims
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload's format in numbers: how many bytes each block has. Codecs and GPU kernels both read it here.
+"""The payload's format in numbers: how many bytes each block has. Codecs and GPU kernels both read
+it here.
 
-A block is K or V (or the MLA latent) of one layer. A payload is a row of blocks, `[layer][K|V]`; each block
-is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A payload of whole pages
-(`verbatim`) is `[layer][page][head][bytes]` and has no scales. docs/codecs.md describes it byte by byte.
+A block is K or V (or the MLA latent) of one layer. A payload is a row of blocks, `[layer][K|V]`;
+each block is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A
+payload of whole pages (`verbatim`) is `[layer][page][head][bytes]` and has no scales.
+docs/codecs.md describes it byte by byte.
 """
 
 from typing import NamedTuple
@@ -50,7 +52,8 @@ def super_pages(tokens: int) -> int:
 def scale_bytes_per_head(codec: str, key: bool, tokens: int, dim: int) -> int:
     """Bytes of the scales of one head of a block, without the zeros behind them.
 
-    `fp8_e4m3` has one scale per head. `int8` has one per channel and super-page of K, and one per token of V.
+    `fp8_e4m3` has one scale per head. `int8` has one per channel and super-page of K, and one per
+    token of V.
     """
     if codec == "fp8_e4m3":
         return FP8_SCALE_BYTES
@@ -70,8 +73,8 @@ def block_bytes(
         heads: KV heads of the block.
         tokens: tokens of the chunk. For `verbatim`, pages of the chunk.
         dim: elements of one token of one head. For `verbatim`, bytes of one head of one page.
-        element_bytes: bytes of an element in the producer's cache. Only `raw` sends elements as they are;
-            a code of the other codecs has one byte.
+        element_bytes: bytes of an element in the producer's cache. Only `raw` sends elements as
+            they are; a code of the other codecs has one byte.
 
     Example:
         Eight heads of 100 tokens in `fp8_e4m3`: 8 float32 scales, and one byte per element.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunks carry a token range along the routes of a pair: pure functions.
 
-Both sides compute the plan from the same inputs; a chunk that arrives is checked against it. A
-chunk's payload is in wire order, `[layer][K|V][kv head][token][dim]`, each `[layer][K|V]` a block
+Both sides compute the plan from the same inputs, by the rules of the schema that they have agreed on
+(`rules.py`); a chunk that arrives is checked against it. A chunk's payload is in wire order, `[layer][K|V][kv head][token][dim]`, each `[layer][K|V]` a block
 that its codec codes by itself (`blocks` says where each lies); or, `verbatim`, whole pages,
 `[layer][page][kv head][bytes]`.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pd_connector.kv.coding import Elements, Part, coding
 from pd_connector.kv.geometry import page_span
-from pd_connector.plan.cuts import MIN_CHUNK_BYTES, MIN_CHUNK_TOKENS, Cut, cut_edges, cut_route
+from pd_connector.plan.cuts import Cut, cut_edges, cut_route
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import layer_bytes, page_part_bytes, parts, span_bytes
 
@@ -161,7 +161,7 @@ def chunk_limit(
     """How many bytes a chunk of a transfer of `tokens` tokens should have at most.
 
     A chunk has what the link moves in `CHUNK_S` at most, and a quarter of the transfer at most, so
-    that gathering, moving and scattering run side by side. It has room for `MIN_CHUNK_TOKENS`
+    that gathering, moving and scattering run side by side. It has room for `min_chunk_tokens`
     tokens of a layer at least, so that headers and messages cost nothing. It is never more than a
     slot.
 
@@ -182,11 +182,16 @@ def chunk_limit(
     >>> chunk_limit(pair, tokens=8192, slot_bytes=4 << 20, bytes_per_s=30e6)
     900000
     """
-    few = min(tokens, MIN_CHUNK_TOKENS)
-    least = max((span_bytes(r, r.verbatim, few) for r in routes), default=1)
+    few = [(r, min(tokens, r.rules.min_chunk_tokens)) for r in routes]
+    least = max((span_bytes(r, r.verbatim, count) for r, count in few), default=1)
     total = sum(len(r.layers) * layer_bytes(r, tokens) for r in routes)
     wished = min(total // 4, slot_bytes if bytes_per_s is None else int(bytes_per_s * CHUNK_S))
     if read:
         in_pages = direct and all(route.verbatim for route in routes)
         wished = min(wished, DIRECT_CHUNK_BYTES if in_pages else READ_CHUNK_BYTES)
-    return min(slot_bytes, max(least, wished, MIN_CHUNK_BYTES))
+    return max(least_chunk_limit(routes, slot_bytes), min(slot_bytes, max(least, wished)))
+
+
+def least_chunk_limit(routes: Sequence[Route], slot_bytes: int) -> int:
+    """The least that a consumer may ask for as the limit of a chunk, in bytes."""
+    return min(slot_bytes, routes[0].rules.min_chunk_bytes if routes else 1)

@@ -8,21 +8,7 @@ from typing import NamedTuple
 
 from pd_connector.kv.coding import ELEMENT_BYTES
 from pd_connector.plan.route import Route
-from pd_connector.plan.sizes import CHUNK_TOKENS, page_part_bytes, span_bytes
-
-MIN_CHUNK_TOKENS = 128
-"""Tokens of a chunk, unless there are fewer or a slot is too small for one layer of them."""
-STREAMED_ROWS = 8
-"""Chunks that the layers of a running prefill are shared among, where there are so many."""
-MIN_CHUNK_BYTES = 256 * 1024
-SPARE_BYTES = 256 * 1024
-"""If a transfer's last page would bring this many bytes that nobody wants, or more, only the tokens
-of that page pass."""
-EDGE_PIECES = 4
-EDGE_CUTS = 2
-"""The first chunk of a transfer and its last are cut into `EDGE_PIECES` pieces, and the outermost
-piece again, `EDGE_CUTS` times in all. Nothing else runs while the first is gathered and the last is
-scattered, so they had better be small."""
+from pd_connector.plan.sizes import page_part_bytes, span_bytes
 
 
 class Cut(NamedTuple):
@@ -61,14 +47,14 @@ def cut_route(
 def cut_edges(routes: Sequence[Route], cuts: Sequence[Cut]) -> list[Cut]:
     """The same, with the first and the last cut smaller."""
     cut = list(cuts)
-    for _ in range(EDGE_CUTS if cut else 0):
+    for _ in range(routes[0].rules.edge_cuts if cut else 0):
         cut[-1:] = _pieces(routes, cut[-1])
         cut[:1] = _pieces(routes, cut[0])
     return cut
 
 
 def _whole_until(route: Route, stop_token: int) -> int:
-    """The token up to which whole pages pass. A last page that would bring `SPARE_BYTES` which
+    """The token up to which whole pages pass. A last page that would bring `spare_bytes` which
     nobody wants passes as its tokens; but not of a window, which begins at any token: only whole
     pages may ignore where."""
     group = route.source
@@ -76,7 +62,7 @@ def _whole_until(route: Route, stop_token: int) -> int:
         return stop_token
     filled, spare = stop_token % group.page_size, -stop_token % group.page_size
     token_bytes = len(route.layers) * page_part_bytes(route) // group.page_size
-    return stop_token - filled if spare * token_bytes >= SPARE_BYTES else stop_token
+    return stop_token - filled if spare * token_bytes >= route.rules.spare_bytes else stop_token
 
 
 def _cut_span(
@@ -92,11 +78,13 @@ def _cut_span(
 
 
 def _pieces(routes: Sequence[Route], whole: Cut) -> list[Cut]:
-    """A chunk in `EDGE_PIECES` pieces, by layer or, if it has one layer, by token. Fewer, where
-    pieces would be smaller than `MIN_CHUNK_BYTES`."""
+    """A chunk in `edge_pieces` pieces, by layer or, if it has one layer, by token. Fewer, where
+    pieces would be smaller than `min_chunk_bytes`."""
     route = routes[whole.route]
+    rules = route.rules
     layers, tokens = whole.stop_layer - whole.first_layer, whole.stop_token - whole.first_token
-    pieces = min(EDGE_PIECES, layers * span_bytes(route, whole.verbatim, tokens) // MIN_CHUNK_BYTES)
+    nbytes = layers * span_bytes(route, whole.verbatim, tokens)
+    pieces = min(rules.edge_pieces, nbytes // rules.min_chunk_bytes)
     if pieces < 2:
         return [whole]
     if layers > 1:
@@ -106,7 +94,7 @@ def _pieces(routes: Sequence[Route], whole: Cut) -> list[Cut]:
             whole._replace(first_layer=first, stop_layer=stop)
             for first, stop in itertools.pairwise(edges)
         ]
-    step = max(MIN_CHUNK_TOKENS, route.token_step)
+    step = max(rules.min_chunk_tokens, route.token_step)
     each = _divided_up(_divided_up(tokens, pieces), step) * step
     inner = range(whole.first_token // each * each + each, whole.stop_token, each)
     edges = [whole.first_token, *inner, whole.stop_token]
@@ -120,14 +108,14 @@ def _pieces(routes: Sequence[Route], whole: Cut) -> list[Cut]:
 def _shape(
     route: Route, verbatim: bool, tokens: int, chunk_bytes: int, streamed: bool
 ) -> tuple[int, int]:
-    """Layers and tokens of a chunk: `CHUNK_TOKENS`, more where all layers of them leave room
+    """Layers and tokens of a chunk: `chunk_tokens`, more where all layers of them leave room
     for more, fewer where not even one layer of them has room."""
 
     def size(count: int) -> int:
         return span_bytes(route, verbatim, min(count, tokens))
 
-    step = route.token_step
-    count = _divided_up(min(tokens, CHUNK_TOKENS), step) * step
+    rules, step = route.rules, route.token_step
+    count = _divided_up(min(tokens, rules.chunk_tokens), step) * step
     while size(count) > chunk_bytes:
         if count <= step and (verbatim or count == 1):
             raise ValueError(
@@ -137,13 +125,13 @@ def _shape(
         count = max(step, count // 2 // step * step) if count > step else count // 2
     layers = len(route.layers)
     if streamed:
-        return min(_divided_up(layers, STREAMED_ROWS), chunk_bytes // size(count)), count
+        return min(_divided_up(layers, rules.streamed_rows), chunk_bytes // size(count)), count
     while count < tokens and size(2 * count) * layers <= chunk_bytes:
         count *= 2
     rows = _divided_up(layers, chunk_bytes // size(count))
     # Scales may make a row more than the bare elements would: rather a few tokens fewer.
     fewer = count - max(step, count // 16 // step * step)
-    if rows > 1 and fewer >= MIN_CHUNK_TOKENS:
+    if rows > 1 and fewer >= rules.min_chunk_tokens:
         wide = _divided_up(layers, rows - 1)
         if size(fewer) * wide <= chunk_bytes:
             rows, count = rows - 1, fewer

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.coding import ELEMENT_BYTES, RAW, Elements, negotiate
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.plan.rules import NEWEST_RULES, PlanRules
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Route:
     destination_head: int
     codec: str
     verbatim: bool  # whole pages may pass as they are, without a codec
+    rules: PlanRules  # by which its tokens are cut into chunks
 
     def first_token(self, first_token: int, stop_token: int) -> int:
         """The first token of [first_token, stop_token) that passes.
@@ -97,13 +99,18 @@ def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
 
 
 def routes(
-    source: Geometry, destination: Geometry, offered: Sequence[str], accepted: Sequence[str]
+    source: Geometry,
+    destination: Geometry,
+    offered: Sequence[str],
+    accepted: Sequence[str],
+    rules: PlanRules = NEWEST_RULES,
 ) -> tuple[Route, ...]:
     """Everything that passes from `source` to `destination`.
 
     Args:
         offered: codecs the producer permits.
         accepted: codecs the consumer permits.
+        rules: of the schema that both speak; by default of the newest one.
 
     Raises:
         UnsupportedGeometryError: the two cannot be brought together; the message has both sides'
@@ -120,7 +127,7 @@ def routes(
     >>> route.codec, route.verbatim
     ('raw', True)
     """
-    return _routes(source, destination, tuple(offered), tuple(accepted))
+    return _routes(source, destination, tuple(offered), tuple(accepted), rules)
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,7 +155,11 @@ def uncovered(known: tuple[tuple[Route, ...], ...], destination: Geometry) -> st
 
 @functools.lru_cache(maxsize=256)
 def _routes(
-    source: Geometry, destination: Geometry, offered: tuple[str, ...], accepted: tuple[str, ...]
+    source: Geometry,
+    destination: Geometry,
+    offered: tuple[str, ...],
+    accepted: tuple[str, ...],
+    rules: PlanRules,
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
         _check(name, geometry)
@@ -185,6 +196,7 @@ def _routes(
                     heads.start - destination.heads(theirs).start,
                     codec,
                     verbatim,
+                    rules,
                 )
             )
     return tuple(found)

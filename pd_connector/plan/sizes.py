@@ -8,8 +8,8 @@ from pd_connector.kv.coding import ELEMENT_BYTES, Elements, Part, coding
 from pd_connector.kv.geometry import Group, pages_for
 from pd_connector.plan.route import Route
 
-CHUNK_TOKENS = 512
-"""Tokens of a chunk where there is room: several to a prefill step, so that they stream."""
+_USUAL_TOKENS = 512
+"""Tokens over which the bytes of scales are shared out. Each side estimates for itself."""
 
 
 def parts(group: Group) -> tuple[tuple[Part, int], ...]:
@@ -52,5 +52,5 @@ def span_bytes(route: Route, verbatim: bool, tokens: int) -> int:
 
 
 def bytes_per_token(routes: Sequence[Route]) -> float:
-    """Bytes on the wire of a token in all layers, in chunks of the usual length."""
-    return sum(len(r.layers) * layer_bytes(r, CHUNK_TOKENS) for r in routes) / CHUNK_TOKENS
+    """Bytes on the wire of a token in all layers, in chunks of a usual length."""
+    return sum(len(r.layers) * layer_bytes(r, _USUAL_TOKENS) for r in routes) / _USUAL_TOKENS

@@ -258,7 +258,7 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = PlaceChunk(source, header, route, chunk, pages, slot, payload)
+        place = PlaceChunk(source, header, route, chunk, pages, slot, payload, load.request)
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
@@ -323,8 +323,7 @@ class Consumer:
     def _new(
         self, request: str, transfer: str, peers: Sequence[Peer], engine_id: str, now: float
     ) -> IncomingTransfer:
-        needs = self._needs_words
-        parts = streams(peers, self._geometry, self._shards, waits_for_words=needs)
+        parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
@@ -338,7 +337,7 @@ class Consumer:
         """Ask a producer for what is wanted of it, or for a session first."""
         session = self._sessions.get(source)
         if session is None:
-            return [Dial(source)]
+            return [Dial(source, len(incoming.streams))]
         if incoming.transfer not in self._transfers:  # ended by a failure with another rank
             return []
         if incoming.engine_id not in ("", session.engine_id):

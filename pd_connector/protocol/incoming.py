@@ -39,6 +39,7 @@ class Dial(NamedTuple):
     """Open a session with this producer (nothing, where one stands or is being opened)."""
 
     source: Source
+    addresses: int = 1  # of the transfer that wants it
 
 
 class Tell(NamedTuple):
@@ -58,6 +59,7 @@ class PlaceChunk(NamedTuple):
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
+    request: str  # whose pages they are
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a consumer and a producer, and nothing else.
 
-Schema history (a peer one version back is accepted, once there is a released one):
+Schema history (a peer one version back is accepted):
     1  whole pages between like caches; never released
     2  routes between unlike geometries, codecs, streaming, both directions
+    3  the constants of plans belong to the schema (`plan/rules.py`); leased pages have one kind of checksum
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
-version. Messages are msgpack maps tagged with their type; fields that a peer does not know are
+version. What both sides compute by themselves and must compute alike is part of the version, too: the
+routes of a pair, its plan, and the bytes of a payload. Messages are msgpack maps tagged with their type; fields that a peer does not know are
 passed over.
 """
 
@@ -19,7 +21,7 @@ from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.last_words import LastWords
 
-SCHEMA = 2
+SCHEMA = 3
 OLDEST_SCHEMA = 2
 MAX_PIECES = 1 << 14
 """Pieces of a chunk that is read from pages, at most."""
@@ -207,11 +209,11 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Producer: answer to a heartbeat. `engine_age_s` is how long ago its engine began its last
-    step, in seconds."""
+    """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
+    last step, in milliseconds."""
 
     epoch: Count
-    engine_age_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    engine_age_ms: Count = 0
 
 
 class AskRanks(Message, frozen=True):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.plan.chunks import Chunk
-from pd_connector.plan.cuts import MIN_CHUNK_BYTES
+from pd_connector.plan.chunks import Chunk, least_chunk_limit
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.protocol.last_words import LastWords
@@ -27,14 +26,16 @@ class Offer(NamedTuple):
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
     words: LastWords | None = None  # what else the engine decided; with the final offer
 
-    def problem(self, message: messages.Open, slot_bytes: int) -> tuple[Cause, str] | None:
-        """Why this KV is not what a consumer asks for, or None."""
+    def problem(
+        self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
+    ) -> tuple[Cause, str] | None:
+        """Why this KV is not what a consumer asks for, to pass along these routes; or None."""
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
         if not message.first_token <= message.stop_token <= self.prompt_tokens:
             asked = f"tokens {message.first_token}-{message.stop_token}"
             return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
-        least = min(slot_bytes, MIN_CHUNK_BYTES)
+        least = least_chunk_limit(routes, slot_bytes)
         if not least <= message.chunk_bytes <= slot_bytes:
             fits = f"{least} to {slot_bytes} (a slot)"
             return Cause.GEOMETRY, f"chunks of {message.chunk_bytes} bytes: here {fits}"

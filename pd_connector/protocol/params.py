@@ -20,6 +20,9 @@ import msgspec
 from pd_connector.kv.geometry import MAX_LAYERS, Shard
 from pd_connector.protocol.peers import Peer, Source
 
+MAX_RANKS = 1024
+"""Of one producer: tensor-parallel size times pipeline stages."""
+
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -39,13 +42,15 @@ class TransferParams(msgspec.Struct, frozen=True):
     """The producer's name for the KV: the transfer."""
     remote_host: _Host | None = None
     remote_port: _Port | None = None
-    remote_ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=4096)] = ()
+    remote_ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     """All ranks of the producer: host, port, first and stop layer, tensor-parallel rank. Without
     it, `remote_host` and `remote_port` name its only one."""
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     """Tensor-parallel size of the producer."""
     remote_block_ids: Any = None
     """Null where the prefill may not have finished; its value is not used otherwise."""
+    remote_seal: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The producer's proof that the address is its own (`control.seal`)."""
     transfer_id: _Id | None = None
     """A name for the KV that the proxy chose, so that it can tell both sides at once."""
     describe: bool = False
@@ -74,6 +79,7 @@ class ProducerAddress(NamedTuple):
 
     engine_id: str
     peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
+    seal: str = ""  # the producer's proof that the address is its own
 
     @property
     def host(self) -> str:
@@ -94,6 +100,7 @@ class ProducerAddress(NamedTuple):
                 for source, shard in self.peers
             ],
             "tp_size": self.peers[0].shard.tp_size,
+            **({"remote_seal": self.seal} if self.seal else {}),
         }
 
 
@@ -134,7 +141,7 @@ def parse_address(params: object) -> ProducerAddress | None:
         return None
     if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
         return None
-    return ProducerAddress(parsed.remote_engine_id, parsed.peers())
+    return ProducerAddress(parsed.remote_engine_id, parsed.peers(), parsed.remote_seal)
 
 
 def prefill_params(transfer: str | None = None) -> dict[str, Any]:

@@ -322,7 +322,8 @@ class Producer:
             return []
         known = stream.accepted
         if not known:
-            problem = offer.problem(stream.message, self._config.slot_bytes) or stream.prepare()
+            slot_bytes = self._config.slot_bytes
+            problem = offer.problem(stream.message, stream.routes, slot_bytes) or stream.prepare()
             if problem is not None:
                 # The pages stay leased: who asked was not the consumer they are meant for.
                 del outgoing.streams[session]

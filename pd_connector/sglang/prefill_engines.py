@@ -68,15 +68,27 @@ def _find(address: str, config: Config) -> Found:
     deadline = time.monotonic() + config.connect_timeout_s
     try:
         host, port = _split(address)
-        if not config.permits(host):
-            problem = f"prefill engine at {host!r}, and no key is set: only loopback is asked then"
+        if problem := _forbidden(host, config):
             return Found((), (Cause.INSECURE_ADDRESS, problem))
-        return Found(ask_ranks(config, *_control_port(host, port, deadline), deadline))
+        rank, control = _control_port(host, port, deadline)
+        if problem := _forbidden(rank, config):
+            return Found((), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}"))
+        return Found(ask_ranks(config, rank, control, deadline))
     except PDConnectorError as error:
         cause = getattr(error, "cause", Cause.UNREACHABLE)
         return Found((), (cause, f"prefill engine at {address}: {error}"))
     except Exception as error:  # a server that is none of ours may answer anything
         return Found((), (Cause.UNREACHABLE, f"prefill engine at {address}: {error!r}"))
+
+
+def _forbidden(host: str, config: Config) -> str:
+    """Why this address is not asked; empty if it is. Neither a request nor a registry can make an
+    engine dial whatever they like."""
+    if not config.is_peer(host):
+        return f"prefill engine at {host!r}: not within {list(config.peers)} (config key peers)"
+    if not config.permits(host):
+        return f"prefill engine at {host!r}, and no key is set: only loopback is asked then"
+    return ""
 
 
 def _control_port(host: str, port: int, deadline: float) -> tuple[str, int]:

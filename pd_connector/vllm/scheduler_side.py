@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from pd_connector.agent.commands import Command, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
+from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
@@ -88,7 +89,7 @@ class SchedulerSide:
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
-        self._address = self._address._replace(peers=peers)
+        self._address = sealed(self._address._replace(peers=peers), self._config.key)
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
@@ -241,7 +242,11 @@ class SchedulerSide:
         if any(fetch.transfer == transfer for fetch in self._fetches.values()):
             self._ignore(request, Cause.DUPLICATE, f"transfer {transfer} is being fetched already")
             return
-        peers = parsed.peers()
+        try:
+            peers = trusted_peers(parsed, self._config)
+        except UntrustedAddressError as error:
+            self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
+            return
         watch = parsed.wait and self._config.defer_pages
         stage = _Stage.WATCHED if watch else _Stage.HELD
         self._fetches[request.request_id] = _Fetch(transfer, peers, parsed.wait, stage)

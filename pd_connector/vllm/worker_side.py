@@ -71,7 +71,7 @@ class WorkerSide:
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
         )
-        self._address = RankAddress(self._config.host, self._agent.port, shard)
+        self._address = RankAddress(self._agent.host, self._agent.port, shard)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             transfer.engine_id,

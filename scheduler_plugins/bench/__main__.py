@@ -174,6 +174,10 @@ def replay(
     ] = 2_000_000,
     seeds: Annotated[int, typer.Option(min=1, help="Simulated: repetitions.")] = 1,
     svg: Annotated[Path | None, typer.Option(help="Simulated: draw the lambda sweep.")] = None,
+    blocks: Annotated[
+        int | None,
+        typer.Option(min=300, help="What stays in a cache of so many of the trace's blocks."),
+    ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(metavar="URL", help="Send it to this running engine; may be repeated."),
@@ -191,17 +195,30 @@ def replay(
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="Of the engines.", show_default=False)
     ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="With --blocks: write the figures here.")
+    ] = None,
 ) -> None:
     """Order of the queue on a recorded workload, at 0.7, 0.9 and 1.1 of what FCFS can do.
 
-    The bars of `queue` are shown, but were set for its workload: the exit code is 0. With --engine
-    the trace goes to running engines, one after the other, and their times are shown.
+    The bars of `queue` are shown, but were set for its workload: the exit code is 0. With --blocks the
+    order of eviction instead: hits of the whole trace, and of PrefillOnly's workload, by vLLM's scheduler
+    and by ours; exit code 1 when a bar is missed. With --engine the trace goes to running engines, one
+    after the other, and their times are shown.
     """
     console = Console()
     try:
-        recorded = trace.read(file, requests)
+        recorded = trace.read(file, None if blocks else requests)
     except trace.TraceError as error:
         raise typer.BadParameter(str(error), param_hint="FILE") from None
+    if blocks is not None:
+        from scheduler_plugins.bench.live import check_possible
+
+        with exit_codes(Console(stderr=True)):
+            check_possible()
+            from scheduler_plugins.bench import eviction
+
+            _tell("Hits of the prefix cache", eviction.compare(recorded, blocks, range(3)), json)
     if engine:
         from scheduler_plugins.bench import live_replay
 

@@ -29,11 +29,14 @@ class WaitingQueue:
     engine is full. Within a scan `pop` returns what `peek` returned, whatever the cache does in
     between. The next scan evaluates everything anew.
 
-    **Bound on waiting.** At most `max_overtaken` requests of its class that were added after a request
-    start before it, under any load and with any policy. To keep this, the queue looks at the oldest
-    request of a class only: nobody in the class was overtaken more often (`ClassQueue.overtaken`). When
-    the oldest has reached the bound, it goes first. Other classes lengthen the wait by at most 1 /
-    `reserved_fraction`. Requests that are removed count as having overtaken.
+    **Bound on waiting.** `max_overtaken` bounds how often a request is overtaken, under any load and with
+    any policy. At most so many requests of its class that were added after it start before it. To keep
+    this, the queue looks at the oldest request of a class only: nobody in the class was overtaken more
+    often (`ClassQueue.overtaken`). When the oldest has reached the bound, it goes first in its class.
+    Other classes lengthen the wait by at most 1 / `reserved_fraction`. If the engine has no room for a
+    request (`no_room`), at most so many requests of any class start before it: then it goes before
+    everything, what runs ends, and nobody takes the room that becomes free. Requests that are removed
+    count as having overtaken.
 
     **Batches.** `peek` returns None although requests wait if the batch has to go without another: for
     a request that wants a batch of its own, and for a request that is guarded (`FairShare`).
@@ -63,9 +66,11 @@ class WaitingQueue:
         self._class_queues: dict[str, ClassQueue] = {}
         self._popped: dict[str, tuple[QueueEntry, Mapping[str, float]]] = {}
         self._head: QueueEntry | None = None
-        self.reserved: str | None = None
-        """Nobody starts before this request while it waits, whatever the order says. It is one that the
-        engine had no room for while others started."""
+        self._no_room: dict[str, int] = {}
+        """Requests that the engine had no room for, in that order, and `_starts` at that time."""
+        self._starts = 0
+        self._next_of_all: QueueEntry | None = None
+        """The request that goes before everything in this scan."""
         self._own_batch: str | None = None
         self._started: set[str] = set()
         self.fair_share = FairShare()
@@ -91,7 +96,7 @@ class WaitingQueue:
         for entry in arrived:
             self._queue_of(entry).append(entry)
         self._popped = {}
-        self._head = None
+        self._head = self._next_of_all = None
 
     @property
     def policy(self) -> QueuePolicy:
@@ -170,10 +175,20 @@ class WaitingQueue:
 
     def skipped(self, request_id: str) -> None:
         """A request that was popped in this scan was not started, so it fills no batch."""
-        self._started.discard(request_id)
+        if request_id in self._started:
+            self._started.discard(request_id)
+            self._starts -= 1
         self.fair_share.unguard(request_id)
         if self._own_batch == request_id:
             self._own_batch = None
+
+    def no_room(self, request_id: str) -> None:
+        """The engine peeked at this request in this scan, and had no room in its cache for it."""
+        self._no_room.setdefault(request_id, self._starts)
+
+    def had_room(self, request_id: str) -> bool:
+        """Whether the engine never lacked room for this request."""
+        return request_id not in self._no_room
 
     @property
     def may_end_early(self) -> bool:
@@ -193,6 +208,7 @@ class WaitingQueue:
         self._popped = {}
         self._started = set()
         self._own_batch = "" if full else None
+        self._next_of_all = self._overdue() if self._no_room else None
         for class_queue in self._class_queues.values():
             class_queue.end_group()
         if self.estimator.renew():
@@ -245,6 +261,9 @@ class WaitingQueue:
             self.fair_share.start(request.id, entry.class_name, cost_s),
         )
         self._started.add(request.id)
+        self._starts += 1
+        if entry is self._next_of_all:
+            self._next_of_all = None
         if policy.splits_batches and policy.wants_own_batch(request):
             self._own_batch = request.id
         return request
@@ -257,6 +276,8 @@ class WaitingQueue:
             return False
         if entry is self._head:
             self._head = None
+        if entry is self._next_of_all:
+            self._next_of_all = None
         self._drop(entry)
         return True
 
@@ -266,11 +287,11 @@ class WaitingQueue:
         looks, fair_share, policy = LOOKS_PER_PEEK, self.fair_share, self.policy
         if self._prefix_index.stale:
             looks = max(8, looks - self._recalibrate())
-        reserved = self._entries.get(self.reserved) if self.reserved else None
-        name = reserved.class_name if reserved else fair_share.next()
+        next_of_all = self._next_of_all
+        name = next_of_all.class_name if next_of_all else fair_share.next()
         if fair_share.guarded and fair_share.shuts_out(name):
             return None
-        entry = self._first(self._class_queues[name], looks, reserved)
+        entry = self._first(self._class_queues[name], looks)
         if policy.splits_batches and self._started and policy.wants_own_batch(entry.request):
             return None
         return entry
@@ -282,13 +303,21 @@ class WaitingQueue:
             self._rescore(entry)
         return len(entries)
 
-    def _first(
-        self, class_queue: ClassQueue, looks: int, reserved: QueueEntry | None
-    ) -> QueueEntry:
+    def _overdue(self) -> QueueEntry | None:
+        """The first request that lacked room, if too many have started since."""
+        while self._no_room:
+            request_id, starts = next(iter(self._no_room.items()))
+            if request_id in self._entries:
+                late = self._starts - starts >= self._max_overtaken
+                return self._entries[request_id] if late else None
+            del self._no_room[request_id]
+        return None
+
+    def _first(self, class_queue: ClassQueue, looks: int) -> QueueEntry:
         if class_queue.overtaken() >= self._max_overtaken and (oldest := class_queue.oldest()):
             return oldest
-        if reserved is not None:
-            return reserved
+        if self._next_of_all is not None:
+            return self._next_of_all
         entry = class_queue.first()
         if self.policy.calibrated:
             # Keys computed before an eviction are lower bounds. So the first entry whose key is

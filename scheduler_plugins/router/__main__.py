@@ -2,6 +2,7 @@
 """`python -m scheduler_plugins.router --prefill URL... --decode URL...`"""
 
 import argparse
+import asyncio
 import dataclasses
 import logging
 import os
@@ -26,6 +27,9 @@ HELP = {
     "probe_retry_s": "pause before a prefill engine without an address is asked again",
     "attempts": "engines that may accept one request and fail it",
     "body_mib": "largest request body in MiB",
+    "bodies_mib": "most that all request bodies may take together, in MiB",
+    "connections": "most connections of clients",
+    "header_timeout_s": "time in which a new connection must send its first request's headers",
     "shutdown_timeout_s": "how long running requests may go on after SIGTERM",
 }
 
@@ -33,10 +37,8 @@ HELP = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
     try:
-        from aiohttp import web
-
-        from scheduler_plugins.router.app import create_app
         from scheduler_plugins.router.config import RouterConfig
+        from scheduler_plugins.router.server import serve
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
         return 2
@@ -50,15 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        web.run_app(
-            create_app(config),
-            host=config.host,
-            port=config.port,
-            shutdown_timeout=config.shutdown_timeout_s,
-            handler_cancellation=True,
-            access_log=None,
-            print=lambda text: logging.info(text.splitlines()[0].strip("= ")),
-        )
+        asyncio.run(serve(config))
     except OSError as error:
         print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
@@ -81,6 +75,9 @@ def _parser(config: type) -> argparse.ArgumentParser:
             help=f"base URLs of the {side} engines",
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--policy", default="round_robin", metavar="NAME", help="which engine of a side serves next"
+    )
     parser.add_argument(
         "--api-key",
         default=os.environ.get(API_KEY_VARIABLE),

@@ -2,12 +2,16 @@
 """What the router itself says to clients: errors in OpenAI's shape, headers, stream framing."""
 
 import json
+import time
 from collections.abc import Iterable, Mapping
+from email.utils import parsedate_to_datetime
+from math import ceil
 from typing import Any
 
 from multidict import CIMultiDict
 
 REQUEST_ID = "X-Request-Id"
+LONGEST_RETRY_S = 3600
 
 # RFC 9110 section 7.6.1: headers of one connection, not of the message.
 HOP_BY_HOP = frozenset(
@@ -66,6 +70,18 @@ def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDic
     returned = _without(headers.items(), NOT_RETURNED)
     returned.setdefault(REQUEST_ID, request_id)
     return returned
+
+
+def retry_after_s(headers: Mapping[str, str]) -> int:
+    """Seconds after which an engine wants to be asked again, by its `Retry-After`; at least 1."""
+    told = headers.get("Retry-After", "").strip()
+    if told.isdecimal():
+        return max(1, min(int(told), LONGEST_RETRY_S))
+    try:
+        at = parsedate_to_datetime(told)
+    except ValueError:
+        return 1
+    return max(1, min(ceil(at.timestamp() - time.time()), LONGEST_RETRY_S))
 
 
 def _without(headers: Iterable[tuple[str, str]], left_out: frozenset[str]) -> CIMultiDict[str]:

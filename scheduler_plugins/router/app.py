@@ -2,7 +2,6 @@
 """The HTTP endpoints, and what becomes of every error on the way."""
 
 import asyncio
-import json
 import logging
 import math
 import uuid
@@ -21,7 +20,15 @@ from scheduler_plugins.router.answers import (
     headers_to_engine,
 )
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import Role
+from scheduler_plugins.router.connections import (
+    BodyBudget,
+    BodyTooLargeError,
+    ConnectionLimit,
+    NoRoomError,
+    Reservation,
+)
+from scheduler_plugins.router.downstream import ClientGoneError
+from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EngineCall,
     EngineFailedError,
@@ -29,15 +36,22 @@ from scheduler_plugins.router.exchange import (
     exchange,
 )
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policy import RoundRobin, RouterPolicy
+from scheduler_plugins.router.policy import RouterPolicy, create
 from scheduler_plugins.router.pool import EnginePool
-from scheduler_plugins.router.proxy import ClientGoneError, ClientRequest, Shared, UnavailableError
+from scheduler_plugins.router.proxy import (
+    AllOverloadedError,
+    ClientRequest,
+    Shared,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
 SHARED = web.AppKey("shared", Shared)
 METRICS = web.AppKey("metrics", Metrics)
 CONFIG = web.AppKey("config", RouterConfig)
+CONNECTIONS = web.AppKey("connections", ConnectionLimit)
+BODIES = web.AppKey("bodies", BodyBudget)
 
 MODELS = "/v1/models"
 # nginx' name for it; the client never sees it.
@@ -45,12 +59,15 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(config: RouterConfig) -> web.Application:
-    """The router as an aiohttp application; serve it with `handler_cancellation=True`.
+    """The router as an aiohttp application. `server.RouterServer` serves it.
 
-    Without that a client's disconnect would not end its requests to the engines.
+    It must be served with `handler_cancellation=True`: otherwise a client that disconnects would not
+    end its requests to the engines. Its `CONNECTIONS` must make the protocols of the connections.
     """
-    app = web.Application(client_max_size=config.body_mib << 20, middlewares=[shape_errors])
+    app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
+    app[CONNECTIONS] = ConnectionLimit(config.connections, config.header_timeout_s)
+    app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
     app.cleanup_ctx.append(_engines)
     app.router.add_post(body.COMPLETIONS, completions)
@@ -72,7 +89,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     )
     async with session:
         pool = EnginePool(config, session, app[METRICS])
-        policies: dict[Role, RouterPolicy] = {role: RoundRobin() for role in Role}
+        policies: dict[Role, RouterPolicy] = {role: create(config.policy) for role in Role}
         app[SHARED] = Shared(config, pool, session, app[METRICS], policies)
         try:
             await pool.start()
@@ -84,12 +101,16 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
 @web.middleware
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error OpenAI's shape."""
+    request.app[CONNECTIONS].headers_arrived(request)
     try:
         response: web.StreamResponse = await handler(request)
-    except web.HTTPRequestEntityTooLarge:
+    except BodyTooLargeError:
         limit = request.app[CONFIG].body_mib
         message = f"the request body is larger than {limit} MiB (router option --body-mib)"
-        return _error(message, "invalid_request_error", 413)
+        return _last(_error(message, "invalid_request_error", 413))
+    except NoRoomError:
+        message = "the router holds as many request bodies as it may; retry later"
+        return _last(_retry(_error(message, "service_unavailable", 503), 1))
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -106,10 +127,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     outcome = "internal_error"
     known.in_flight.inc()
     try:
-        response, outcome = await _complete(request)
-        return response
-    except web.HTTPRequestEntityTooLarge:
-        outcome = "bad_request"
+        with request.app[BODIES].reserve() as room:
+            response, outcome = await _complete(request, room)
+            return response
+    except (BodyTooLargeError, NoRoomError) as error:
+        outcome = "bad_request" if isinstance(error, BodyTooLargeError) else "overloaded"
         raise
     except (asyncio.CancelledError, ClientGoneError) as error:
         outcome = "client_gone"
@@ -124,11 +146,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
         known.requests.labels(request.path, outcome).inc()
 
 
-async def _complete(request: web.Request) -> tuple[web.StreamResponse, str]:
+async def _complete(request: web.Request, room: Reservation) -> tuple[web.StreamResponse, str]:
     shared = request.app[SHARED]
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
     try:
-        parsed = body.parse(await _read(request), request.path)
+        parsed = body.parse(await _read(request, room), request.path)
     except body.BadRequestError as error:
         response = _error(str(error), "invalid_request_error", 400, error.param)
         response.headers[REQUEST_ID] = request_id
@@ -136,12 +158,16 @@ async def _complete(request: web.Request) -> tuple[web.StreamResponse, str]:
     headers = headers_to_engine(request.headers.items(), request_id)
     client_request = ClientRequest(shared, request, headers, parsed)
     try:
-        return await client_request.serve()
+        with request.app[CONNECTIONS].serving(request):
+            return await client_request.serve()
     except UnavailableError as error:
         logger.warning("request %s: %s", request_id, error)
-        response = _unavailable(error, shared.config)
-        response.headers[REQUEST_ID] = request_id
+        response = _unavailable(error, shared.config, request_id)
         return response, "unavailable"
+    except AllOverloadedError as error:
+        response = _retry(_error(str(error), "rate_limit_exceeded", 429), error.retry_after_s)
+        response.headers[REQUEST_ID] = request_id
+        return response, "overloaded"
     except ClientGoneError as error:
         raise ClientGoneError(f"request {request_id}: {error}") from None
     except Exception:
@@ -153,11 +179,11 @@ async def _complete(request: web.Request) -> tuple[web.StreamResponse, str]:
         ), "internal_error"
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request, room: Reservation) -> bytes:
     limit_s = request.app[CONFIG].idle_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            return await request.read()
+            return await room.read(request)
     except TimeoutError:
         raise body.BadRequestError(f"the request body was not sent within {limit_s:g} s") from None
     except aiohttp.web.RequestPayloadError as error:
@@ -171,7 +197,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
     call = EngineCall("GET", MODELS, headers_to_engine(request.headers.items(), request_id))
     timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
-    failed: dict[str, str] = {}
+    failed: dict[BackendEngine, EngineFailedError] = {}
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
         try:
             async with exchange(shared.session, engine, call, timeouts, config) as answer:
@@ -182,12 +208,14 @@ async def models(request: web.Request) -> web.StreamResponse:
                 return web.Response(status=answer.status, headers=returned, body=content)
         except EngineFailedError as failure:
             shared.pool.report_failure(engine, failure)
-            failed[engine.url] = str(failure)
+            failed[engine] = failure
     engines = [
-        {"url": e.url, "role": str(e.role), "reason": failed.get(e.url, e.reason)}
-        for e in shared.pool.engines
+        (engine, failed[engine].cause, str(failed[engine]))
+        if engine in failed
+        else (engine, "down", engine.reason)
+        for engine in shared.pool.engines
     ]
-    return _unavailable(UnavailableError(engines), config)
+    return _unavailable(UnavailableError(engines), config, request_id)
 
 
 async def health(request: web.Request) -> web.StreamResponse:
@@ -213,7 +241,25 @@ def _error(message: str, kind: str, status: int, param: str | None = None) -> we
     return web.json_response(error_body(message, kind, status, param), status=status)
 
 
-def _unavailable(error: UnavailableError, config: RouterConfig) -> web.Response:
-    text = json.dumps(error_body(str(error), "service_unavailable", 503, engines=error.engines))
-    retry_after = {"Retry-After": str(math.ceil(config.health_interval_s))}
-    return web.Response(text=text, status=503, headers=retry_after, content_type="application/json")
+def _unavailable(error: UnavailableError, config: RouterConfig, request_id: str) -> web.Response:
+    """503 for a client: it counts what was the matter, and names no engine. The log has the names."""
+    counted = "; ".join(
+        f"{role}: " + ", ".join(f"{count} {cause}" for cause, count in causes.items())
+        for role, causes in error.causes.items()
+    )
+    message = f"no engine could serve request {request_id} ({counted})"
+    shaped = error_body(message, "service_unavailable", 503, engines=error.causes)
+    response = _retry(web.json_response(shaped, status=503), math.ceil(config.health_interval_s))
+    response.headers[REQUEST_ID] = request_id
+    return response
+
+
+def _retry(response: web.Response, after_s: int) -> web.Response:
+    response.headers["Retry-After"] = str(after_s)
+    return response
+
+
+def _last(response: web.Response) -> web.Response:
+    """Close the connection after this response: a part of the request was not read."""
+    response.force_close()
+    return response

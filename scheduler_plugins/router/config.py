@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
+from scheduler_plugins.router.policy import create
+
+COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
+"""Settings that must be 1 or more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
@@ -18,6 +23,8 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
+    policy: str = "round_robin"
+    """Which engine of a side serves next; other packages can add policies (`policy.py`)."""
     api_key: str = ""
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
@@ -48,6 +55,12 @@ class RouterConfig:
     """Engines that may accept one request and fail it; those that cannot be reached do not count."""
     body_mib: int = 64
     """Largest request body, in MiB."""
+    bodies_mib: int = 256
+    """Most that all request bodies may take together, in MiB; what exceeds it is answered with 503."""
+    connections: int = 2000
+    """Most connections of clients. One more closes the one that has been idle longest."""
+    header_timeout_s: float = 10.0
+    """Time in which a new connection must send the headers of its first request."""
     shutdown_timeout_s: float = 10.0
     """How long running requests may go on after SIGTERM."""
 
@@ -57,6 +70,7 @@ class RouterConfig:
         Raises:
             ValueError: naming the setting, the value found and the value wanted.
         """
+        create(self.policy)
         for side in ("prefill", "decode"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
         if not 0 <= self.port <= 65535:
@@ -65,8 +79,13 @@ class RouterConfig:
             value = getattr(self, field.name)
             if field.name.endswith("_s") and not 0 < value < float("inf"):
                 raise ValueError(f"{field.name} {value}: must be a number of seconds > 0")
-            if field.name in ("health_misses", "attempts", "body_mib") and value < 1:
+            if field.name in COUNTS and value < 1:
                 raise ValueError(f"{field.name} {value}: must be 1 or more")
+
+        if self.bodies_mib < self.body_mib:
+            raise ValueError(
+                f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"
+            )
 
     @property
     def look_s(self) -> float:

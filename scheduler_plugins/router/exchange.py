@@ -5,13 +5,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import aiohttp
 
+from scheduler_plugins.router.answers import retry_after_s
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine
 
 EXCERPT_BYTES = 300
+OVERLOADED = (429, 503)
+"""Statuses that mean "ask another engine"."""
 
 
 class EngineFailedError(Exception):
@@ -31,6 +35,25 @@ class UnreachableError(EngineFailedError):
         super().__init__("connect", message, accepted=False)
         self.refused = refused
         """The machine answered that nobody listens there: ended, or draining."""
+
+
+class OverloadedError(EngineFailedError):
+    """The engine answered 429 or 503: another engine is to be asked. It has done no work."""
+
+    def __init__(self, status: int, message: str, retry_after_s: int) -> None:
+        super().__init__(f"status_{status}", f"{status}: {message}", accepted=False)
+        self.retry_after_s = retry_after_s
+        """When to come back."""
+
+
+class Companion(Protocol):
+    """What runs beside an exchange and may make waiting for it useless."""
+
+    on_failure: Callable[[], None]
+    """Set by the exchange; to be called when `refused` may have changed."""
+
+    def refused(self, now: float) -> EngineFailedError | None:
+        """What to give the exchange up for, at this time of the event loop; None: go on."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +163,12 @@ async def exchange(
     call: EngineCall,
     timeouts: ResponseTimeouts,
     config: RouterConfig,
-    give_up: Callable[[float], EngineFailedError | None] = lambda now: None,
+    companion: Companion | None = None,
 ) -> AsyncIterator[Exchange]:
-    """Send `call` to `engine` and hand out its answer; leaving closes the connection.
+    """Send `call` to `engine` and hand out its answer. Leaving closes the connection.
 
-    While the engine is silent its health and the limits in `timeouts` are looked at every
-    `config.look_s`, and `give_up` is asked until the first byte.
+    While the engine is silent, its health and the limits in `timeouts` are checked every
+    `config.look_s`. Until the first byte `companion` is asked as well.
 
     Raises:
         EngineFailedError: from anywhere in the body, once the engine is given up.
@@ -157,10 +180,13 @@ async def exchange(
 
     def look() -> None:
         nonlocal failure, timer
+        timer.cancel()
+        if failure is not None:
+            return
         now = loop.time()
         failure = open_exchange.silence(now)
-        if failure is None and not open_exchange.begun:
-            failure = give_up(now)
+        if failure is None and companion is not None and not open_exchange.begun:
+            failure = companion.refused(now)
         if failure is None:
             timer = loop.call_later(config.look_s, look)
         else:
@@ -169,17 +195,39 @@ async def exchange(
     timer = loop.call_later(config.look_s, look)
     try:
         async with asyncio.timeout(None) as scope:
+            if companion is not None:
+                companion.on_failure = look
             try:
                 with engine.serving():
                     await open_exchange._open(session, call)
                     yield open_exchange
             finally:
                 timer.cancel()
+                if companion is not None:
+                    companion.on_failure = _nothing
                 open_exchange._close()
     except TimeoutError:
         if failure is None:
             raise
         raise failure from None
+
+
+async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> None:
+    """Raise what an error status says about the engine.
+
+    Args:
+        wanted: the only status that is not an error; None: all below 500 but 429 are the client's.
+
+    Raises:
+        OverloadedError: 429 or 503. EngineFailedError: any other error.
+    """
+    status = answer.status
+    if status in OVERLOADED:
+        raise OverloadedError(status, await excerpt(answer), retry_after_s(answer.headers))
+    if status >= 500 or wanted not in (None, status):
+        accepted = wanted is None
+        message = f"{status}: {await excerpt(answer)}"
+        raise EngineFailedError(f"status_{status}", message, accepted=accepted)
 
 
 async def excerpt(open_exchange: Exchange) -> str:
@@ -202,3 +250,7 @@ def failure_of(error: Exception) -> EngineFailedError:
         return UnreachableError("no connection: timed out", refused=False)
     what = str(error) or type(error).__name__
     return EngineFailedError("died", f"the connection broke: {what}")
+
+
+def _nothing() -> None:
+    pass

@@ -4,6 +4,7 @@
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from types import TracebackType
 
 import aiohttp
@@ -14,9 +15,10 @@ from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.exchange import (
     EngineCall,
     EngineFailedError,
+    OverloadedError,
     ResponseTimeouts,
-    excerpt,
     exchange,
+    raise_for_status,
 )
 from scheduler_plugins.router.pool import EnginePool
 
@@ -40,6 +42,8 @@ class PrefillCopy:
     ) -> None:
         self.engine = engine
         self.failure: EngineFailedError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when the copy has failed; see `Companion`."""
         self._failed_at = 0.0
         self._call = call
         self._pool = pool
@@ -60,13 +64,17 @@ class PrefillCopy:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def refused(self, now: float) -> EngineFailedError | None:
-        """Why a decode engine that still waits for the KV waits in vain, None if it may not.
+        """Why a decode engine that still waits for the KV waits in vain; None if it may not.
 
-        A prefill engine that dies takes its session with it, so the decode engine notices. One that
-        lives but never took the copy leaves the decode engine waiting for a transfer nobody knows.
+        A prefill engine that dies takes its session with it, so the decode engine notices. A prefill
+        engine that lives but never took the copy leaves the decode engine waiting for a transfer that
+        nobody knows. If it said that it is overloaded, there is no reason to wait; otherwise the decode
+        engine has `refusal_grace_s` to find the KV in its own cache.
         """
         if self.failure is None or self.failure.accepted:
             return None
+        if isinstance(self.failure, OverloadedError):
+            return PrefillRefusedError(self.failure)
         if now - self._failed_at < self._config.refusal_grace_s:
             return None
         return PrefillRefusedError(self.failure)
@@ -76,7 +84,8 @@ class PrefillCopy:
             await self._send()
         except EngineFailedError as failure:
             self._fail(failure)
-            self._pool.report_failure(self.engine, failure)
+            if not isinstance(failure, OverloadedError):
+                self._pool.report_failure(self.engine, failure)
         except Exception as error:
             logger.exception("the prefill copy to %s failed", self.engine.url)
             self._fail(EngineFailedError("internal", repr(error)))
@@ -88,11 +97,7 @@ class PrefillCopy:
         async with exchange(
             self._session, self.engine, self._call, timeouts, self._config
         ) as answer:
-            if answer.status != 200:
-                said = await excerpt(answer)
-                raise EngineFailedError(
-                    f"status_{answer.status}", f"{answer.status}: {said}", accepted=False
-                )
+            await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()
         try:
             seen = body.address_in(json.loads(raw))
@@ -103,10 +108,11 @@ class PrefillCopy:
     def _fail(self, failure: EngineFailedError) -> None:
         self.failure = failure
         self._failed_at = asyncio.get_running_loop().time()
+        self.on_failure()
 
 
 class PrefillRefusedError(EngineFailedError):
-    """The decode engine is to be asked again, without a transfer; it has done nothing wrong."""
+    """The prefill engine did not take its copy; the decode engine has done nothing wrong."""
 
     def __init__(self, failure: EngineFailedError) -> None:
         super().__init__("prefill_refused", f"the prefill engine did not take its copy: {failure}")

@@ -4,10 +4,11 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -18,18 +19,19 @@ from scheduler_plugins.router.answers import (
     EVENT_STREAM,
     REQUEST_ID,
     EventCutter,
-    error_event,
     headers_to_client,
 )
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.downstream import Downstream
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EngineCall,
     EngineFailedError,
     Exchange,
+    OverloadedError,
     ResponseTimeouts,
-    excerpt,
     exchange,
+    raise_for_status,
 )
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policy import RouterPolicy
@@ -39,17 +41,29 @@ from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 logger = logging.getLogger(__name__)
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection, or stopped reading."""
-
-
 class UnavailableError(Exception):
-    """No engine could serve the request; `engines` says for each what was the matter."""
+    """No engine could serve the request.
 
-    def __init__(self, engines: list[dict[str, str]]) -> None:
-        tried = "; ".join(f"{e['url']} ({e['role']}): {e['reason']}" for e in engines)
+    The message is for the operator's log: it has every engine's URL. `causes` is for the client: how
+    many engines of each role failed, by cause.
+    """
+
+    def __init__(self, engines: list[tuple[BackendEngine, str, str]]) -> None:
+        """`engines`: each with its cause, one word, and its reason, a text."""
+        tried = "; ".join(f"{e.url} ({e.role}): {reason}" for e, _, reason in engines)
         super().__init__(f"no engine could serve the request: {tried}")
-        self.engines = engines
+        counted = Counter((str(engine.role), cause) for engine, cause, _ in engines)
+        self.causes: dict[str, dict[str, int]] = {}
+        for (role, cause), count in sorted(counted.items()):
+            self.causes.setdefault(role, {})[cause] = count
+
+
+class AllOverloadedError(Exception):
+    """Every engine that could have served the request is overloaded."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(f"all engines are overloaded; the first has room in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)
@@ -91,28 +105,31 @@ class ClientRequest:
     ) -> None:
         self._shared = shared
         self._config = shared.config
-        self._request = request
+        self._path = request.path
         self._headers = headers
         self._request_id: str = headers[REQUEST_ID]
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
-        self._response: web.StreamResponse | None = None
-        self._failed: dict[BackendEngine, str] = {}
+        self._client = Downstream(request, shared.config.idle_timeout_s)
+        self._failed: dict[BackendEngine, EngineFailedError] = {}
         self._no_prefill: set[BackendEngine] = set()
+        self._retry_after_s: dict[BackendEngine, int] = {}
+        """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
         self._single_cause = body.why_not_disaggregated(parsed)
 
     @property
     def begun(self) -> bool:
         """Whether the client has been sent anything."""
-        return self._response is not None
+        return self._client.begun
 
     async def serve(self) -> tuple[web.StreamResponse, str]:
         """Answer the client. Returns the response and the outcome for the metrics.
 
         Raises:
             UnavailableError: no engine could, and nothing has been sent.
+            AllOverloadedError: the same, and some engine only lacked room.
             ClientGoneError: there is nobody to answer any more.
         """
         while (attempt := self._next_attempt()) is not None:
@@ -127,21 +144,30 @@ class ClientRequest:
                     attempt.answering.role,
                     failure,
                 )
-                if not isinstance(failure, PrefillRefusedError):
+                if not isinstance(failure, PrefillRefusedError | OverloadedError):
                     self._shared.pool.report_failure(attempt.answering, failure)
-                if self._response is not None:
-                    return await self._interrupt(self._response, attempt.answering, failure)
+                if self._client.begun:
+                    what = f"a {attempt.answering.role} engine failed: {failure}"
+                    message = f"the stream broke off: {what}; request {self._request_id}"
+                    return await self._client.interrupt(message), "interrupted"
                 self._note(attempt, failure)
+        if self._retry_after_s and self._accepted < self._config.attempts:
+            raise AllOverloadedError(min(self._retry_after_s.values()))
         raise UnavailableError(self._reasons())
 
     def _next_attempt(self) -> Attempt | None:
+        """Engines that have not failed this request; None if there are none, or all are overloaded.
+
+        An overloaded engine's work goes to another engine of its role only. If it went to the other
+        role, an overload of one side would spread to both.
+        """
         if self._accepted >= self._config.attempts:
             return None
         pool, policies = self._shared.pool, self._shared.policies
         decode = pool.up(Role.DECODE, besides=self._failed)
         prefill = pool.up(Role.PREFILL, besides=self._failed)
         if not decode:
-            if not prefill:
+            if not prefill or self._overloaded(Role.DECODE):
                 return None
             return Attempt(policies[Role.PREFILL].choose(prefill), None, "no_decode")
         answering = policies[Role.DECODE].choose(decode)
@@ -150,14 +176,24 @@ class ClientRequest:
         able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
         if able:
             return Attempt(answering, policies[Role.PREFILL].choose(able), "")
+        if self._overloaded(Role.PREFILL):
+            return None
+        if self._no_prefill:
+            return Attempt(answering, None, "prefill_refused")
         return Attempt(answering, None, "no_address" if prefill else "no_prefill")
 
+    def _overloaded(self, role: Role) -> bool:
+        """Whether an engine of this side has turned the request away for lack of room."""
+        return any(engine.role is role for engine in self._retry_after_s)
+
     def _note(self, attempt: Attempt, failure: EngineFailedError) -> None:
+        """An attempt failed before the client was sent anything."""
         self._shared.metrics.retries.labels(failure.cause).inc()
         if isinstance(failure, PrefillRefusedError):
-            self._single_cause = failure.cause
-            return
-        self._failed[attempt.answering] = str(failure)
+            return  # the decode engine may be asked again
+        if isinstance(failure, OverloadedError):
+            self._retry_after_s[attempt.answering] = failure.retry_after_s
+        self._failed[attempt.answering] = failure
         self._accepted += failure.accepted
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
@@ -167,13 +203,12 @@ class ClientRequest:
                 return await self._pass_on(answer, attempt)
         transfer = uuid.uuid4().hex
         call = self._call(body.decode_copy(self._body, attempt.prefill.address, transfer))
-        shared = self._shared
         copy = PrefillCopy(
             attempt.prefill,
             self._call(body.prefill_copy(self._body, transfer)),
-            shared.pool,
-            shared.session,
-            shared.config,
+            self._shared.pool,
+            self._shared.session,
+            self._shared.config,
         )
         client_error = False
         try:
@@ -183,17 +218,20 @@ class ClientRequest:
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
-                self._no_prefill.add(copy.engine)
-                shared.metrics.prefill_failures.labels(copy.failure.cause).inc()
-                logger.warning(
-                    "request %s: prefill on %s failed: %s",
-                    self._request_id,
-                    copy.engine.url,
-                    copy.failure,
-                )
+                self._note_prefill(copy.engine, copy.failure)
+
+    def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A prefill engine failed its copy: the next attempt uses another one."""
+        self._no_prefill.add(engine)
+        if isinstance(failure, OverloadedError):
+            self._retry_after_s[engine] = failure.retry_after_s
+        self._shared.metrics.prefill_failures.labels(failure.cause).inc()
+        logger.warning(
+            "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
+        )
 
     def _call(self, content: dict[str, Any]) -> EngineCall:
-        return EngineCall("POST", self._request.path, self._headers, body.encode(content))
+        return EngineCall("POST", self._path, self._headers, body.encode(content))
 
     @asynccontextmanager
     async def _answer(
@@ -203,13 +241,8 @@ class ClientRequest:
         config = self._config
         first_byte_s = config.first_byte_timeout_s if self._streams else config.answer_timeout_s
         timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
-        give_up = copy.refused if copy is not None else _never
-        async with exchange(
-            self._shared.session, engine, call, timeouts, config, give_up
-        ) as answer:
-            if answer.status >= 500:
-                said = await excerpt(answer)
-                raise EngineFailedError(f"status_{answer.status}", f"{answer.status}: {said}")
+        async with exchange(self._shared.session, engine, call, timeouts, config, copy) as answer:
+            await raise_for_status(answer)
             yield answer
 
     async def _pass_on(self, answer: Exchange, attempt: Attempt) -> tuple[web.StreamResponse, str]:
@@ -220,83 +253,41 @@ class ClientRequest:
         content = await answer.read_all()
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         response.content_length = len(content)
-        await self._begin(response)
-        await self._write(response, content)
-        await self._finish(response)
-        return response, "ok" if answer.status < 400 else "client_error"
+        await self._client.begin(response)
+        await self._client.write(content)
+        outcome = "ok" if answer.status < 400 else "client_error"
+        return await self._client.finish(), outcome
 
     async def _stream(self, answer: Exchange, attempt: Attempt) -> web.StreamResponse:
-        cutter = EventCutter()
+        cutter, client = EventCutter(), self._client
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while chunk := await answer.read():
             if events := cutter.feed(chunk):
-                if self._response is None:
-                    await self._begin(response)
+                if not client.begun:
+                    await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
-                await self._write(response, events)
+                await client.write(events)
         rest = cutter.rest()
         if not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
         if rest:
-            await self._begin(response)
-            await self._write(response, rest)
-        await self._finish(response)
-        return response
+            await client.begin(response)
+            await client.write(rest)
+        return await client.finish()
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)
 
-    async def _interrupt(
-        self, response: web.StreamResponse, engine: BackendEngine, failure: EngineFailedError
-    ) -> tuple[web.StreamResponse, str]:
-        """End a stream whose beginning the client has: say so, and close the connection."""
-        message = f"the stream broke off: {engine.url} ({engine.role}): {failure}"
-        response.force_close()
-        await self._write(response, error_event(message))
-        await self._finish(response)
-        return response, "interrupted"
-
-    async def _begin(self, response: web.StreamResponse) -> None:
-        if self._response is None:
-            self._response = response
-            try:
-                await response.prepare(self._request)
-            except OSError:
-                _gone("the client closed its connection")
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        await self._to_client(response.write(data))
-
-    async def _finish(self, response: web.StreamResponse) -> None:
-        await self._to_client(response.write_eof())
-
-    async def _to_client(self, writing: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._config.idle_timeout_s):
-                await writing
-        except TimeoutError:
-            _gone(f"the client read nothing for {self._config.idle_timeout_s:g} s")
-        except OSError:
-            _gone("the client closed its connection")
-
-    def _reasons(self) -> list[dict[str, str]]:
-        """Every engine and why it did not serve this request."""
-        left = f"not tried: {self._config.attempts} engines had failed (setting attempts)"
-        return [
-            {
-                "url": engine.url,
-                "role": engine.role,
-                "tried": "yes" if engine in self._failed else "no",
-                "reason": self._failed.get(engine) or (left if engine.up else engine.reason),
-            }
-            for engine in self._shared.pool.engines
-        ]
-
-
-def _never(now: float) -> None:
-    return None
-
-
-def _gone(message: str) -> Never:
-    raise ClientGoneError(message) from None
+    def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
+        """Every engine, and why it did not serve this request."""
+        found = list[tuple[BackendEngine, str, str]]()
+        for engine in self._shared.pool.engines:
+            if failure := self._failed.get(engine):
+                found.append((engine, failure.cause, str(failure)))
+            elif engine.up:
+                left = f"not tried: {self._config.attempts} engines had failed (setting attempts)"
+                found.append((engine, "not_tried", left))
+            else:
+                found.append((engine, "down", engine.reason))
+        return found

@@ -9,7 +9,7 @@ drops the last block of a hit for EAGLE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -45,16 +45,20 @@ class WatchedMap(BlockHashToBlockMap):
         super().__init__()
         self.gained: list[BlockHashWithGroupId] = []
         self.lost = False
+        self.stored = 0  # keys that came, ever
+        self.on_evicted: Callable[[BlockHashWithGroupId, int], None] = _ignore
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         if key not in self._cache:
             self.gained.append(key)
+            self.stored += 1
         super().insert(key, block)
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         block = super().pop(key, block_id)
         if block is not None and key not in self._cache:
             self.lost = True
+            self.on_evicted(key, block_id)
         return block
 
     def adopt(self, other: BlockHashToBlockMap) -> None:
@@ -87,6 +91,21 @@ class CacheView:
 
     def __contains__(self, block: object) -> bool:
         return block + self._suffix in self._map  # type: ignore[operator]
+
+    @property
+    def stored_blocks(self) -> int:
+        """Blocks that were stored since the start: a clock that runs as fast as the cache fills."""
+        return self._map.stored
+
+    def watch_evictions(self, on_evicted: Callable[[BlockHashWithGroupId, int], None]) -> None:
+        """Call `on_evicted` with the key and the number of each block that is no longer cached."""
+        self._map.on_evicted = on_evicted
+
+    def keys_from(self, request: Request, first: int) -> Iterator[BlockHashWithGroupId]:
+        """The keys under which vLLM stores the request's full blocks, from number `first` on."""
+        scale, suffix = self._scale, self._suffix
+        for n in range((first + 1) * scale - 1, len(request.block_hashes), scale):
+            yield request.block_hashes[n] + suffix
 
     def hashes(self, request: Request) -> Sequence[BlockHash]:
         """The hashes under which vLLM would look for the request's blocks; none if it would not."""
@@ -125,5 +144,10 @@ class CacheView:
     def _adopt(self) -> None:
         """Replace vLLM's map by ours. A reset of the cache makes a new one of vLLM's."""
         watched = WatchedMap()
+        watched.stored, watched.on_evicted = self._map.stored, self._map.on_evicted
         watched.adopt(self.pool.cached_block_hash_to_block)
         self._map = self.pool.cached_block_hash_to_block = watched
+
+
+def _ignore(key: BlockHashWithGroupId, block_id: int) -> None:
+    pass

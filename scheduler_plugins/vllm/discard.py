@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix KV discarding: what a prefill-only request leaves is evicted before what others share.
+"""Suffix KV discarding: what a prefill-only request leaves is evicted before what requests share.
 
 PrefillOnly (SOSP 2025) drops the KV of suffixes that nobody will read. Here a block is *shared* if
-another request found it in the cache, holds it, or waits and would find it. When a prefill-only
-request has ended, its blocks after the last shared one are *spare*. They stay readable; but where a
-step needs more than the blocks that hold nothing, it takes spare ones first, the oldest first, and
-only then the least recently used of the others. A spare block that is found by a request is spare no
-more.
+another request found it in the cache, holds it, or waits and would find it. When a prefill-only request
+has ended, its blocks after the last shared one are *spare*. They stay readable, and a spare block that a
+request finds is spare no more.
 
-For one KV cache group; models with several evict as vLLM does.
+Eviction is by time of last use, the oldest first, and a block that is not spare gets a *bonus*: it counts
+as used so much later. So suffixes go before shared prefixes, but a prefix that nobody used for long goes
+before a suffix that is new. At first the bonus is one cache (the time in which as many blocks are stored
+as the cache holds). Then it is learnt, as ARC learns the sizes of its two lists (Megiddo and Modha, FAST
+2003): each block that is missed although it was spare when it was evicted shortens the bonus, and each
+that was not spare lengthens it. With a bonus of 0 the order is vLLM's, LRU.
+
+It works for one KV cache group. Models with several evict as vLLM does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from scheduler_plugins.order.request import BlockHash
@@ -23,13 +29,18 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 _AHEAD = 4
+"""Steps for which the order of eviction is made at once."""
+_MOST_BONUS = 2
+"""Longest bonus, in caches."""
+_GHOSTS = 2
+"""Divisor: for 1/2 as many evicted blocks as the cache holds it is remembered what they were."""
 
 
 class SuffixDiscard:
-    """Keeps `BlockPool.free_block_queue` in that order. Holds no blocks: vLLM frees them.
+    """Puts the front of vLLM's `BlockPool.free_block_queue` into that order. vLLM frees the blocks.
 
-    A hash stands for the whole prefix, so whoever finds a block has found all before it: it is
-    enough to note the last one found.
+    A hash stands for the whole prefix, so a request that finds a block found all blocks before it: it is
+    enough to note the last one found. Time is counted in blocks that were stored (`CacheView.stored_blocks`).
     """
 
     def __init__(self, cache: CacheView, wanted: Callable[[BlockHash], bool]) -> None:
@@ -37,18 +48,33 @@ class SuffixDiscard:
         self._cache = cache
         self._pool = cache.pool
         self._wanted = wanted
+        self._blocks: int = cache.pool.num_gpu_blocks
+        self._bonus = self._blocks
+        self._evicted: dict[BlockHashWithGroupId, bool] = {}
+        """Whether blocks that were evicted lately were spare, the oldest first."""
         self._found: dict[int, BlockHashWithGroupId] = {}
-        self._ended: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash]]] = []
-        """Requests whose blocks have not been looked at; see `ended`."""
-        self._spare: dict[int, BlockHashWithGroupId] = {}
-        """What is spare and does not lie at the front yet, by number of the block, the oldest first."""
-        self._front: dict[int, BlockHashWithGroupId] = {}
-        """What is spare and lies at the front of the free queue."""
-        self._ready = 0  # blocks at the front that hold nothing or are spare, at least
+        self._used: dict[int, int] = {}
+        """When a request that held the block ended, by number of the block."""
+        self._ended: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash], int]] = []
+        """Prefill-only requests that ended, when, and whose blocks have not been looked at yet."""
+        self._spare: dict[int, tuple[BlockHashWithGroupId, int]] = {}
+        """Spare blocks by number: what they hold, and since when; the oldest first."""
+        self._ready = 0  # blocks at the front of the free queue that are in order, at least
 
-    def found(self, blocks: Sequence[KVCacheBlock], count: int) -> None:
-        """A request started with the first `count` of its blocks, in the order of its prompt, from
-        the cache."""
+    def found(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        count: int,
+        missing: Iterable[BlockHashWithGroupId] = (),
+    ) -> None:
+        """A request started.
+
+        Args:
+            blocks: what it holds, in the order of its prompt.
+            count: how many of these, from the first on, were cached.
+            missing: the keys of its full blocks after those.
+        """
+        self._learn(missing)
         count = min(count, len(blocks))
         last = blocks[count - 1] if count else None
         key = last.block_hash if last else None
@@ -56,65 +82,100 @@ class SuffixDiscard:
             return
         self._found[last.block_id] = key
         for n in range(count - 1, -1, -1):
-            block = blocks[n]
-            if self._spare.pop(block.block_id, None) is not None:
-                continue
-            if self._front.pop(block.block_id, None) is None:
+            if self._spare.pop(blocks[n].block_id, None) is None:
                 break
             self._ready -= 1
 
+    def evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        """A block is no longer cached."""
+        known = self._spare.get(block_id)
+        self._evicted.pop(key, None)
+        self._evicted[key] = known is not None and known[0] == key
+        if len(self._evicted) > self._blocks // _GHOSTS:
+            del self._evicted[next(iter(self._evicted))]
+
     def ended(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
-        """A prefill-only request has ended, and vLLM frees its blocks now or when a step under way
-        has ended. They are looked at when there is need of room.
+        """A request has ended. vLLM frees its blocks now, or when a step under way has ended.
 
         Args:
-            blocks: that it holds, in the order of its prompt.
-            hashes: which the full ones of them have.
+            blocks: what it holds, in the order of its prompt.
+            hashes: what its full blocks are stored under; empty unless it was prefill-only.
         """
-        self._ended.append((tuple(blocks), hashes))
+        now = self._cache.stored_blocks
+        self._used.update(dict.fromkeys([block.block_id for block in blocks], now))
+        if hashes:
+            self._ended.append((tuple(blocks), hashes, now))
 
     def took(self, blocks: int | None) -> None:
         """A step took at most so many blocks from the front; None: it is not known."""
         self._ready = 0 if blocks is None else self._ready - blocks
 
     def lacks(self, blocks: int) -> bool:
-        """Whether a step that takes `blocks` blocks may take one that is shared while one is spare."""
+        """Whether a step that takes `blocks` blocks may take one out of order."""
         return self._ready < blocks and bool(self._spare or self._ended)
 
     def make_room(self, blocks: int) -> None:
-        """A step may take `blocks` blocks: let it take none that is shared while one is spare.
-
-        Does so for `_AHEAD` such steps, by a walk over their blocks, so that room is lacking again
-        only when they may be used up.
-        """
+        """Put the front of the free queue in order, for `_AHEAD` steps that take `blocks` blocks each."""
         self._sort_out()
         queue = self._pool.free_block_queue
-        free = min(_AHEAD * blocks, queue.num_free_blocks)
-        leading = self._leading(free)
-        taken: list[KVCacheBlock] = []
-        evicted = []
-        for block_id, key in self._spare.items():
-            if leading + len(taken) == free:
+        count = min(_AHEAD * blocks, queue.num_free_blocks)
+        wanted = list(islice(self._in_order(), count))
+        if wanted != list(islice(self._as_they_lie(), count)):
+            for block in wanted:
+                queue.remove(block)
+            queue.prepend_n(wanted)
+        self._ready = count
+
+    def _learn(self, missing: Iterable[BlockHashWithGroupId]) -> None:
+        """Move the bonus by what this request would have found, had it not been evicted."""
+        for key in missing:
+            was_spare = self._evicted.pop(key, None)
+            if was_spare is None:
                 break
+            moved = self._bonus + (-1 if was_spare else 1)
+            self._bonus = max(0, min(_MOST_BONUS * self._blocks, moved))
+
+    def _in_order(self) -> Iterator[KVCacheBlock]:
+        """All free blocks in the order in which they should be evicted."""
+        spare = self._free_spare()
+        next_spare = next(spare, None)
+        for block in self._as_they_lie():
+            if block.block_id in self._spare:
+                continue
+            while (
+                next_spare is not None
+                and block.block_hash is not None
+                and self._spare[next_spare.block_id][1]
+                <= self._used.get(block.block_id, 0) + self._bonus
+            ):
+                yield next_spare
+                next_spare = next(spare, None)
+            yield block
+        while next_spare is not None:
+            yield next_spare
+            next_spare = next(spare, None)
+
+    def _free_spare(self) -> Iterator[KVCacheBlock]:
+        """The spare blocks that are free, the oldest first. Those that were evicted are forgotten."""
+        for block_id, (key, _) in list(self._spare.items()):
             block = self._pool.blocks[block_id]
             if block.block_hash != key:
-                evicted.append(block_id)
+                del self._spare[block_id]
             elif block.ref_cnt == 0:
-                taken.append(block)
-        for block_id in evicted:
-            del self._spare[block_id]
-        self._ready = leading + len(taken)
-        if not taken:
-            return
-        for block in taken:
-            self._front[block.block_id] = self._spare.pop(block.block_id)
-            queue.remove(block)
-        queue.prepend_n(queue.popleft_n(leading) + taken)
+                yield block
+
+    def _as_they_lie(self) -> Iterator[KVCacheBlock]:
+        """The free blocks in vLLM's order of eviction."""
+        queue = self._pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not queue.fake_free_list_tail:
+            yield block
+            block = block.next_free_block
 
     def _sort_out(self) -> None:
         """Find out which blocks of the requests that have ended are spare."""
         ended, self._ended = self._ended, []
-        for blocks, hashes in ended:
+        for blocks, hashes, ended_at in ended:
             for n in range(min(len(blocks), len(hashes)) - 1, -1, -1):
                 block, hashed = blocks[n], hashes[n]
                 key = block.block_hash
@@ -126,16 +187,5 @@ class SuffixDiscard:
                     or self._wanted(hashed)
                 ):
                     break
-                self._front.pop(block.block_id, None)
                 self._spare.pop(block.block_id, None)
-                self._spare[block.block_id] = key
-
-    def _leading(self, most: int) -> int:
-        """How many blocks at the front of the free queue hold nothing, or are spare."""
-        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        for n in range(most):
-            key = block.block_hash
-            if key is not None and self._front.get(block.block_id) != key:
-                return n
-            block = block.next_free_block
-        return most
+                self._spare[block.block_id] = key, ended_at

@@ -8,7 +8,7 @@ either started, parked among the requests that hold KV, or skipped; skipped ones
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -56,22 +56,19 @@ def is_loaded(request: Request) -> bool:
 
 
 def is_prefill_only(request: Request) -> bool:
-    """Whether this engine generates no second token from the request's KV."""
+    """Whether nobody goes on from the request's KV: one token is generated, and it is the last.
+
+    A prompt that is prefilled for another engine generates one token here as well, but the
+    conversation goes on: the next prompt begins with this one.
+    """
     params = request.kv_transfer_params
-    return request.max_tokens == 1 or bool(params and params.get("do_remote_decode"))
+    return request.max_tokens == 1 and not (params and params.get("do_remote_decode"))
 
 
 class OrderedRequests(RequestQueue):
-    """Never loses a request, nor gives it out twice: an id that comes again replaces itself.
+    """Never loses a request, nor gives it out twice: an id that comes again replaces itself."""
 
-    **Requests that do not fit.** vLLM ends its scan at a request for which it has no room. One that
-    it had no room for keeps its place and, when as many requests as `max_overtaken`, of whatever
-    class, have started since, goes first until it starts: what runs ends, nobody takes the room
-    that becomes free, and so it fits. Of several the one that was turned back first.
-    """
-
-    def __init__(self, queue: WaitingQueue, cache: CacheView, *, max_overtaken: int) -> None:
-        self.max_overtaken = max_overtaken
+    def __init__(self, queue: WaitingQueue, cache: CacheView) -> None:
         self._queue = queue
         self._cache = cache
         self._requests: dict[str, Request] = {}
@@ -79,24 +76,28 @@ class OrderedRequests(RequestQueue):
         self._asked: str | None = None
         self._popped: Request | None = None
         self._taken: dict[str, Waiting] = {}
-        self._started = 0
-        self._turned_back: dict[str, int] = {}
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a step; see `WaitingQueue.begin_scan`."""
         self._cache.tell(self._queue)
-        self._queue.reserved = self._too_long_turned_back() if self._turned_back else None
         self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
         self._scanning = True
 
-    def end_scan(self) -> None:
-        """The step has been put together. What was asked for and not popped was turned back."""
+    def end_scan(self, has_room: Callable[[Request], bool]) -> None:
+        """The step has been put together.
+
+        vLLM ends its scan at a request that it peeks at and does not pop, for lack of room in its cache
+        or for reasons of its own (the cadence of data-parallel balancing, the budget of the step).
+
+        Args:
+            has_room: whether vLLM's cache has room for that request.
+        """
         if self._popped:
             self._settle(self._popped)
-        if self._asked is not None:
-            self._turned_back.setdefault(self._asked, self._started)
-            self._asked = None
+        if self._asked is not None and not has_room(self._requests[self._asked]):
+            self._queue.no_room(self._asked)
+        self._asked = None
         self._scanning = False
 
     def head(self) -> Request | None:
@@ -108,11 +109,11 @@ class OrderedRequests(RequestQueue):
         return self._requests[first.id] if first else None
 
     def tokens_before(self, prefill: Request, most_tokens: int) -> int:
-        """See `WaitingQueue.tokens_before`; 0 where the next request waits for more than its turn."""
+        """See `WaitingQueue.tokens_before`; 0 if the next request waits for more than its turn."""
         head = self.head()
         if (
             head is None
-            or head.request_id in self._turned_back
+            or not self._queue.had_room(head.request_id)
             or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ):
             return 0
@@ -187,7 +188,6 @@ class OrderedRequests(RequestQueue):
 
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
-        self._turned_back.pop(request_id, None)
         if self._asked == request_id:
             self._asked = None
         self._queue.remove(request_id)
@@ -198,17 +198,5 @@ class OrderedRequests(RequestQueue):
         vLLM marks it as running after the pop and before it looks at the queue again.
         """
         self._popped = None
-        if popped.status == RequestStatus.RUNNING:
-            self._started += 1
-        else:
+        if popped.status != RequestStatus.RUNNING:
             self._queue.skipped(popped.request_id)
-
-    def _too_long_turned_back(self) -> str | None:
-        """The first that was turned back and is still here, if it has been for too long."""
-        while self._turned_back:
-            request_id, started = next(iter(self._turned_back.items()))
-            if request_id in self._requests:
-                late = self._started - started >= self.max_overtaken
-                return request_id if late else None
-            del self._turned_back[request_id]
-        return None

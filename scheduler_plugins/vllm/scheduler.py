@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler with our order: `--scheduler-cls scheduler_plugins.vllm.PrefixAwareScheduler`.
 
-vLLM decides everything that is not about order: it calls our queue (`requests.py`) where it would
+vLLM decides everything that is not about order: it calls our queue (`request_queue.py`) where it would
 call its own. What is added around its methods:
 
 - before `schedule`: changed settings, changes of the prefix cache, a prefill that gives way to a
@@ -19,6 +19,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -83,14 +84,14 @@ class PrefixAwareScheduler(AsyncScheduler):
             classes=self._live.classes,
             max_overtaken=self._live.max_overtaken,
         )
-        self.waiting = OrderedRequests(
-            self._order, self._cache, max_overtaken=self._live.max_overtaken
-        )
+        self.waiting = OrderedRequests(self._order, self._cache)
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
         self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._page_size)
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
+        if self._whole_cache:
+            self._cache.watch_evictions(self._discard.evicted)
         self._gave_way_to = ""
         self._untidy = False
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
@@ -106,17 +107,21 @@ class PrefixAwareScheduler(AsyncScheduler):
         if prefills:
             ids = [request.request_id for request in prefills]
             self.waiting.begin_scan(prefilling=ids)
-            self._give_way(prefills)
+            if self.pause_state == PauseState.UNPAUSED:
+                self._give_way(prefills)
             if self._prefills_own_batch():
                 self.waiting.begin_scan(full=True, prefilling=ids)
         else:
             self.waiting.begin_scan()
-        self._shape.limit(prefills)
+        if self.pause_state == PauseState.UNPAUSED:  # else nobody starts who could overtake
+            self._shape.limit(prefills)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self._shape.lift()
-        self.waiting.end_scan()
+        # Where vLLM balances data-parallel ranks, it lets prefills start in some steps only.
+        held_back = bool(args[0] if args else kwargs.get("throttle_prefills"))
+        self.waiting.end_scan((lambda _: True) if held_back else self._has_room)
         self._steps.scheduled(output, self.requests, time.monotonic())
         if self._whole_cache:
             self._note_blocks(output)
@@ -160,9 +165,10 @@ class PrefixAwareScheduler(AsyncScheduler):
 
     def _free_blocks(self, request: Request) -> None:
         """The blocks of a request that has ended are freed: no connector holds them any more."""
-        if self._whole_cache and is_prefill_only(request):
+        if self._whole_cache:
             blocks = self._cache.blocks(request.request_id)
-            self._discard.ended(blocks, self._cache.stored(request))
+            hashes = self._cache.stored(request) if is_prefill_only(request) else ()
+            self._discard.ended(blocks, hashes)
         super()._free_blocks(request)
 
     def _tidy_up(self) -> None:
@@ -181,7 +187,6 @@ class PrefixAwareScheduler(AsyncScheduler):
     def _apply_settings(self) -> None:
         self._order.set_policy(self._live.policy(), self._live.max_overtaken)
         self._order.set_classes(self._live.classes)
-        self.waiting.max_overtaken = self._live.max_overtaken
         self._reporter.use(self._live.classes)
 
     def _prefills_own_batch(self) -> bool:
@@ -198,7 +203,9 @@ class PrefixAwareScheduler(AsyncScheduler):
         As vLLM does it when it resets the cache: through `_preempt_request`, before the step. What
         was computed stays in the prefix cache, so this is done only where that gives back whole
         prefixes, and only for a head that waits for nothing but its turn; for each head once, so
-        that one which cannot start after all does not stop a prefill again and again.
+        that one which cannot start after all does not stop a prefill again and again. Not while vLLM
+        is paused: a request that is preempted then waits until it is resumed, and vLLM takes the engine
+        for drained.
         """
         head = self.waiting.head() if self._whole_cache else None
         if (
@@ -235,6 +242,22 @@ class PrefixAwareScheduler(AsyncScheduler):
         small = left <= 2 * self._page_size and room > 0
         return not full and (small or head.num_tokens - spared <= room)
 
+    def _has_room(self, request: Request) -> bool:
+        """Whether a waiting request fits into the free blocks of the cache, for sure.
+
+        False if that cannot be told: KV that a connector loads is reserved for, and models with several
+        KV cache groups need blocks of each.
+        """
+        if not self._whole_cache or is_loaded(request):
+            return False
+        tokens = request.num_tokens
+        if not self.scheduler_reserve_full_isl:
+            known = self._order.estimator.known_tokens(describe(request, self._cache))
+            tokens = min(tokens, known + self.max_num_scheduled_tokens)
+        manager = self.kv_cache_manager
+        needed = -int(-tokens // self._page_size) + self._blocks_ahead + manager.watermark_blocks
+        return bool(needed <= manager.block_pool.get_num_free_blocks())
+
     def _most_blocks(self, tokens: int, requests: int) -> int:
         """Blocks that a step takes at most which computes so many tokens of so many requests, but for
         the KV that a connector loads."""
@@ -257,10 +280,10 @@ class PrefixAwareScheduler(AsyncScheduler):
         started += output.scheduled_cached_reqs.resumed_req_ids
         for request_id in started:
             request = self.requests[request_id]
-            found = request.num_computed_tokens - sizes[request_id]
-            if found > 0 and not is_loaded(request):
-                blocks = found // self._page_size
-                discard.found(self._cache.blocks(request_id), blocks)
+            if not is_loaded(request):
+                found = (request.num_computed_tokens - sizes[request_id]) // self._page_size
+                missing = self._cache.keys_from(request, found)
+                discard.found(self._cache.blocks(request_id), found, missing)
         if self.connector is None and not output.preempted_req_ids:
             discard.took(self._most_blocks(output.total_num_scheduled_tokens, len(sizes)))
         else:

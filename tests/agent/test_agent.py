@@ -268,7 +268,8 @@ def test_a_version_without_a_common_schema_is_refused_with_both_versions(
     consumer.load(producer.source, "t", [1])
     finished = consumer.loaded("t")
     assert finished.cause == Cause.VERSION
-    assert "producer speaks 2-2, consumer 2-2" in finished.detail
+    spoken = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+    assert f"producer speaks {spoken}, consumer {spoken}" in finished.detail
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_producer_checks_whose_tokens_are_asked_for_and_without_that_sends_wro
     world.prefill("transfer0", 4)
     world.load(link, "transfer0", 4, identity=b"other tokens")
     world.connect(link)
-    monkeypatch.setattr(Offer, "problem", lambda offer, message, slot_bytes: None)
+    monkeypatch.setattr(Offer, "problem", lambda offer, message, routes, slot_bytes: None)
     world.hear(link)
     assert world.send() is not None, "pages of other tokens leave the producer"
 

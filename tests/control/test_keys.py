@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who has the shared secret is let in, and nobody else."""
 
+import hashlib
 import time
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import zmq
 
 from pd_connector.config import MIN_KEY_CHARACTERS
 from pd_connector.control.addresses import bound_port
-from pd_connector.control.keys import CurveKeys, Gatekeeper, new_key
+from pd_connector.control.keys import CurveKeys, Gatekeeper, new_key, secret
 
 SECRET = "a shared secret of some length"
 DEADLINE_S = 60.0
@@ -98,3 +99,13 @@ def test_a_gatekeeper_does_not_wait_when_nobody_asks(context: Context) -> None:
     gatekeeper = Gatekeeper(context, CurveKeys.derive(SECRET))
     gatekeeper.answer()
     gatekeeper.close()
+
+
+def test_a_made_key_is_used_as_it_is_and_a_phrase_is_stretched():
+    made, phrase = new_key(), "a phrase that somebody might have thought of"
+    plain = hashlib.blake2b(made.encode(), digest_size=32, person=b"purpose").digest()
+    assert secret(made, b"purpose") == plain, "as versions before this one derived it"
+    quick = hashlib.blake2b(phrase.encode(), digest_size=32, person=b"purpose").digest()
+    assert secret(phrase, b"purpose") != quick
+    assert secret(phrase, b"purpose") == secret(phrase, b"purpose")
+    assert secret(phrase, b"purpose") != secret(phrase, b"another")

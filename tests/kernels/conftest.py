@@ -35,9 +35,17 @@ else:
             os.environ["TRITON_INTERPRET"] = _before
 
     sys.path.append(str(Path(__file__).parent))  # of the modules that these tests share
-    from kernel_traps import mended
+    from kernel_traps import mended, problem
+
+    @pytest.fixture(scope="session")
+    def interpreter_problem() -> str:
+        return problem()
 
     @pytest.fixture(autouse=True)
-    def _mended_interpreter() -> Iterator[None]:
+    def _mended_interpreter(
+        request: pytest.FixtureRequest, interpreter_problem: str
+    ) -> Iterator[None]:
+        if interpreter_problem and not request.path.stem.endswith("_aot"):
+            pytest.fail(interpreter_problem, pytrace=False)
         with mended():
             yield

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of them.
+"""Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of
+them.
 
-A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON; without a
-name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only names
-its target.
+A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON; without
+a name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only
+names its target.
 """
 
 import functools
@@ -25,6 +26,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from pd_kernels.attention import paged_call as paged_call_module
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
@@ -39,13 +41,17 @@ DEVICE = torch.device("cpu")
 INSTRUCTIONS = {
     "wgmma": r"\b[HQ]GMMA",
     "mma": r"\bHMMA",
-    "asynchronous": r"\bLDGSTS\.E[\w.]*128",
     "spills": r"\b(?:LDL|STL)\b",
 }
+ASYNCHRONOUS = r"\bLDGSTS\.E(?:\.\w+)*?(?:\.(64|128))?(?= )"
+"""A load from global to shared memory that nobody waits for, and its width in bits; 32 if it says
+none."""
+WAIT = r"(?<!WARPGROUP\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)"
+"""Waits until at most so many groups of asynchronous loads are under way."""
 
 
 class Launched(NamedTuple):
-    """Of a kernel: bytes of one tile, and programs on a multiprocessor."""
+    """What a launch was made for: bytes of one tile, and programs on a multiprocessor."""
 
     tile: int
     programs: int
@@ -76,7 +82,9 @@ def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
 
 
 def counts(kernel: Any) -> dict[str, int]:
-    """How many there are of instructions that matter."""
+    """How many instructions of each kind the kernel has; and, of its loop over tiles, the bytes
+    that a thread loads asynchronously in one turn and how many groups of loads are under way when
+    it waits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(kernel.asm["cubin"])
@@ -84,9 +92,33 @@ def counts(kernel: Any) -> dict[str, int]:
             [knobs.nvidia.cuobjdump.path, "-sass", path], capture_output=True, text=True, check=True
         ).stdout
     found = {name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()}
-    # From the loop's first product to its last load of a tile.
-    loop = sass[sass.find("GMMA") : sass.rfind("LDGSTS")] if "GMMA" in sass else sass
-    return found | {"spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop))}
+    loop = loop_over_tiles(sass)
+    widths = [int(bits or 32) // 8 for bits in re.findall(ASYNCHRONOUS, loop)]
+    return found | {
+        "spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop)),
+        "loop loads": sum(widths),
+        "wide loop loads": sum(width for width in widths if width == 16),
+        "groups under way": min((int(most, 16) for most in re.findall(WAIT, loop)), default=0),
+    }
+
+
+def loop_over_tiles(sass: str) -> str:
+    """The instructions of the loop over tiles: the smallest loop with asynchronous loads and
+    products; "" if there is none. A loop is everything from the target of a backward branch to the
+    branch."""
+    code = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
+    ]
+    found = ""
+    for end, text in code:
+        target = re.search(r"\bBRA(?:\.\w+)* (?:\w+, )?0x([0-9a-f]+)", text)
+        if target is None or int(target[1], 16) >= end:
+            continue
+        body = "\n".join(line for at, line in code if int(target[1], 16) <= at <= end)
+        if "LDGSTS" in body and re.search("MMA", body) and (not found or len(body) < len(found)):
+            found = body
+    return found
 
 
 def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
@@ -134,8 +166,15 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
 
 
 def starved_call() -> Launched:
-    """With half the registers that it needs."""
+    """A kernel with half the registers that it needs."""
     with mock.patch.object(KernelConfig, "registers", 80):
+        return paged_call()
+
+
+def unpipelined_call() -> Launched:
+    """A kernel whose loop loads a tile and waits for it."""
+    two = paged_call_module.config_of(128, 2, 16)._replace(stages=2)
+    with mock.patch.object(paged_call_module, "config_of", return_value=two):
         return paged_call()
 
 
@@ -159,6 +198,7 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mla, 16 heads": functools.partial(mla_call, 16),
     "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
     "paged, few registers": starved_call,
+    "paged, two stages": unpipelined_call,
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
     "paged, dim 80": functools.partial(paged_call, dim=80),

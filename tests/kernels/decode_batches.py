@@ -21,7 +21,8 @@ NOT_A_PAGE = 1 << 30
 
 
 def paged_tables(lengths: Sequence[int], page: int, seed: int) -> tuple[torch.Tensor, int]:
-    """A table of shuffled pages, int32, and how many pages there are; unused entries are no pages."""
+    """A table of shuffled pages, int32, and how many pages there are; unused entries are no
+    pages."""
     counts = [-(-length // page) for length in lengths]
     pages = sum(counts) + 2
     ids = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int()
@@ -110,7 +111,8 @@ def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
 def by_kernel(
     batch: DecodeCall, workers: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `by_reference`, interpreted: all workers attend before one merges, since they run in turn."""
+    """As `by_reference`, interpreted: all workers attend before one merges, since they run in
+    turn."""
     shape = (*batch.query.shape[:3], batch.width)
     out = torch.full(shape, 7.0, dtype=dtype or batch.query.dtype)
     lse = torch.full(batch.query.shape[:3], 7.0)

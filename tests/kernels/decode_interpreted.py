@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports `pd_kernels.attention` so that its kernels are interpreted, and mends what the interpreter gets
-wrong beyond `kernel_traps`: products of bfloat16 matrices, which it takes for integers.
+"""Imports `pd_kernels.attention` so that its kernels are interpreted, and mends what the
+interpreter gets wrong beyond `kernel_traps`: products of bfloat16 matrices, which it takes for
+integers.
 """
 
 import contextlib

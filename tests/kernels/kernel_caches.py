@@ -34,15 +34,13 @@ def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Blocks
     first = route.source_head if gather else route.destination_head
     heads = range(first, first + len(route.heads))
     layers = planned.layers(route)
-    views = [rank.cache._layers[layer] for layer in layers]
+    views = [rank.cache._layers.by_number[layer] for layer in layers]
     pages = rank.pages(group, planned.pages(group.page_size))
     if planned.verbatim:
-        rows = [view.rows for view in views]
-        parts = group.page_size // views[0].key.shape[2]
-        whole = rows[0].shape[1] == 1
-        return Blocks.of_rows(
-            [row if whole else row[:, heads.start : heads.stop] for row in rows], parts
-        ), pages
+        planes = [plane for view in views for plane in view.planes]
+        whole = planes[0].shape[1] == 1
+        rows = planes if whole else [plane[:, heads.start : heads.stop] for plane in planes]
+        return Blocks.of_rows(rows, group.page_size // views[0].key.shape[2]), pages
     blocks = Blocks.of(
         [view.key for view in views],
         [view.value for view in views] if group.value_dim else [],
@@ -64,7 +62,7 @@ def chunk_of(
     gather: bool,
     sums: torch.Tensor | None = None,
 ) -> ChunkLaunch:
-    """As the kernels are called for it."""
+    """The arguments with which kernels are called for a planned chunk."""
     group = route.source if gather else route.destination
     table = torch.tensor(pages, dtype=torch.int32)
     if planned.verbatim:

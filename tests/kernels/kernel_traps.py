@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Triton's interpreter gets wrong, mended: conversions between floats, and, before Triton 3.9,
-fused multiply-adds, which it rounded twice."""
+fused multiply-adds, which it rounded twice. What cannot be mended is named: numpy 2.5."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -45,6 +45,37 @@ def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 FMA_IS_WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
+@interpreter.InterpretedFunction
+def _count(numbers, total):
+    found = 0
+    for _ in range(tl.load(numbers)):
+        found += 1
+    tl.store(total, found)
+
+
+def count() -> None:
+    """Run a kernel whose loop has a bound that it loads."""
+    total = torch.zeros(1, dtype=torch.int32)
+    _count[(1,)](torch.tensor([3], dtype=torch.int32), total)
+    assert total.item() == 3
+
+
+def problem(kernel: Callable[[], None] = count) -> str:
+    """Why no kernel can be interpreted with the versions at hand; empty if they can.
+
+    Before Triton 3.9 the interpreter turns arrays of one element into integers, which numpy 2.5
+    refuses.
+    """
+    try:
+        kernel()
+    except TypeError as error:
+        return (
+            f"Triton {triton.__version__} cannot interpret kernels with numpy {np.__version__} ({error}): "
+            "install numpy<2.5, or triton>=3.9"
+        )
+    return ""
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def _plugin() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer."""
+    """The shape of a layer."""
 
     heads: int = 6
     kv_heads: int = 2
@@ -249,9 +249,9 @@ def test_a_step_is_planned_once_for_all_layers_with_one_window() -> None:
         steps = [builder.build(0, batch.common()) for _ in range(2)]
     metadata = steps[-1]
     assert set(metadata.plans) == {(0, shape.heads), (40, shape.heads)}
-    for room in builder._rooms[1].values():
-        assert room.fill.call_count == len(steps)
-        assert torch.equal(room.fill.call_args.args[0], batch.common().seq_lens)
+    for allocated in builder._allocated[1].values():
+        assert allocated.fill.call_count == len(steps)
+        assert torch.equal(allocated.fill.call_args.args[0], batch.common().seq_lens)
     assert [call.kwargs["window"] for call in plan.call_args_list] == [0, 40]  # once, for graphs
     assert plan.call_args.args[0].shape == (1, 1, shape.heads, shape.dim)
     with mock.patch.object(paged_backend, "paged_decode") as decode:

@@ -170,7 +170,7 @@ def test_what_the_gpu_backend_cannot_do_vllm_is_told(changed: Any, reason: str) 
     ("ours", "stock"), [(PagedFlash, FlashAttentionBackend), (PagedCpu, CPUAttentionBackend)]
 )
 def test_pages_keep_their_name_and_form(ours: Any, stock: Any) -> None:
-    """By the name, connectors know what pages look like, and that two engines' are alike."""
+    """Connectors know the layout of pages from the name, and whether that of two engines is the same."""
     assert ours.get_name() == stock.get_name()
     assert ours.supported_kv_cache_layouts() == stock.supported_kv_cache_layouts()
     assert ours.forward_includes_kv_cache_update == stock.forward_includes_kv_cache_update

@@ -32,14 +32,26 @@ KERNELS = [
     "paged, dim 80",
 ]
 PLANNED_PRODUCTS = [KERNELS[4], *KERNELS[6:-1]]
-"""That have 64 lines, which asynchronous products (wgmma) take."""
+"""Kernels with rows of 64 lines, which asynchronous products (wgmma) take."""
+
+EXPOSED = (
+    "paged, 8 queries",
+    "paged, dim 256, 8 queries, fp8",
+    MANY_HEADS,
+    "mla, 128 heads, fp8",
+    "mla, 128 heads, page 16",
+)
+"""Known to be slow: with wgmma, Triton's loop waits for all loads before it computes."""
+
+NARROW_VALUES = ("paged, fp8",)
+"""Known to be slow: V is loaded 8 bytes at a time."""
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
-    paths = [str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False
@@ -68,13 +80,32 @@ def test_nothing_is_spilled(report: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_tiles_are_read_asynchronously_16_bytes_at_a_time(
+def test_each_turn_of_the_loop_loads_a_whole_tile_asynchronously(
     kernels: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """All of a tile, and another in the loop's prologue: one is under way while one is worked on."""
+    """The loop only: loads of its prologue do not count."""
     kernel = kernels[name]
-    asynchronous = 16 * kernel["threads"] * kernel["asynchronous"]
-    assert asynchronous >= 2 * kernel["tile bytes"]
+    assert kernel["threads"] * kernel["loop loads"] >= kernel["tile bytes"]
+    if (
+        name in NARROW_VALUES
+        and kernel["threads"] * kernel["wide loop loads"] < kernel["tile bytes"]
+    ):
+        pytest.xfail("V of FP8 caches is loaded 8 bytes at a time")
+    assert kernel["threads"] * kernel["wide loop loads"] >= kernel["tile bytes"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_tile_is_under_way_while_another_one_is_computed(
+    kernels: dict[str, dict[str, Any]], name: str
+) -> None:
+    if name in EXPOSED and not kernels[name]["groups under way"]:
+        pytest.xfail("each turn of the loop waits for the tile that it has just begun to load")
+    assert kernels[name]["groups under way"] > 0
+
+
+def test_a_loop_that_waits_for_each_tile_is_noticed(kernels: dict[str, dict[str, Any]]) -> None:
+    """Negative control of the test above."""
+    assert kernels["paged, two stages"]["groups under way"] == 0
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -110,6 +141,6 @@ def test_enough_bytes_are_under_way_to_keep_the_memory_busy(
 def test_a_kernel_that_needs_more_registers_than_there_are_is_noticed(
     kernels: dict[str, dict[str, Any]],
 ) -> None:
-    """So that the tests above would see it."""
+    """Negative control of the tests above."""
     assert kernels["paged, few registers"]["spills"] > 0
     assert kernels["paged, few registers"]["spills in the loop"] > 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode kernels are measured against is asked for the same, and does not lose by our fault."""
+"""What decode kernels are measured against is asked for the same, and does not lose by our
+fault."""
 
 import functools
 import sys
@@ -27,7 +28,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_flex_attention_is_asked_for_the_same() -> None:
-    """So that the comparison is one: as it is called here, it gives what the kernel gives."""
+    """The comparison is fair: called as here, the baseline computes what the kernel computes."""
     given = decode_cases.paged_set([200, 3, 129], TINY, 128, torch.bfloat16)
     (ours,), _ = decode.paged_calls([given])
     (theirs,) = decode_baselines.flex_attention_calls([given], compiled=False)

@@ -80,7 +80,7 @@ def test_a_wrong_scale_is_noticed() -> None:
 
 
 def test_codes_are_near_what_they_stand_for() -> None:
-    """So that the tests of FP8 are of the layout that FlashMLA has."""
+    """The tests of FP8 use the layout that FlashMLA has."""
     batch, coded = mla_batch([64]), mla_batch([64], coded=True)
     page = int(batch.table[0, 0])
     found, wanted = decoded_latents(coded.cache[page]), batch.cache[page].float()

@@ -96,7 +96,7 @@ def test_every_tile_is_done_once_and_the_work_is_balanced(
 def test_pieces_of_a_row_belong_to_the_workers_that_their_records_name(
     lengths: list[int], rows: RowShape, workers: int
 ) -> None:
-    """And each worker has at most one row that it continues and one that it leaves to others: its
+    """Each worker has at most one row that it continues and one that it leaves to others: its
     two slots, and its counters, are enough."""
     number = torch.tensor(lengths)
     tiles = tile_counts(number, rows).tolist()
@@ -155,7 +155,7 @@ def test_what_lies_before_the_window_is_nobodys() -> None:
 
 
 def test_a_moved_cut_is_noticed() -> None:
-    """So that the tests above would see it."""
+    """Negative control of the tests above."""
     lengths, rows = torch.tensor([640, 640]), RowShape(1, 64, 1, 0)
     ranges = partition(lengths, rows, 4, COSTS)
     assert not misplaced(pieces(ranges, [10, 10], 1), [10, 10], 1)

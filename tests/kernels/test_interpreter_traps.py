@@ -7,6 +7,7 @@ bfloat16 arithmetic is wrong, too, and cannot be mended: kernels take float32 in
 from typing import Any
 
 import kernel_traps
+import numpy as np
 import pytest
 import torch
 import triton
@@ -14,6 +15,16 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pd_kernels.transfer.numerics import near_quotient
+
+
+def test_a_numpy_that_the_interpreter_cannot_use_is_named() -> None:
+    def refused() -> None:
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    told = kernel_traps.problem(refused)
+    assert np.__version__ in told
+    assert "install numpy<2.5, or triton>=3.9" in told
+    assert not kernel_traps.problem()
 
 
 @triton.runtime.interpreter.InterpretedFunction
@@ -43,7 +54,7 @@ NUMBERS = torch.cat(
         ),
     ]
 ).repeat(2)[:4096]
-"""With codes that round up into the next power of two, ties, saturation and subnormal codes."""
+"""Numbers with codes that round up into the next power of two, ties, saturation and subnormal codes."""
 
 
 def as_fp8(numbers: torch.Tensor) -> torch.Tensor:

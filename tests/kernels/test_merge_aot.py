@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler makes of the merge for sm_90a, without a GPU.
 
-`python test_merge_aot.py` compiles and prints: a program of its own, because kernels are interpreted
-in the process of the tests.
+`python test_merge_aot.py` compiles and prints: a program of its own, because kernels are
+interpreted in the process of the tests.
 """
 
 import json
@@ -30,7 +30,7 @@ ROWS = 100
 def kernels() -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
-    paths = [str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False

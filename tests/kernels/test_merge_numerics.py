@@ -17,7 +17,8 @@ EMPTY = float("-inf")
 
 
 def attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Partials:
-    """Of `[heads, dim]` queries over `[token, heads, dim]`, in the inputs' dtype; 0 and -inf over none."""
+    """Attention of `[heads, dim]` queries over `[token, heads, dim]`, in the inputs' dtype; 0 and -inf
+    over no tokens."""
     scores = torch.einsum("hd,thd->ht", q, key)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == EMPTY, 0.0).unsqueeze(-1)).exp()
@@ -65,7 +66,7 @@ def test_a_sequence_split_anyhow_and_merged_is_the_whole(
     parts = [attention(q, key[a:b], value[a:b]) for a, b in pairwise(ends)]
     stacked = [torch.stack(each).float() for each in zip(*parts, strict=True)]
     out, lse = merge_partials(*stacked)
-    # Of a sum whose logarithm is above 16, float32 holds that logarithm less precisely than 1e-6.
+    # A logarithm above 16 has a precision of less than 1e-6 in float32.
     error = ERROR * max(1.0, float(stacked[1][stacked[1] > EMPTY].abs().max()) / 8 if length else 0)
     torch.testing.assert_close(out.double(), wanted.out, rtol=error, atol=error)
     torch.testing.assert_close(lse.double(), wanted.lse, rtol=error, atol=error)

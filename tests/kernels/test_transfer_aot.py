@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of each kernel for sm_90a: registers, spills, and how wide memory is read.
+"""What the compiler makes of each kernel for sm_90a: registers, spills, and how wide memory is
+read.
 
-No GPU is needed. What is asserted here is what a kernel needs to run at the speed of the memory, not
-that it does.
+No GPU is needed. What is asserted here is what a kernel needs to run at the speed of the memory,
+not that it does.
 """
 
 import json
@@ -58,7 +59,7 @@ TILE_BYTES = {
     "payload sums": 16_384,
 }
 
-# Whose rows in memory, or of a program, are too short for that.
+# Kernels whose rows, in memory or in a program, are too short for that.
 SLOWER = (
     "gather raw, odd rows",
     "gather int8, 80",
@@ -71,7 +72,7 @@ SLOWER = (
 def kernels() -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
-    paths = [str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False
@@ -82,13 +83,14 @@ def kernels() -> dict[str, dict[str, Any]]:
 
 
 def wide(kernel: dict[str, Any], kind: str) -> int:
-    """Bytes that the program's threads together read or write 16 at a time, in the code as it lies."""
+    """Bytes that the program's threads together read or write 16 at a time, in the code as it
+    lies."""
     found = sum(n for name, n in kernel["accesses"].items() if name.startswith(kind + WIDE))
     return 16 * found * int(kernel["threads"])
 
 
 def programs(kernel: dict[str, Any]) -> int:
-    """That fit on a multiprocessor by their registers, which are given out by eights."""
+    """Programs that fit on a multiprocessor by their registers, which are allocated by eights."""
     return REGISTERS // (-(-kernel["registers"] // 8) * 8 * kernel["threads"])
 
 
@@ -113,12 +115,12 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(
 
 
 def test_an_odd_row_is_read_in_small_pieces(kernels: dict[str, dict[str, Any]]) -> None:
-    """So that the test above would see it."""
+    """Negative control of the test above."""
     assert wide(kernels["gather raw, odd rows"], "LDG") == 0
 
 
 def read_share(name: str) -> float:
-    """Of the bytes that a kernel moves, how many it reads."""
+    """The part of the bytes that a kernel moves which it reads."""
     if name == "payload sums":
         return 1.0
     if "float32" in name:
@@ -132,7 +134,7 @@ def read_share(name: str) -> float:
 def test_enough_loads_are_under_way_to_keep_the_memory_busy(
     kernels: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Of all programs that fit on a multiprocessor, a third is waiting for what it codes or writes."""
+    """A third of the programs on a multiprocessor is not loading, because it codes or writes."""
     kernel = kernels[name]
     wanted = COPY_BYTES_PER_S * read_share(name) * LOAD_S / MULTIPROCESSORS
     assert programs(kernel) * TILE_BYTES[name] * 2 / 3 >= wanted

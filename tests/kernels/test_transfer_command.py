@@ -22,8 +22,9 @@ COMMAND = [sys.executable, "-m", "pd_kernels.bench", "transfer"]
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    kernels = str(Path(__file__).parents[2] / "kernels")
-    environment["PYTHONPATH"] = os.pathsep.join([kernels, environment.get("PYTHONPATH", "")])
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "kernels")]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
     return subprocess.run(
         [*COMMAND, *options], capture_output=True, text=True, env=environment, check=False
     )
@@ -63,7 +64,8 @@ def test_rows_say_whether_a_bar_was_reached(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's parts on this machine: few tokens, interpreted kernels, times that say nothing."""
+    """The command's parts on this machine: few tokens, interpreted kernels, times that say
+    nothing."""
 
     def once(calls: Sequence[Callable[[], None]]) -> float:
         for call in calls:
@@ -142,7 +144,7 @@ def test_a_fused_codec_is_held_to_raw_and_raw_to_a_copy() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_row_comes_when_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what ends a run early leaves the rows before it; a case that fails ends no other."""
+    """A run that ends early keeps the rows before; a case that fails ends no other."""
     rows = transfer.measure_transfer((70,))
     first = next(rows)
     monkeypatch.setattr(transfer, "seconds", lambda _: 1 / 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Within `torch.compile` the operators work on the tensors that they are given, which may be copies of
-those that the caller named: kernels go where addresses say, and these must be the copies'."""
+"""Within `torch.compile` the operators work on the tensors that they are given, which may be copies
+of those that the caller named: kernels go where addresses say, and these must be the copies'."""
 
 import contextlib
 import sys
@@ -43,8 +43,8 @@ def blocks_of(cache: CacheViews) -> Blocks:
 
 
 def there_and_back(before: Callable[[Blocks], None] = lambda _: None) -> bool:
-    """Whether a payload that is scattered and gathered again, compiled as one, comes back, and stays in
-    the pages. `before` is told of the blocks that take it."""
+    """Whether a payload that is scattered and gathered again, compiled as one, comes back, and
+    stays in the pages. `before` is told of the blocks that take it."""
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
     blocks, into = blocks_of(cache), blocks_of(cache.clone())
     sent, back, kept = (torch.zeros(blocks.nbytes(TOKENS), dtype=torch.uint8) for _ in range(3))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every launch that a chunk may need is one that CUDA takes: 65,535 programs at most in the second and
-third extent."""
+"""Every launch that a chunk may need is one that CUDA takes: 65,535 programs at most in the second
+and third extent."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def chunk(
     codec: str, source: torch.dtype, theirs: torch.dtype, dim: int, tokens: int
 ) -> ChunkLaunch:
-    """Of a cache of one page: a launch polls at no memory."""
+    """A chunk in a cache of one page: a recorded launch reads no memory."""
     views = [torch.zeros(1, 2, 16, dim, dtype=source) for _ in range(2)]
     blocks = Blocks.of(views[:1], views[1:], 16, codec, Stored(source), Stored(theirs))
     return ChunkLaunch(blocks, torch.zeros(1, dtype=torch.int32), torch.empty(0), 0, tokens, None)

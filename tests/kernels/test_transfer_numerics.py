@@ -51,7 +51,7 @@ def wanted_payload(rank: Rank, route: Route, planned: Chunk) -> bytes:
 
 
 def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes:
-    """By the kernels or their reference; the sums give pd_connector's checksum."""
+    """Gather with the kernels or their reference; the sums give pd_connector's checksum."""
     blocks, pages = side(rank, route, planned, gather=True)
     nbytes = planned.nbytes(route)
     slot = sloppy(1, nbytes + 32)
@@ -83,7 +83,8 @@ def scattered(rank: Rank, route: Route, planned: Chunk, payload: bytes, by_kerne
 def same_both_ways(
     source: Rank, theirs: Setup, model: Model, span: tuple[int, int], codec: str
 ) -> Route:
-    """Every chunk from `source` to one rank of `theirs`, by kernels, references and pd_connector."""
+    """Every chunk from `source` to one rank of `theirs`, by kernels, references and
+    pd_connector."""
     destinations = [rank_of(model, theirs, span[1], 7) for _ in range(3)]
     (route,) = routes(source.geometry, destinations[0].geometry, (codec, "raw"), (codec, "raw"))
     for planned in plan((route,), *span, 1 << 22):
@@ -214,7 +215,7 @@ def test_codes_at_ties_are_rounded_to_even() -> None:
     """Quotients that lie half way between two codes, which a product with a reciprocal misses."""
     model = (Layer(1, 128, 128),)
     source = rank_of(model, Setup(), 128, 1)
-    view = source.cache._layers[0].key
+    view = source.cache._layers.by_number[0].key
     halves = (torch.arange(view.numel()).view(view.shape) % 253 - 126) / 2
     view.copy_(halves * 1.5)
     view[:, :, :, ::2] = halves[:, :, :, ::2] * 3

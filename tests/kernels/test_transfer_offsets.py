@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens lie is counted in 64 bits: some layouts put more than 2^31 elements between tokens of a page."""
+"""Where tokens lie is counted in 64 bits: some layouts put more than 2^31 elements between tokens
+of a page."""
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def test_pages_that_lie_far_apart_are_found() -> None:
 
 @pytest.mark.parametrize("axis", ["page", "token", "dim"])
 def test_strides_that_kernels_cannot_hold_are_refused(axis: str) -> None:
-    """On the meta device, which has no memory. Elements of a row are counted in 32 bits: together they must
-    span less than 2 GiB, a single stride of pages and tokens as well."""
+    """On the meta device, which has no memory. Elements of a row are counted in 32 bits: together
+    they must span less than 2 GiB, a single stride of pages and tokens as well."""
     stored = Stored(torch.float32)
     strides = {"page": 1 << 29, "token": 1 << 29, "dim": (1 << 29) // 15 + 1}
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where elements come from and go to, in every layout, told element by element; and what is refused."""
+"""Where elements come from and go to, in every layout, told element by element; and what is
+refused."""
 
 import itertools
 from collections.abc import Callable, Iterator

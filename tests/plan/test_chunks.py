@@ -2,8 +2,8 @@
 """Every element a consumer wants arrives once, from some rank, in chunks that fit."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -15,8 +15,8 @@ from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.kv.geometry import Geometry, Group, pages_for
 from pd_connector.plan.chunks import Chunk, blocks, chunk_limit, plan
-from pd_connector.plan.cuts import EDGE_CUTS, EDGE_PIECES, MIN_CHUNK_TOKENS, SPARE_BYTES
 from pd_connector.plan.route import Route, meet, routes, uncovered
+from pd_connector.plan.rules import NEWEST_RULES, PlanRules
 from pd_connector.plan.sizes import bytes_per_token, page_part_bytes
 
 CODECS = ("fp8_e4m3", "int8", "raw")
@@ -89,12 +89,14 @@ def assert_exact(
     accepted: tuple[str, ...],
     tightness: int,
     meddle: Meddle = lambda chunks: chunks,
+    rules: PlanRules = NEWEST_RULES,
 ) -> bool:
     """Every rank of the consumer gets what it wants, once, and nothing else.
 
     Args:
         tightness: chunks have room for so many pages of one layer.
         meddle: changes what each producer rank sends.
+        rules: by which both sides plan.
 
     Returns:
         Whether whole pages passed.
@@ -104,7 +106,7 @@ def assert_exact(
     for destination in theirs.geometries(model):
         heads = {group.heads for group in destination.groups}
         asked = [s for s in ours.geometries(model) if meet(s.shard, destination.shard, heads)]
-        known = tuple(routes(source, destination, CODECS, accepted) for source in asked)
+        known = tuple(routes(source, destination, CODECS, accepted, rules) for source in asked)
         assert uncovered(known, destination) == ""
         total: Counts = {}
         whole: set[int] = set()
@@ -152,7 +154,7 @@ def assert_only_wanted(
     requests(),
     st.sampled_from([CODECS, ("int8", "raw"), ("raw",)]),
     st.integers(1, 40),
-    st.sampled_from([1, 2000, SPARE_BYTES]),
+    st.sampled_from([1, 2000, NEWEST_RULES.spare_bytes]),
 )
 @settings(max_examples=300)
 def test_every_wanted_element_arrives_once_and_no_other_does(
@@ -162,8 +164,8 @@ def test_every_wanted_element_arrives_once_and_no_other_does(
     tightness: int,
     spare_bytes: int,
 ) -> None:
-    with mock.patch("pd_connector.plan.cuts.SPARE_BYTES", spare_bytes):
-        event(f"whole pages: {assert_exact(pair, request, accepted, tightness)}")
+    rules = replace(NEWEST_RULES, spare_bytes=spare_bytes)
+    event(f"whole pages: {assert_exact(pair, request, accepted, tightness, rules=rules)}")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_chunks_are_sent_by_token_and_then_by_layer(
     assert chunks == plan(paths, *request, least_chunk(paths) * tightness)
     order = [(chunk.first_token, chunk.route, chunk.first_layer) for chunk in chunks]
     # The first chunk is cut into pieces, which go first even where they are of several tokens.
-    rest = order[1 + EDGE_CUTS * (EDGE_PIECES - 1) :]
+    rest = order[1 + NEWEST_RULES.edge_cuts * (NEWEST_RULES.edge_pieces - 1) :]
     assert rest == sorted(rest)
 
 
@@ -263,7 +265,7 @@ def one_route(
     return paths
 
 
-PIECES = 2 * EDGE_CUTS * (EDGE_PIECES - 1)
+PIECES = 2 * NEWEST_RULES.edge_cuts * (NEWEST_RULES.edge_pieces - 1)
 """More chunks than there were, where the first and the last are cut up."""
 
 LLAMA_8B: Model = (Layer(8, 128, 128),) * 32
@@ -286,7 +288,7 @@ def test_chunks_of_a_usual_model_are_long_and_few(way: str, tokens: int) -> None
     total = sum(chunk.nbytes(paths[0]) for chunk in chunks)
     assert len(chunks) <= max(16, 1.1 * total / limit + 1) + PIECES
     assert len(chunks) <= 70 + PIECES
-    assert all(c.tokens >= MIN_CHUNK_TOKENS for c in chunks if c.stop_token < tokens)
+    assert all(c.tokens >= NEWEST_RULES.min_chunk_tokens for c in chunks if c.stop_token < tokens)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
@@ -320,7 +322,7 @@ def test_a_slow_link_has_smaller_chunks_and_a_fast_one_whole_slots() -> None:
     paths = one_route(LLAMA_8B, Setup(), Setup())
     limits = [chunk_limit(paths, 8192, 16 * MIB, rate) for rate in (1e6, 1e8, 1e9, 1e11)]
     assert limits == sorted(limits)
-    assert limits[0] >= MIN_CHUNK_TOKENS * 4096
+    assert limits[0] >= NEWEST_RULES.min_chunk_tokens * 4096
     assert limits[-1] == 16 * MIB
 
 
@@ -332,7 +334,10 @@ def test_chunks_that_are_read_are_small_enough_for_a_processors_cache() -> None:
     unlike = one_route(LLAMA_8B, Setup(), Setup(page_sizes=(128,)))
     assert chunk_limit(unlike, 8192, 16 * MIB, None, read=True, direct=True) == 4 * MIB
     huge = one_route((Layer(8, 8192, 8192),), Setup(), Setup())
-    assert chunk_limit(huge, 8192, 64 * MIB, None, read=True) == MIN_CHUNK_TOKENS * 8 * 2 * 2 * 8192
+    assert (
+        chunk_limit(huge, 8192, 64 * MIB, None, read=True)
+        == NEWEST_RULES.min_chunk_tokens * 8 * 2 * 2 * 8192
+    )
 
 
 def test_bytes_per_token_are_those_of_all_layers_and_tell_the_codec() -> None:

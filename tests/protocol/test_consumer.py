@@ -73,7 +73,9 @@ class Bench:
         return self.consumer.session_up(peer.source, session, now)
 
     def open(self) -> messages.Open:
-        assert self.consumer.load(self.load, 0.0) == [Dial(peer.source) for peer in self.peers]
+        assert self.consumer.load(self.load, 0.0) == [
+            Dial(peer.source, len(self.peers)) for peer in self.peers
+        ]
         tells = [tell for peer in self.peers for tell in self.up(peer)]
         assert [type(tell.message) for tell in tells] == [messages.Open] * len(self.peers)
         message = tells[0].message

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
 from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
 from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
@@ -240,3 +241,8 @@ def test_one_version_back_is_spoken_and_no_other(
 
 def test_this_release_accepts_one_version_back_at_most() -> None:
     assert messages.SCHEMA - 1 <= messages.OLDEST_SCHEMA <= messages.SCHEMA
+
+
+def test_every_version_that_is_accepted_has_rules_for_its_plans() -> None:
+    assert {*range(messages.OLDEST_SCHEMA, messages.SCHEMA + 1)} <= set(RULES)
+    assert max(RULES) == messages.SCHEMA

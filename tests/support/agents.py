@@ -2,6 +2,7 @@
 """Agents with small caches of random bytes, and what must be back when a test ends."""
 
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -206,6 +207,13 @@ class Rank:
     def assert_at_rest(self) -> None:
         until(self.at_rest, f"at rest: {self.agent.telemetry.gauges()}")
         assert self.count("agent_failures") == 0
+        assert self.count("session_errors") == 0
+
+    def limit_descriptors(self, most: int) -> None:
+        """For a rank in a process of its own."""
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
     def part(self, page: int, layer: int, head: int) -> bytes:
         """KV of one page in one layer and head, by their numbers in the model."""

@@ -17,11 +17,13 @@ from transport_peer import Peer
 
 from pd_connector.errors import TransportError
 from pd_connector.memory.slab import Slab
+from pd_connector.transport.nixl.library import import_nixl
 from pd_connector.transport.nixl.transport import NixlTransport
 
 MakeEnd = Callable[..., End]
 
-api = pytest.importorskip("nixl._api", reason="nixl cannot be imported")
+pytest.importorskip("nixl._api", reason="nixl cannot be imported")
+api = import_nixl()
 
 pytestmark = pytest.mark.timeout(300)
 

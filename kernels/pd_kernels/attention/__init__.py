@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of decode batches over paged caches: one launch per batch, balanced by the lengths of sequences.
+"""Attention of decode batches over paged caches: one launch per batch, balanced by the lengths of
+sequences.
 
-`paged_decode` is for keys and values per head, `mla_decode` for one latent of all heads. `DecodePlan` holds the work
-partition that layers share, `Mod` changes scores and masks, `merge_partials` joins shards of sequences.
+`paged_decode` is for keys and values per head, `mla_decode` for one latent of all heads.
+`DecodePlan` holds the work partition that layers share, `Mod` changes scores and masks,
+`merge_partials` joins shards of sequences.
 
-One call, in the order of the files: `paged.py` (the public function), `paged_call.py` and `decode_call.py` (checks, launch
-options), `operators.py` (kernel or reference), `decode_plan.py` with `work_partition.py` and `plan_kernel.py` (which worker
-does what), `paged_kernel.py` with `online_softmax.py` (attention), `split_merge.py` (split-KV partials).
+One call, in the order of the files: `paged.py` (the public function), `paged_call.py` and
+`decode_call.py` (checks, launch options), `operators.py` (kernel or reference), `decode_plan.py`
+with `work_partition.py` and `plan_kernel.py` (which worker does what), `paged_kernel.py` with
+`online_softmax.py` (attention), `split_merge.py` (split-KV partials).
 """
 
 from pd_kernels.attention.decode_plan import DecodePlan

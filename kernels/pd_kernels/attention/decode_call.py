@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls of `paged_decode` and `mla_decode` have in common: checks, the shape of rows, launch options."""
+"""What calls of `paged_decode` and `mla_decode` have in common: checks, the shape of rows, launch
+options."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,8 +20,8 @@ class KernelConfig(NamedTuple):
     Attributes:
         tile: tokens of a tile.
         warps: warps of a program.
-        stages: pipeline stages of the loop over tiles. Page ids and tiles are loaded in stages of their own: with 5,
-            one tile is being loaded while another one is computed.
+        stages: pipeline stages of the loop over tiles. Page ids and tiles are loaded in stages of
+            their own: with 5, one tile is being loaded while another one is computed.
         programs: programs that fit on a multiprocessor.
         depth: pieces of a split row that are merged at a time.
         part: lines of a merge part.
@@ -96,7 +97,8 @@ class DecodeCall:
         return RowShape(heads, self.config.tile, queries=self.query.shape[1], window=0)
 
     def plan(self, max_batch: int | None = None) -> DecodePlan:
-        """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by default, as many)."""
+        """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by
+        default, as many)."""
         workers = self.config.programs * multiprocessors(self.query.device)
         batch = len(self.query) if max_batch is None else max_batch
         return DecodePlan.of(
@@ -110,7 +112,8 @@ class DecodeCall:
         )
 
     def constants(self, with_lse: bool) -> dict[str, Any]:
-        """Compile-time arguments and launch options of both kernels, by the names of their parameters."""
+        """Compile-time arguments and launch options of both kernels, by the names of their
+        parameters."""
         config = self.config
         return {
             "HEADS": self.rows.heads,

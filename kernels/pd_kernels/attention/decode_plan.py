@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch's work partition on the device, with the scratch memory of the kernels that follow it.
 
-The partition is computed once a step by one small kernel, queued like any other. It reads the lengths on the
-device: nobody waits for a copy to the host, and a CUDA graph that holds it makes a new partition at each replay.
+The partition is computed once a step by one small kernel, queued like any other. It reads the
+lengths on the device: nobody waits for a copy to the host, and a CUDA graph that holds it makes a
+new partition at each replay.
 """
 
 import functools
@@ -19,18 +20,22 @@ from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, par
 class DecodePlan:
     """Which worker does what in a batch. Made once, filled once a step, used by every layer.
 
-    Kernels that share a plan must run one after another, on one stream: they share its scratch memory.
+    Kernels that share a plan must run one after another, on one stream: they share its scratch
+    memory.
 
     Attributes:
         rows: the shape of the rows it is for.
         costs: by which the work ranges are balanced.
         ranges: int32 `[workers, 8]`, a `WorkRange` per worker.
         boundaries: int64 `[batch + workers + 1]`, scratch of the planning kernel.
-        counters: int32 `[workers, 4]`. Per-worker counters for the split row that starts there: pieces arrived,
-            merge parts claimed, workers done, unused. All are zero whenever no kernel runs.
-        partials: float32 `[workers, 2, height, dim]`, split-KV partials: a worker has two split rows at most.
-            Slot 0 is for the row that it continues, slot 1 for the row that it leaves to others.
-        weights: float32 `[workers, 2, height]`, the base-2 log-sum-exp of each line of the partials.
+        counters: int32 `[workers, 4]`. Per-worker counters for the split row that starts there:
+            pieces arrived, merge parts claimed, workers done, unused. All are zero whenever no
+            kernel runs.
+        partials: float32 `[workers, 2, height, dim]`, split-KV partials: a worker has two split
+            rows at most. Slot 0 is for the row that it continues, slot 1 for the row that it leaves
+            to others.
+        weights: float32 `[workers, 2, height]`, the base-2 log-sum-exp of each line of the
+            partials.
     """
 
     rows: RowShape
@@ -89,8 +94,8 @@ class DecodePlan:
     def fill(self, lengths: torch.Tensor) -> "DecodePlan":
         """Partition the work of a batch. Changes the plan in place, and returns it.
 
-        On a GPU this queues one kernel on the current stream and returns; on a CPU it takes plain torch. In a CUDA
-        graph it belongs before the first layer.
+        On a GPU this queues one kernel on the current stream and returns; on a CPU it takes plain
+        torch. In a CUDA graph it belongs before the first layer.
 
         Args:
             lengths: tokens of KV of each sequence, int32 or int64 `[batch]`.

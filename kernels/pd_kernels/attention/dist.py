@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over KV that lies on several ranks: queries and partials travel, KV does not.
 
-As in DistAttention (Infinite-LLM, Lin et al. 2024): the owner of a sequence sends its queries to the ranks that hold KV of
-it, each rank attends to what it holds, and the owner merges the partials. The bytes sent depend on the number of
-queries and holders, not on the length of the context. All ranks of a process group (gloo for CPU tensors, NCCL for
-GPUs) call `dist_attention` together.
+As in DistAttention (Infinite-LLM, Lin et al. 2024): the owner of a sequence sends its queries to
+the ranks that hold KV of it, each rank attends to what it holds, and the owner merges the partials.
+The bytes sent depend on the number of queries and holders, not on the length of the context. All
+ranks of a process group (gloo for CPU tensors, NCCL for GPUs) call `dist_attention` together.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +53,8 @@ class Attended(NamedTuple):
 
 
 Attend = Callable[[torch.Tensor, KvShard, bool], Partials]
-"""Attention over a shard: takes queries `[rows, queries, heads, dim]`, the shard, and whether the shard ends with the
-queries' own tokens (`causal`)."""
+"""Attention over a shard: takes queries `[rows, queries, heads, dim]`, the shard, and whether the
+shard ends with the queries' own tokens (`causal`)."""
 
 
 def paged_partials(
@@ -91,17 +91,18 @@ def dist_attention(
 ) -> Attended:
     """Attend with this rank's queries to the KV on all ranks, and with theirs to the KV here.
 
-    All ranks of the group call this together. With NCCL, a new group must have communicated before (a barrier is
-    enough), because this call need not involve all ranks.
+    All ranks of the group call this together. With NCCL, a new group must have communicated before
+    (a barrier is enough), because this call need not involve all ranks.
 
     Args:
-        q: `[own, heads, dim]` or `[own, queries, heads, dim]`, for the sequences of `placement.own(rank)` in their
-            order. All ranks pass the same shape and dtype, but for `own`; a rank that owns none passes 0 of them.
+        q: `[own, heads, dim]` or `[own, queries, heads, dim]`, for the sequences of
+            `placement.own(rank)` in their order. All ranks pass the same shape and dtype, but for
+            `own`; a rank that owns none passes 0 of them.
         shard: the KV that this rank holds.
         placement: which rank owns and which ranks hold each sequence; the same on all ranks.
         group: the process group; all processes by default.
-        attend: attention over a shard. If scores depend on a token's position in the sequence (windows, ALiBi), pass
-            a function that knows where shards begin.
+        attend: attention over a shard. If scores depend on a token's position in the sequence
+            (windows, ALiBi), pass a function that knows where shards begin.
         out: dense, shaped like `q`; written. A new tensor of q's dtype by default.
 
     Returns:
@@ -155,7 +156,8 @@ def dist_attention(
 def _attend(
     asked: torch.Tensor, shard: KvShard, newest: Sequence[bool], attend: Attend
 ) -> Partials:
-    """Attend with all rows. One call; two if rows have several queries, and only some end with the queries' tokens."""
+    """Attend with all rows. One call; two if rows have several queries, and only some end with the
+    queries' tokens."""
     if not newest:
         return Partials(asked.float(), asked.new_empty(asked.shape[:-1], dtype=torch.float32))
     if asked.shape[1] == 1 or len(set(newest)) == 1:
@@ -211,7 +213,8 @@ class _Mail:
         self._own: list[list[torch.Tensor]] = [[], []]
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Post receives into dense tensors; `deliver` waits for them. Empty tensors are not sent."""
+        """Post receives into dense tensors; `deliver` waits for them. Empty tensors are not
+        sent."""
         self._post(dist.irecv, tensors, peer)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
@@ -235,7 +238,8 @@ class _Mail:
                 )
 
     def deliver(self) -> None:
-        """Wait until everything posted has arrived. With NCCL the current stream waits, not the host."""
+        """Wait until everything posted has arrived. With NCCL the current stream waits, not the
+        host."""
         for written, read in zip(*self._own, strict=True):
             written.copy_(read)
         for work in dist.batch_isend_irecv(self._posted) if self._posted else ():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank owns a sequence, and which ranks hold its KV: pure functions, with the same result on all ranks."""
+"""Which rank owns a sequence, and which ranks hold its KV: pure functions, with the same result on
+all ranks."""
 
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ class Placement:
 
     Attributes:
         owners: for each sequence, the rank that has its queries and gets its result.
-        holders: for each sequence, the ranks that hold some of its KV, in the order of its tokens: the last rank holds
-            the queries' own tokens. No rank at all stands for a sequence without KV.
+        holders: for each sequence, the ranks that hold some of its KV, in the order of its tokens:
+            the last rank holds the queries' own tokens. No rank at all stands for a sequence
+            without KV.
 
     Example:
         Sequence 0 belongs to rank 0 and lies on both ranks; sequence 1 is rank 1's alone.
@@ -43,7 +45,8 @@ class Placement:
         return [sequence for sequence, owner in enumerate(self.owners) if owner == rank]
 
     def held(self, rank: int) -> list[int]:
-        """Sequences of which a rank holds KV, in the order of its shard's rows: by owner, then by number."""
+        """Sequences of which a rank holds KV, in the order of its shard's rows: by owner, then by
+        number."""
         found = [sequence for sequence, ranks in enumerate(self.holders) if rank in ranks]
         return sorted(found, key=lambda sequence: self.owners[sequence])
 

@@ -2,9 +2,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Merge partial attention: one result from attention over several shards of a sequence's KV.
 
-A partial is the result of attention over one shard: `out`, float32, normalised by the shard's own sum, and `lse`,
-float32, the natural logarithm of that sum; -inf for an empty shard, whose `out` may be anything. Up to rounding, the merged
-result is that of attention over the whole sequence (Infinite-LLM, Lin et al. 2024, section 4).
+A partial is the result of attention over one shard: `out`, float32, normalised by the shard's own
+sum, and `lse`, float32, the natural logarithm of that sum; -inf for an empty shard, whose `out` may
+be anything. Up to rounding, the merged result is that of attention over the whole sequence
+(Infinite-LLM, Lin et al. 2024, section 4).
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,11 @@ def merge_partials(
     On a GPU this queues one kernel on the current stream and returns; CPU tensors take plain torch.
 
     Args:
-        outs: float32 `[shards, ..., dim]`, or a list of `[..., dim]`, which is copied into one tensor. The `out`
-            of an empty shard is not read and may hold anything.
+        outs: float32 `[shards, ..., dim]`, or a list of `[..., dim]`, which is copied into one
+            tensor. The `out` of an empty shard is not read and may hold anything.
         lses: float32 `[shards, ...]`, or a list of `[...]`.
-        out: dense `[..., dim]`, float32, float16 or bfloat16; written. A new float32 tensor by default.
+        out: dense `[..., dim]`, float32, float16 or bfloat16; written. A new float32 tensor by
+            default.
 
     Returns:
         `out`, and float32 `lse`, `[...]`, of the whole. If all shards are empty: 0 and -inf.
@@ -114,7 +116,8 @@ def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
 
 
 def launch_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Run `merge_partials` by the kernel. Partials that are not dense within a shard are copied first."""
+    """Run `merge_partials` by the kernel. Partials that are not dense within a shard are copied
+    first."""
     outs = outs if outs[0].is_contiguous() else outs.contiguous()
     lses = lses if lses[0].is_contiguous() else lses.contiguous()
     shards, dim = len(outs), outs.shape[-1]
@@ -161,7 +164,8 @@ def _merge(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = row < rows
-    # 64 bits, because shards may lie far apart. UNIT tells the compiler that their distance is a multiple of it.
+    # 64 bits, because shards may lie far apart. UNIT tells the compiler that their distance is a
+    # multiple of it.
     between = out_stride.to(tl.int64) * UNIT
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for shard in tl.static_range(SHARDS):

@@ -27,21 +27,26 @@ def mla_decode(
 ) -> Any:
     """Attend with the last tokens of each sequence to its latents, after weight absorption.
 
-    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may be captured in a
-    CUDA graph; lengths, tables and caches may change between replays. CPU tensors take the reference in torch.
+    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may
+    be captured in a CUDA graph; lengths, tables and caches may change between replays. CPU tensors
+    take the reference in torch.
 
     Args:
-        q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 4 queries. 512
-            elements of a head belong to the latent, 64 to the part with RoPE.
-        cache: `[pages, page, 576]` of q's dtype; or uint8 `[pages, page, 656]`, FlashMLA's FP8 layout: 512 codes
-            (e4m3), 4 scales (float32, one per 128 codes), 64 bfloat16 elements with RoPE. q is bfloat16 then. The
-            elements of a token must be consecutive. Any page size; multiples of 64 tokens are fastest.
+        q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 4
+            queries. 512 elements of a head belong to the latent, 64 to the part with RoPE.
+        cache: `[pages, page, 576]` of q's dtype; or uint8 `[pages, page, 656]`, FlashMLA's FP8
+            layout: 512 codes (e4m3), 4 scales (float32, one per 128 codes), 64 bfloat16 elements
+            with RoPE. q is bfloat16 then. The elements of a token must be consecutive. Any page
+            size; multiples of 64 tokens are fastest.
         block_table, lengths: as in `paged_decode`.
-        scale: factor of the scores: that of the heads before absorption, which does not follow from 576.
-        causal: queries see no later tokens. False for latents that do not hold the queries' own tokens.
+        scale: factor of the scores: that of the heads before absorption, which does not follow from
+            576.
+        causal: queries see no later tokens. False for latents that do not hold the queries' own
+            tokens.
         out: dense `[batch, (queries,) heads, 512]`; written and returned.
         return_lse, return_partials: as in `paged_decode`.
-        plan: from `plan_mla_decode` with such arguments, filled for these lengths. Without it, one is made.
+        plan: from `plan_mla_decode` with such arguments, filled for these lengths. Without it, one
+            is made.
 
     Returns:
         `out`, or `(out, lse)`.
@@ -82,7 +87,8 @@ def mla_decode(
 def plan_mla_decode(
     q: torch.Tensor, cache: torch.Tensor, *, max_batch: int | None = None
 ) -> DecodePlan:
-    """Allocate a plan for calls of `mla_decode` with such a `q` and `cache`, which all layers share.
+    """Allocate a plan for calls of `mla_decode` with such a `q` and `cache`, which all layers
+    share.
 
     Fill it once a step (`plan.fill(lengths)`).
 

@@ -22,12 +22,14 @@ CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
 
 MAX_QUERIES = 4
 COSTS = TileCosts(row=48, partial=1)
-"""To begin a row costs three tiles: its result alone is as large as several (ThunderMLA's cost model: 7.5 us, and
-1.5 us for 32 tokens). A partial costs little, because many programs share the merge. Not yet measured on a GPU."""
+"""To begin a row costs three tiles: its result alone is as large as several (ThunderMLA's cost
+model: 7.5 us, and 1.5 us for 32 tokens). A partial costs little, because many programs share the
+merge. Not yet measured on a GPU."""
 
 
 def config_of(lines: int, coded: bool) -> KernelConfig:
-    """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet tuned on a GPU."""
+    """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet
+    tuned on a GPU."""
     if coded or lines > MAX_HEIGHT:  # bound by products or decoding, not by memory: large tiles
         return KernelConfig(64, 8, 3, 1, 32, 1)
     if lines > MAX_HEIGHT // 2:
@@ -63,8 +65,8 @@ class MlaCall(DecodeCall):
 
     @property
     def height(self) -> int:
-        """Lines of a row, padded. Always 64 for an FP8 cache: only with wgmma does the compiler load its codes
-        asynchronously."""
+        """Lines of a row, padded. Always 64 for an FP8 cache: only with wgmma does the compiler
+        load its codes asynchronously."""
         return MAX_HEIGHT if self.coded else super().height
 
     @property

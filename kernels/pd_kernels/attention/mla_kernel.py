@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel of `mla_decode`: like `paged_decode`'s, over one latent that is key and value of all heads.
+"""The kernel of `mla_decode`: like `paged_decode`'s, over one latent that is key and value of all
+heads.
 
-A row has up to 64 lines (query x head). That is what one product of the tensor cores takes, and as many results as
-registers can hold: 64 x 512 in float32 are half of a multiprocessor's. Latents are read as four slices of 128.
+A row has up to 64 lines (query x head). That is what one product of the tensor cores takes, and as
+many results as registers can hold: 64 x 512 in float32 are half of a multiprocessor's. Latents are
+read as four slices of 128.
 """
 
 import torch
@@ -162,14 +164,17 @@ def _attend(
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
 
     Args:
-        lines_0, ..., lines_3, lines_rope: slices of the queries, `[HEIGHT, 128]`; the last one `[HEIGHT, 64]`.
+        lines_0, ..., lines_3, lines_rope: slices of the queries, `[HEIGHT, 128]`; the last one
+            `[HEIGHT, 64]`.
         pages: the sequence's row of the block table.
         position: place of each line's query in the sequence.
         length: tokens of the sequence.
 
     Returns:
-        result_0, ..., result_3: slices of the weighted sum of latents, not normalised, float32 `[HEIGHT, 128]`.
-        top, total: the largest score (base 2) and the sum of weights of each line, float32 `[HEIGHT]`.
+        result_0, ..., result_3: slices of the weighted sum of latents, not normalised, float32
+            `[HEIGHT, 128]`.
+        top, total: the largest score (base 2) and the sum of weights of each line, float32
+            `[HEIGHT]`.
     """
     HEIGHT: tl.constexpr = lines_0.shape[0]
     rope = tl.arange(0, _ROPE)[None, :]
@@ -235,7 +240,8 @@ def launch_mla(
     scratch: list[torch.Tensor],
     phases: tuple[tuple[bool, bool], ...] = ((True, True),),
 ) -> None:
-    """Run `mla_decode` by the kernel; the arguments are those of `launch_paged`, `out` has 512 elements a line."""
+    """Run `mla_decode` by the kernel; the arguments are those of `launch_paged`, `out` has 512
+    elements a line."""
     ranges, counters, partials, weights = scratch
     for work, merge in phases:
         latent_attention[(ranges.shape[0],)](

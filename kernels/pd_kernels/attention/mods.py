@@ -2,15 +2,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Score and mask functions, as in FlexAttention: small functions that are compiled into the kernel.
 
-`score_mod(score, b, h, q_idx, kv_idx, args)` returns a new score. `mask_mod(b, h, q_idx, kv_idx, args)` returns
-whether a token is seen. `b` is the sequence, `h` the query head; `q_idx` and `kv_idx` are positions in the sequence,
-always of tokens that exist. All of them are int32 and broadcast to `score`, float32 `[lines, tokens]`. `args` are
-the mod's tensors and numbers.
+`score_mod(score, b, h, q_idx, kv_idx, args)` returns a new score. `mask_mod(b, h, q_idx, kv_idx,
+args)` returns whether a token is seen. `b` is the sequence, `h` the query head; `q_idx` and
+`kv_idx` are positions in the sequence, always of tokens that exist. All of them are int32 and
+broadcast to `score`, float32 `[lines, tokens]`. `args` are the mod's tensors and numbers.
 
-A function that uses operators only (`score - 0.1 * (q_idx - kv_idx)`) serves Triton and torch alike. A function that calls
-`triton.language` (`tl.load(args[0] + h)`) needs a second one for torch, the `reference`, where `args[0]` is the tensor.
+A function that uses operators only (`score - 0.1 * (q_idx - kv_idx)`) serves Triton and torch
+alike. A function that calls `triton.language` (`tl.load(args[0] + h)`) needs a second one for
+torch, the `reference`, where `args[0]` is the tensor.
 
-Causality and sliding windows are arguments of `paged_decode`, because they decide which tiles are read.
+Causality and sliding windows are arguments of `paged_decode`, because they decide which tiles are
+read.
 """
 
 import functools
@@ -28,7 +30,8 @@ from pd_kernels.attention.online_softmax import LOG2E
 _numbers = itertools.count()
 
 REGISTRY: dict[int, "Mod"] = {}
-"""All mods by their numbers. An operator of torch takes no functions, so that it is passed numbers."""
+"""All mods by their numbers. An operator of torch takes no functions, so that it is passed
+numbers."""
 
 NO_MOD = -1
 """Stands for no mod."""
@@ -62,8 +65,8 @@ class Mod:
     ) -> "Mod":
         """Make a mod of a plain function. Triton must find its source: no lambda.
 
-        Make a mod once, not per step: it is kept for the life of the process, and each function is compiled into a
-        kernel of its own.
+        Make a mod once, not per step: it is kept for the life of the process, and each function is
+        compiled into a kernel of its own.
 
         Args:
             function: score or mask function, see the module.
@@ -123,7 +126,8 @@ def _document(b, h, q_idx, kv_idx, args):
 def document(ids: torch.Tensor) -> Mod:
     """A mask mod: a token sees its own document only.
 
-    `ids` are integers `[batch, tokens]`, the document of each token, dense; `tokens` is at least the longest length.
+    `ids` are integers `[batch, tokens]`, the document of each token, dense; `tokens` is at least
+    the longest length.
     """
 
     def reference(b, h, q_idx, kv_idx, args):

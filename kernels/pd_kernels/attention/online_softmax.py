@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Online softmax (Milakov and Gimelshein 2018): over scores that come a few at a time, in powers of 2, which GPUs
-compute natively."""
+"""Online softmax (Milakov and Gimelshein 2018): over scores that come a few at a time, in powers of
+2, which GPUs compute natively."""
 
 import math
 
@@ -14,7 +14,8 @@ LOG2E = math.log2(math.e)
 
 @triton.jit
 def softmax_step(score, top, total, AXIS: tl.constexpr):
-    """Add scores to a running softmax along AXIS. Scores of -inf weigh nothing, even before any other.
+    """Add scores to a running softmax along AXIS. Scores of -inf weigh nothing, even before any
+    other.
 
     Args:
         score: base-2 scores, float32.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `paged_decode` and `mla_decode` do alike around their kernels: outputs, plans, registration with torch."""
+"""What `paged_decode` and `mla_decode` do alike around their kernels: outputs, plans, registration
+with torch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -66,7 +67,8 @@ class DecodeOutputs(NamedTuple):
 
 
 def planned(plan: DecodePlan | None) -> tuple[list[torch.Tensor], list[int]]:
-    """A plan as operators take it, its tensors and the shape of its rows; two empty lists without a plan."""
+    """A plan as operators take it, its tensors and the shape of its rows; two empty lists without a
+    plan."""
     return (plan.tensors, list(plan.rows)) if plan else ([], [])
 
 
@@ -103,7 +105,8 @@ def attend(
 
 
 def operator(name: str, run: Callable[..., None]) -> Any:
-    """Register `run`, which writes its `out`, `lse` and `scratch` and returns nothing, for `torch.compile`."""
+    """Register `run`, which writes its `out`, `lse` and `scratch` and returns nothing, for
+    `torch.compile`."""
     made = torch.library.custom_op(
         f"pd_kernels::{name}", run, mutates_args=("out", "lse", "scratch")
     )

@@ -34,27 +34,33 @@ def paged_decode(
 ) -> Any:
     """Attend with the last tokens of each sequence to its KV.
 
-    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may be captured in a
-    CUDA graph; lengths, tables and caches may change between replays. CPU tensors take the reference in torch.
+    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may
+    be captured in a CUDA graph; lengths, tables and caches may change between replays. CPU tensors
+    take the reference in torch.
 
     Args:
-        q: bfloat16 or float16 `[batch, heads, dim]`, or `[batch, queries, heads, dim]` with up to 8 queries: the last
-            tokens of the sequence, whose KV is in the cache. dim is one of `paged_call.DIMS`.
-        k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any page size, any
-            strides, but the elements of a head must be consecutive.
-        block_table: int32 `[batch, pages of a sequence]`. The device does not check the ids. Entries behind the
-            sequence's last page are not read.
-        lengths: tokens of KV of each sequence, those of the queries included: int32 or int64 `[batch]`. A sequence of
-            length 0 gives 0, with lse -inf; so does a query before the first token.
+        q: bfloat16 or float16 `[batch, heads, dim]`, or `[batch, queries, heads, dim]` with up to 8
+            queries: the last tokens of the sequence, whose KV is in the cache. dim is one of
+            `paged_call.DIMS`.
+        k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any page
+            size, any strides, but the elements of a head must be consecutive.
+        block_table: int32 `[batch, pages of a sequence]`. The device does not check the ids.
+            Entries behind the sequence's last page are not read.
+        lengths: tokens of KV of each sequence, those of the queries included: int32 or int64
+            `[batch]`. A sequence of length 0 gives 0, with lse -inf; so does a query before the
+            first token.
         scale: factor of the scores; `dim ** -0.5` by default.
-        causal: queries see no later tokens. False for KV that does not hold the queries' own tokens.
+        causal: queries see no later tokens. False for KV that does not hold the queries' own
+            tokens.
         window: tokens that a query sees, its own included; 0 for all. Earlier tokens are not read.
         score_mod, mask_mod: change scores, or say which tokens are seen; see `mods.py`.
         k_scale, v_scale: scales of an FP8 cache: stored values are multiplied by them.
         out: dense, shaped like q; written and returned.
-        return_lse: also return the natural log-sum-exp of each line's scores, float32 `[batch, (queries,) heads]`.
+        return_lse: also return the natural log-sum-exp of each line's scores, float32 `[batch,
+            (queries,) heads]`.
         return_partials: `out` is float32, and lse is returned, as `merge_partials` takes them.
-        plan: from `plan_paged_decode` with such arguments, filled for these lengths. Without it, one is made.
+        plan: from `plan_paged_decode` with such arguments, filled for these lengths. Without it,
+            one is made.
 
     Returns:
         `out`, or `(out, lse)`.
@@ -63,8 +69,8 @@ def paged_decode(
         ValueError: shapes, dtypes or strides that do not fit each other or are not supported.
 
     Source:
-        Split-KV decoding with a partial softmax per piece is FlashDecoding's; for the partition of the work see
-        `work_partition.py`.
+        Split-KV decoding with a partial softmax per piece is FlashDecoding's; for the partition of
+        the work see `work_partition.py`.
 
     Example:
         Two sequences of 20 and 5 tokens, 4 query heads that share 2 KV heads, pages of 16 tokens.
@@ -115,8 +121,8 @@ def plan_paged_decode(
 ) -> DecodePlan:
     """Allocate a plan for calls of `paged_decode` with such a `q` and `k_cache`.
 
-    Fill it once a step (`plan.fill(lengths)`), and pass it to every layer. Layers share a plan if they have the same
-    heads, dims, cache dtype and window.
+    Fill it once a step (`plan.fill(lengths)`), and pass it to every layer. Layers share a plan if
+    they have the same heads, dims, cache dtype and window.
 
     Args:
         q, k_cache: as `paged_decode` takes them; only shapes, dtypes and the device matter.

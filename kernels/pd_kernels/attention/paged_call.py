@@ -18,8 +18,8 @@ COSTS = TileCosts(row=16, partial=1)
 
 
 def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
-    """Launch options for rows of `height` lines of `dim` elements. Their registers and shared memory are checked by
-    compiling ahead of time; they are not yet tuned on a GPU."""
+    """Launch options for rows of `height` lines of `dim` elements. Their registers and shared
+    memory are checked by compiling ahead of time; they are not yet tuned on a GPU."""
     block = triton.next_power_of_2(dim)
     tile, part = max(32, min(128, 8_192 // block)), max(1, 512 // block)
     if height > 32:  # asynchronous products (wgmma), which need one buffer more

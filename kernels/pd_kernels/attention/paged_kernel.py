@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel of `paged_decode`: each worker attends to its work range, then helps to merge split rows.
+"""The kernel of `paged_decode`: each worker attends to its work range, then helps to merge split
+rows.
 
-A row has all lines (query x query head) of one KV head, padded to what a matrix product takes, so that K and V are
-read once for all of them. `work_partition.py` defines the words.
+A row has all lines (query x query head) of one KV head, padded to what a matrix product takes, so
+that K and V are read once for all of them. `work_partition.py` defines the words.
 """
 
 import torch
@@ -65,8 +66,8 @@ def paged_attention(
     worker = tl.program_id(0)
     work_range = ranges + worker * _FIELDS
     if WORK:
-        # Without licm: values that no iteration changes are computed again in each. Kept in registers, they
-        # would leave room for one program less on a multiprocessor.
+        # Without licm: values that no iteration changes are computed again in each. Kept in
+        # registers, they would leave room for one program less on a multiprocessor.
         for done in tl.range(0, rows_of(work_range), disable_licm=True):
             line = tl.arange(0, HEIGHT)
             column = tl.arange(0, BLOCK)
@@ -192,7 +193,8 @@ def _attend(
 
     Returns:
         result: weighted sum of values, not normalised, float32 `[HEIGHT, BLOCK]`.
-        top, total: the largest score (base 2) and the sum of weights of each line, float32 `[HEIGHT]`.
+        top, total: the largest score (base 2) and the sum of weights of each line, float32
+            `[HEIGHT]`.
     """
     HEIGHT: tl.constexpr = lines.shape[0]
     column = tl.arange(0, BLOCK)
@@ -251,7 +253,8 @@ def launch_paged(
         out: `[batch, queries, query heads, dim]`, dense; written.
         lse: float32 `[batch, queries, query heads]`, written; or None.
         scratch: `DecodePlan.tensors` of a filled plan.
-        phases: for each launch, whether it attends and whether it merges. One launch does both; tests take two.
+        phases: for each launch, whether it attends and whether it merges. One launch does both;
+            tests take two.
     """
     ranges, counters, partials, weights = scratch
     score, mask = batch.score_mod, batch.mask_mod

@@ -2,7 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that partitions the work of a batch, and what attention kernels read of its result.
 
-One program does it, once a step. Every program of every layer would repeat it in the prologue of an attention kernel.
+One program does it, once a step. Every program of every layer would repeat it in the prologue of an
+attention kernel.
 """
 
 import triton
@@ -46,7 +47,8 @@ def partition_rows(
 ):
     """Write a `WorkRange` per worker, as `work_partition.partition` defines it.
 
-    Runs as one program. BATCH and WORKERS are `batch` and `workers + 1`, rounded up to powers of two.
+    Runs as one program. BATCH and WORKERS are `batch` and `workers + 1`, rounded up to powers of
+    two.
     """
     sequence = tl.arange(0, BATCH)
     length = tl.load(lengths + sequence * stride, mask=sequence < batch, other=0)
@@ -95,14 +97,16 @@ def partition_rows(
 
 @triton.jit
 def visible_tiles(length, queries, window, TILE: tl.constexpr):
-    """Tiles of a sequence that at least one query sees, int32. The same as `work_partition.tile_counts`."""
+    """Tiles of a sequence that at least one query sees, int32. The same as
+    `work_partition.tile_counts`."""
     length = tl.maximum(length, 0)
     return (length + TILE - 1) // TILE - first_tile(length, queries, window, TILE)
 
 
 @triton.jit
 def first_tile(length, queries, window, TILE: tl.constexpr):
-    """The first tile of a sequence that at least one query sees, int32. `window` 0 stands for all tokens."""
+    """The first tile of a sequence that at least one query sees, int32. `window` 0 stands for all
+    tokens."""
     unseen = tl.maximum(length - queries - window + 1, 0) // TILE
     return tl.where(window > 0, unseen, 0)
 
@@ -128,7 +132,8 @@ def current_piece(
 
     Returns:
         row: number of the row.
-        start, stop: first tile and end of the worker's piece, counted from the row's first visible tile.
+        start, stop: first tile and end of the worker's piece, counted from the row's first visible
+            tile.
         length: tokens of the sequence.
         tiles: visible tiles of the row.
     """
@@ -143,7 +148,8 @@ def current_piece(
 
 @triton.jit
 def _count(ordered, count, value, SIZE: tl.constexpr):
-    """For each `value`, how many of the `count` sorted numbers are at most as large; SIZE >= `count`."""
+    """For each `value`, how many of the `count` sorted numbers are at most as large; SIZE >=
+    `count`."""
     found = tl.zeros_like(value).to(tl.int32)
     step = tl.full((), SIZE, tl.int32)
     while step > 0:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float32 with plain torch, sequence by sequence: the definition of what the kernels compute."""
+"""Attention in float32 with plain torch, sequence by sequence: the definition of what the kernels
+compute."""
 
 import torch
 
@@ -9,7 +10,8 @@ from pd_kernels.attention.paged_call import PagedCall
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The first `tokens` tokens of a sequence, `[token, ...]`, from a cache `[page, token, ...]`."""
+    """The first `tokens` tokens of a sequence, `[token, ...]`, from a cache `[page, token,
+    ...]`."""
     size = cache.shape[1]
     found = cache[pages[: -(-tokens // size)].long()]
     return found.flatten(0, 1)[:tokens]

@@ -2,15 +2,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """How split-KV partials of a row become one result, within the launch that computes them.
 
-A worker writes the partial of a split row to its slot and then counts it as arrived. When a worker has finished its
-whole range, it looks whether all pieces of its split rows have arrived. If so, it claims merge parts (some lines of
-the result each) until none is left, and counts itself as done.
+A worker writes the partial of a split row to its slot and then counts it as arrived. When a worker
+has finished its whole range, it looks whether all pieces of its split rows have arrived. If so, it
+claims merge parts (some lines of the result each) until none is left, and counts itself as done.
 
-The worker whose piece arrives last always finds all pieces there. So every part is merged even if no other worker is
-running: nobody depends on co-resident programs. Polling for late pieces (`max_polls` times) only spreads the merge over more
-workers. The last worker that is done sets the counters to zero for the next launch, which also makes CUDA graphs replayable.
+The worker whose piece arrives last always finds all pieces there. So every part is merged even if
+no other worker is running: nobody depends on co-resident programs. Polling for late pieces
+(`max_polls` times) only spreads the merge over more workers. The last worker that is done sets the
+counters to zero for the next launch, which also makes CUDA graphs replayable.
 
-A partial is a normalised result, and its weight: the base-2 log-sum-exp of its scores, -inf if nothing was visible.
+A partial is a normalised result, and its weight: the base-2 log-sum-exp of its scores, -inf if
+nothing was visible.
 """
 
 import triton
@@ -114,7 +116,8 @@ def finish_row(
     DIM: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """Write a worker's result of a row: to the output if it is the whole row, otherwise to a slot as a partial.
+    """Write a worker's result of a row: to the output if it is the whole row, otherwise to a slot
+    as a partial.
 
     Args:
         start: first tile of the worker's piece.
@@ -221,7 +224,8 @@ def merge_row(
     PART: tl.constexpr,  # lines of a part
     WITH_LSE: tl.constexpr,
 ):
-    """Help to merge a row whose pieces workers `first` to `last` have, and count this worker as done with it."""
+    """Help to merge a row whose pieces workers `first` to `last` have, and count this worker as
+    done with it."""
     FILLED: tl.constexpr = min(HEIGHT, LINES)
     pieces = last - first + 1
     counter = counters + first * _COUNTERS
@@ -279,7 +283,8 @@ def _merged(
     result = tl.zeros((PART, BLOCK), tl.float32)
     for begin in range(0, pieces, DEPTH):
         piece = begin + tl.arange(0, DEPTH)
-        # The worker of the first piece left the row to others: slot 1. All others continued it: slot 0.
+        # The worker of the first piece left the row to others: slot 1. All others continued it:
+        # slot 0.
         slot = (first + piece) * 2 + (piece == 0).to(tl.int32)
         place = slot[:, None] * HEIGHT + line[None, :]
         there = (piece < pieces)[:, None] & (line < HEIGHT)[None, :]

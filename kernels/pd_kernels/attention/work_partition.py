@@ -4,19 +4,19 @@
 Words of this package:
 
 - **line**: one query of one query head.
-- **row**: what shares loads of KV: the lines of one sequence that attend to one KV head (at most 64; more become
-  several rows). Rows are numbered by sequence, then by KV head.
+- **row**: what shares loads of KV: the lines of one sequence that attend to one KV head (at most
+  64; more become several rows). Rows are numbered by sequence, then by KV head.
 - **tile**: some consecutive tokens of KV, which one step of the loop reads.
 - **worker**: a program of the persistent launch. There are as many as run at once on the GPU.
-- **work range**: what one worker does. All tiles of all rows, laid end to end, are one line; each worker gets an equal
-  stretch of it (Stream-K; FlashMLA's tile scheduler and ThunderMLA's scheduler do the same). So a batch of unequal
-  lengths keeps all workers busy.
-- **split row**: a row that a boundary between work ranges cuts (split-KV). Its pieces belong to consecutive workers, each
-  of which computes a **partial**. Only the first and the last row of a range can be split, so that a worker
-  needs room for two partials at most, whatever the batch.
+- **work range**: what one worker does. All tiles of all rows, laid end to end, are one line; each
+  worker gets an equal stretch of it (Stream-K; FlashMLA's tile scheduler and ThunderMLA's scheduler
+  do the same). So a batch of unequal lengths keeps all workers busy.
+- **split row**: a row that a boundary between work ranges cuts (split-KV). Its pieces belong to
+  consecutive workers, each of which computes a **partial**. Only the first and the last row of a
+  range can be split, so that a worker needs room for two partials at most, whatever the batch.
 
-Costs are whole numbers, in sixteenths of a tile's time. `partition` defines the result, in torch, without waiting for
-the device. `plan_kernel.py` computes the same in one launch.
+Costs are whole numbers, in sixteenths of a tile's time. `partition` defines the result, in torch,
+without waiting for the device. `plan_kernel.py` computes the same in one launch.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,8 @@ UNIT = 16
 """Cost of a tile."""
 
 TILES = 1 << 24
-"""More tiles than a row can have. `row * TILES + tile` is a place on the line, as one number that sorts."""
+"""More tiles than a row can have. `row * TILES + tile` is a place on the line, as one number that
+sorts."""
 
 FIELDS = 8
 """Words of a work range in memory: the 7 fields of `WorkRange` and one unused."""
@@ -37,7 +38,8 @@ class TileCosts(NamedTuple):
     """Work that is not tiles, in sixteenths of a tile's time.
 
     Attributes:
-        row: to begin a row or a piece of one: load its queries, fill the pipeline, write the result.
+        row: to begin a row or a piece of one: load its queries, fill the pipeline, write the
+            result.
         partial: to merge one more piece of a row.
     """
 
@@ -46,13 +48,15 @@ class TileCosts(NamedTuple):
 
 
 class WorkRange(NamedTuple):
-    """What one worker does: tiles from (row, tile) up to (end_row, end_tile), and who has the rest of its split rows.
+    """What one worker does: tiles from (row, tile) up to (end_row, end_tile), and who has the rest
+    of its split rows.
 
     Attributes:
         row, tile: where the range begins. `tile` counts from the row's first visible tile.
         end_row, end_tile: where it ends, which is where the next worker's begins.
         first_worker, last_worker: workers that have the first and the last piece of `row`.
-        end_last_worker: worker that has the last piece of `end_row`. Meaningless if `end_tile` is 0.
+        end_last_worker: worker that has the last piece of `end_row`. Meaningless if `end_tile` is
+            0.
     """
 
     row: int
@@ -81,7 +85,8 @@ class RowShape(NamedTuple):
 
 
 def tile_counts(lengths: torch.Tensor, rows: RowShape) -> torch.Tensor:
-    """Tiles of each sequence that at least one query sees, int64 `[batch]`. Tiles before the window do not count."""
+    """Tiles of each sequence that at least one query sees, int64 `[batch]`. Tiles before the window
+    do not count."""
     length = lengths.long().clamp(min=0)
     tiles = (length + rows.tile - 1) // rows.tile
     if rows.window:
@@ -94,8 +99,9 @@ def partition(
 ) -> torch.Tensor:
     """Cut the work of a batch into one range per worker.
 
-    Not all workers need get work. To split the longest row of T tiles into n pieces saves time as T / n and costs
-    n * `costs.partial` for the merge; beyond n = sqrt(T / `costs.partial`) it costs more than it saves.
+    Not all workers need get work. To split the longest row of T tiles into n pieces saves time as T
+    / n and costs n * `costs.partial` for the merge; beyond n = sqrt(T / `costs.partial`) it costs
+    more than it saves.
 
     Args:
         lengths: tokens of KV of each sequence, int32 or int64 `[batch]`, batch > 0.
@@ -107,7 +113,8 @@ def partition(
         int32 `[workers, 8]` on the device of `lengths`: a `WorkRange` per worker.
 
     Example:
-        Two sequences of 4 and 2 tiles, one KV head, three workers: the first sequence is split in two.
+        Two sequences of 4 and 2 tiles, one KV head, three workers: the first sequence is split in
+        two.
 
         >>> rows = RowShape(heads=1, tile=64, queries=1, window=0)
         >>> ranges = partition(torch.tensor([256, 128]), rows, workers=3, costs=TileCosts(row=0, partial=0))

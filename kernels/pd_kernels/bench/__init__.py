@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of the kernels on a GPU: `python -m pd_kernels.bench transfer` or `decode`."""
+"""Checks and benchmarks of the kernels on a GPU: `python -m pd_kernels.bench transfer` or
+`decode`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: checks, then measures, prints a table, and says by its exit code what became of it."""
+"""Check the kernels against their references, then measure them and print a table. Needs a GPU."""
 
 import argparse
 import shlex
@@ -21,14 +21,21 @@ PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: all bars reached; 1: a check or a case failed, or a bar was missed; 2: there is no GPU."""
+    """Run the command.
+
+    Returns:
+        The exit code. 0: all bars were reached. 1: a check or a case failed, or a bar was missed.
+        2: no GPU.
+    """
     parser = argparse.ArgumentParser("python -m pd_kernels.bench", description=__doc__)
     parser.add_argument("what", choices=["decode", "transfer"])
     parser.add_argument("--check", action="store_true", help="only check, on random shapes")
     parser.add_argument("--cases", type=int, default=60, help="random cases of the check")
-    parser.add_argument("--seed", type=int, default=0, help="of the check")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the check's random cases")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--json", type=Path, help="also write all rows to this file, as they come")
+    parser.add_argument(
+        "--json", type=Path, help="also write all rows to this file, as they are measured"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
@@ -51,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def header(gpu: str, arguments: list[str]) -> str:
-    """What figures mean nothing without: hardware, versions, date, command."""
+    """Hardware, versions, date and command: figures mean nothing without them."""
     found = [gpu, f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
     for package in PACKAGES:
         try:
@@ -63,10 +70,8 @@ def header(gpu: str, arguments: list[str]) -> str:
 
 
 def report(measured: Iterable[Comparison], json: Path | None) -> list[Comparison]:
-    """Print rows, and write all there are to `json`, as they come: what ends the run costs none.
-
-    At the end there is a table of them.
-    """
+    """Print each row when it is measured, and rewrite `json`, so that an aborted run loses none.
+    Ends with a table."""
     rows: list[Comparison] = []
     for row in measured:
         rows.append(row)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches as engines lay them out, and the models that are measured."""
+"""Caches in the layouts of engines, and the models that are measured."""
 
 from typing import NamedTuple
 
 import torch
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""vLLM's: layer, page, head, token, K and V of a token of a head side by side."""
+"""vLLM's layouts. L: layer, B: page, H: head, N: token, C: K and V of one token of one head, side
+by side."""
 POOLS = "pools"
-"""SGLang's: K and V apart, `[token slot, head, dim]` of each layer."""
+"""SGLang's layout: K and V apart, `[token slot, head, dim]` for each layer."""
 
 
 class Model(NamedTuple):
-    """What one rank holds."""
+    """The part of a model that one rank holds."""
 
     name: str
     layers: int
@@ -31,11 +32,16 @@ MODELS = (LLAMA_8B, LLAMA_70B_TP8, DEEPSEEK_MLA)
 
 
 class CacheViews(NamedTuple):
-    """Views `[page, head, token, dim]` of each layer; `values` is empty for a latent."""
+    """A cache, as views of each layer.
+
+    Attributes:
+        keys, values: `[page, head, token, dim]`; `values` is empty for latents.
+        storages: the tensors that own the memory of all views.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    storages: list[torch.Tensor]  # what all views lie in
+    storages: list[torch.Tensor]
 
     def clone(self) -> "CacheViews":
         """The same layout over a copy of the memory."""
@@ -55,7 +61,7 @@ class CacheViews(NamedTuple):
 def make_cache(
     model: Model, pages: int, page_size: int, order: str, dtype: torch.dtype, device: str
 ) -> CacheViews:
-    """A cache of random numbers: normal, cut at 400 so that FP8 holds them."""
+    """Make a cache of normal random numbers, clamped to 400 so that FP8 can hold them."""
     if order == POOLS:
         return _pools(model, pages, page_size, dtype, device)
     width = model.key_dim + model.value_dim

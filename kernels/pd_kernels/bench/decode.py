@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of the decode kernels beside a plain copy and beside what they replace."""
+"""Speed of the decode kernels, compared with a plain copy and with the kernels that they
+replace."""
 
 import functools
 import random
@@ -33,13 +34,13 @@ from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 BF16 = torch.bfloat16
 REPLAYS = 100
 SCALE = 192**-0.5
-"""Of DeepSeek's heads before absorption."""
+"""Factor of the scores of DeepSeek's heads, before absorption."""
 
 BANDWIDTH_BAR = 0.80
 FP8_BAR = 1 / 1.6
 FLEX_BAR = 1 / 1.15
 FLASHINFER_BARS = {True: 1 / 0.95, False: 1.0}
-"""By whether lengths are uniform."""
+"""Bars for uniform lengths (True) and for others."""
 
 MLA_BAR = 1.0
 MANY_HEADS_BAR = 1 / 0.55
@@ -57,10 +58,11 @@ MLA_CASES: dict[str, tuple[list[int], int, int]] = {
     "128 x 4k, 128 heads": ([4_096] * 128, 128, 1),
     "128 x 8k, 128 heads, 2 queries": ([8_192] * 128, 128, 2),
 }
-"""Lengths, heads, queries: ThunderMLA's five, and FlashMLA's."""
+"""Lengths, heads, queries. The first five are ThunderMLA's, the last two FlashMLA's."""
 
 SHARDED = [131_072] * 8
-"""Sequences that are long enough to lie on several instances."""
+"""Lengths of sequences that are long enough to lie on several instances."""
+
 SHARDS = (2, 8)
 MERGE_BAR = 0.01
 
@@ -68,7 +70,8 @@ Calls = list[Callable[[], Any]]
 
 
 def measure_decode(quick: bool) -> Iterator[Comparison]:
-    """All rows, as they are measured; a line for each batch, and for each baseline that cannot run."""
+    """Yield each row when it is measured. Prints a line for each batch, and for each baseline that
+    cannot run."""
     rows = []
     for row in _measured(quick):
         rows.append(row)
@@ -105,7 +108,8 @@ def _measured(quick: bool) -> Iterator[Comparison]:
 
 
 def paged_calls(sets: Sequence[PagedSet]) -> tuple[Calls, Callable[[], Any]]:
-    """A call for each set, over one plan as the layers of a model have it; and what fills the plan."""
+    """One call per set, all with one plan, as the layers of a model; and the function that fills
+    the plan."""
     plan = plan_paged_decode(sets[0].query, sets[0].keys).fill(sets[0].lengths)
     outs = [torch.empty_like(given.query) for given in sets]
     calls: Calls = [
@@ -116,7 +120,7 @@ def paged_calls(sets: Sequence[PagedSet]) -> tuple[Calls, Callable[[], Any]]:
 
 
 def latent_calls(sets: Sequence[LatentSet]) -> tuple[Calls, Callable[[], Any]]:
-    """As `paged_calls`."""
+    """The same as `paged_calls`, for MLA."""
     plan = plan_mla_decode(sets[0].query, sets[0].cache).fill(sets[0].lengths)
     calls: Calls = [functools.partial(mla_decode, *given, scale=SCALE, plan=plan) for given in sets]
     return calls, lambda: plan.fill(sets[0].lengths)
@@ -161,7 +165,7 @@ def _against_flex(
 
 
 def _merging(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Comparison]:
-    """The merge of shards beside the attention that they share."""
+    """Compare the merge of shards with the attention that they share."""
     sets = _sets(lengths, heads, PAGES[0], BF16)
     whole_s = seconds(paged_calls(sets)[0], REPLAYS)
     del sets
@@ -205,7 +209,7 @@ _absent: set[str] = set()
 
 
 def _seconds(name: str, make: Callable[..., Calls], *arguments: object) -> float | None:
-    """Time of a baseline's call; None if it cannot run, which is said once for each cause."""
+    """Time of a baseline's call; None if it cannot run. Each cause is printed once."""
     try:
         return seconds(make(*arguments), REPLAYS)
     except Exception as error:  # whatever stops a baseline must not stop the rest

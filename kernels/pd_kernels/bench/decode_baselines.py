@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode kernels are measured against. A baseline that cannot run here raises; why, is printed.
+"""Baselines of the decode kernels. A baseline that cannot run raises; the caller prints why.
 
-Each function takes sets of buffers and gives a call for each, planned already: only attention is timed.
+Each function takes sets of buffers and returns a call for each. Planning is done before: only
+attention is timed.
 """
 
 import importlib
@@ -17,14 +18,14 @@ from pd_kernels.bench.decode_cases import LatentSet, PagedSet
 
 Calls = list[Callable[[], Any]]
 FLEX_PAGE = 128
-"""The only page size that FlexAttention's block masks have by default."""
+"""The page size must be the block size of FlexAttention's masks, which is 128 by default."""
 
 
 def flex_attention_calls(sets: Sequence[PagedSet], compiled: bool = True) -> Calls:
-    """torch's FlexAttention over its own `PagedAttention`, whose pages must be of 128 tokens.
+    """torch's FlexAttention with its own `PagedAttention`, whose pages must have 128 tokens.
 
-    What was compiled before is forgotten: all shapes share one limit of recompilations, behind which
-    torch would run FlexAttention uncompiled, and lose. `fullgraph` makes that an error.
+    Resets torch's compiler: all shapes share one limit of recompilations, beyond which torch would
+    run FlexAttention uncompiled and slowly. `fullgraph` turns that into an error.
     """
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     paging = importlib.import_module("torch.nn.attention.experimental._paged_attention")
@@ -50,7 +51,7 @@ def flex_attention_calls(sets: Sequence[PagedSet], compiled: bool = True) -> Cal
         longest = int(lengths.max())
         logical = flex.create_block_mask(seen, batch, None, 1, longest, device=device)
         mask = paged.convert_logical_block_mask(logical, kv_len=lengths)
-        # Pages in a row, as its cache has them.
+        # FlexAttention's cache has all pages in a row.
         keys, values = (
             x.transpose(1, 2).transpose(0, 1).reshape(1, kv_heads, pages * page, dim)
             for x in (given.keys, given.values)
@@ -76,7 +77,13 @@ def flashinfer_calls(sets: Sequence[PagedSet]) -> Calls:
         room = torch.empty(256 << 20, dtype=torch.uint8, device=counts.device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
         wrapper.plan(
-            *(ends, ids, last, given.query.shape[2], kv_heads, dim, page),
+            ends,
+            ids,
+            last,
+            given.query.shape[2],
+            kv_heads,
+            dim,
+            page,
             q_data_type=given.query.dtype,
             kv_data_type=given.keys.dtype,
         )
@@ -88,9 +95,10 @@ def flashinfer_calls(sets: Sequence[PagedSet]) -> Calls:
 
 
 def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
-    """FlashMLA's dense decoding for Hopper, as the wheel sgl-flash-mla keeps it; pages of 64 tokens."""
+    """FlashMLA's dense decoding for Hopper, from the wheel sgl-flash-mla; pages of 64 tokens."""
     flash_mla = importlib.import_module("flash_mla")
-    # The wheel has two kernels and picks by this; others have the dense one only.
+    # The wheel has two kernels, and this argument picks one; other versions have the dense kernel
+    # only.
     known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
     chosen = {"use_legacy": True} if "use_legacy" in known else {}
 
@@ -98,7 +106,12 @@ def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
         meta, _ = flash_mla.get_mla_metadata()
         cache = given.cache[:, :, None]
         return lambda: flash_mla.flash_mla_with_kvcache(
-            *(given.query, cache, given.table, given.lengths, 512, meta),
+            given.query,
+            cache,
+            given.table,
+            given.lengths,
+            512,
+            meta,
             softmax_scale=scale,
             causal=True,
             **chosen,

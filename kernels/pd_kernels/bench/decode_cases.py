@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that decode kernels are measured on: lengths as serving has them, caches of shuffled pages."""
+"""Batches for decode kernels: lengths as they occur in serving, caches with shuffled pages."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE
 DEVICE = "cuda"
 FP8 = torch.float8_e4m3fn
 RAGGED = [4641, 45118, 1730, 1696]
-"""ThunderMLA's."""
+"""Lengths of one of ThunderMLA's batches."""
 
 
 def _lognormal(chance: random.Random) -> list[int]:
@@ -39,7 +39,7 @@ LENGTHS: dict[str, Callable[[random.Random], list[int]]] = {
 
 
 class Heads(NamedTuple):
-    """Of a model: query heads, KV heads, and their size."""
+    """Query heads and KV heads of a model, and their dim."""
 
     query: int
     kv: int
@@ -69,7 +69,7 @@ class LatentSet(NamedTuple):
 
 
 def page_table(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
-    """Shuffled pages, int32, and how many there are."""
+    """A block table of shuffled pages, int32 `[batch, pages]`, and the number of pages."""
     counts = [-(-length // page) for length in lengths]
     total = sum(counts)
     ids = torch.randperm(max(total, 1)).int()
@@ -84,7 +84,7 @@ def page_table(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 def paged_set(
     lengths: list[int], heads: Heads, page: int, cache: torch.dtype, queries: int = 1
 ) -> PagedSet:
-    """bfloat16 queries, a cache with K and V of a token of a head side by side, heads outside tokens."""
+    """Make bfloat16 queries and a cache `[page, head, token, K and V]`."""
     table, pages = page_table(lengths, page)
     both = torch.randn(
         pages, heads.kv, page, 2 * heads.dim, dtype=torch.bfloat16, device=DEVICE
@@ -100,7 +100,8 @@ def paged_set(
 def latent_set(
     lengths: list[int], heads: int, queries: int, page: int = 64, coded: bool = False
 ) -> LatentSet:
-    """bfloat16 queries, a cache of latents in bfloat16 or in FlashMLA's FP8 layout."""
+    """Make bfloat16 queries and a cache of latents, in bfloat16 or in FlashMLA's FP8 layout
+    (`coded`)."""
     table, pages = page_table(lengths, page)
     cache = torch.randn(pages, page, LATENT + ROPE, dtype=torch.bfloat16, device=DEVICE)
     if coded:
@@ -113,7 +114,7 @@ def latent_set(
 
 
 def coded_latents(latents: torch.Tensor) -> torch.Tensor:
-    """bfloat16 `[..., 576]` in FlashMLA's FP8 layout, uint8 `[..., 656]`."""
+    """Code bfloat16 `[..., 576]` in FlashMLA's FP8 layout, uint8 `[..., 656]`."""
     groups = latents[..., :LATENT].float().unflatten(-1, (4, 128))
     scales = groups.abs().amax(-1).clamp_min(1e-12) / 448
     codes = (groups / scales[..., None]).to(FP8).flatten(-2)

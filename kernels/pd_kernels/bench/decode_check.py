@@ -29,10 +29,10 @@ from pd_kernels.bench.random_cases import problems
 
 BOUND = 5e-3
 MERGE_BOUND = 1e-6
-"""In float32, against float64."""
+"""Relative error of merges in float32, against float64."""
 
 LAUNCHES = 4
-"""Of each case, over one plan: a race may show in one of several."""
+"""Launches of each case, with one plan: a race may show in one of them only."""
 
 LONGEST = 20_000
 HEADS = (
@@ -42,7 +42,7 @@ HEADS = (
 
 
 def check_decode(cases: int, seed: int) -> list[str]:
-    """What went wrong, a line each; empty when all was right."""
+    """Check the decode kernels, and return a line for each case that failed."""
     latent, merges = cases // 3, -(-cases // 10)
     checks = (
         ("paged", cases - latent, _paged),
@@ -78,9 +78,11 @@ def _paged(chance: random.Random) -> str:
     batch.check_kernel()
     plan = plan_paged_decode(batch.query, batch.keys, window=window)
     kernel = _Kernel(
-        *(plan, batch.lengths, batch.query.shape),
-        lambda out, lse: reference_paged_decode(batch, out, lse),
-        lambda out, lse: launch_paged(batch, out, lse, plan.tensors),
+        plan=plan,
+        lengths=batch.lengths,
+        shape=batch.query.shape,
+        reference=lambda out, lse: reference_paged_decode(batch, out, lse),
+        launch=lambda out, lse: launch_paged(batch, out, lse, plan.tensors),
     )
     wrong = _compare(kernel)
     return f"{told}: {wrong}" if wrong else ""
@@ -96,16 +98,18 @@ def _latent(chance: random.Random) -> str:
     batch.check_kernel()
     plan = plan_mla_decode(batch.query, batch.cache)
     kernel = _Kernel(
-        *(plan, batch.lengths, (*batch.query.shape[:3], 512)),
-        lambda out, lse: reference_mla_decode(batch, out, lse),
-        lambda out, lse: launch_mla(batch, out, lse, plan.tensors),
+        plan=plan,
+        lengths=batch.lengths,
+        shape=(*batch.query.shape[:3], 512),
+        reference=lambda out, lse: reference_mla_decode(batch, out, lse),
+        launch=lambda out, lse: launch_mla(batch, out, lse, plan.tensors),
     )
     wrong = _compare(kernel)
     return f"{told}: {wrong}" if wrong else ""
 
 
 def _merge(chance: random.Random) -> str:
-    """2 to 8 shards, one of them empty, and one sequence of which no shard has anything."""
+    """Merge 2 to 8 shards, one of them empty; one sequence is empty in all shards."""
     device, dim = decode_cases.DEVICE, chance.choice([64, 80, 128, 512])
     shape = chance.randint(1, 40), chance.choice([1, 8, 28])
     for shards in range(2, 9):
@@ -127,7 +131,8 @@ def _merge(chance: random.Random) -> str:
 
 
 class _Kernel(NamedTuple):
-    """A case: its plan, its lengths, which the reference and the launch read, and both of them."""
+    """A case: its plan, the lengths that both sides read, the shape of the result, the reference
+    and the launch."""
 
     plan: DecodePlan
     lengths: torch.Tensor
@@ -135,14 +140,14 @@ class _Kernel(NamedTuple):
     reference: Callable[[torch.Tensor, torch.Tensor], None]
     launch: Callable[[torch.Tensor, torch.Tensor], None]
 
-    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `out` and `lse`, both of 7."""
+    def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate `out` and `lse`, filled with 7."""
         device = decode_cases.DEVICE
         out = torch.full(self.shape, 7.0, dtype=torch.bfloat16, device=device)
         return out, torch.full(self.shape[:3], 7.0, device=device)
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.room()
+        out, lse = self.allocate()
         out = out.float()
         self.reference(out, lse)
         return out, lse
@@ -152,7 +157,7 @@ def _compare(kernel: _Kernel) -> str:
     kernel.plan.fill(kernel.lengths)
     wanted = kernel.wanted()
     for _ in range(LAUNCHES):
-        found = kernel.room()
+        found = kernel.allocate()
         kernel.launch(*found)
         if wrong := _differs(kernel, found, wanted):
             return wrong
@@ -160,8 +165,8 @@ def _compare(kernel: _Kernel) -> str:
 
 
 def _replayed(kernel: _Kernel) -> str:
-    """One step captured, and replayed with shorter lengths: as an engine's CUDA graphs are."""
-    found = kernel.room()
+    """Capture one step and replay it with shorter lengths, as engines do with CUDA graphs."""
+    found = kernel.allocate()
 
     def step() -> None:
         kernel.plan.fill(kernel.lengths)
@@ -180,10 +185,11 @@ def _replayed(kernel: _Kernel) -> str:
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """What does the step again: a CUDA graph's replay. On a CPU, which has no graphs, the step."""
+    """Capture a step in a CUDA graph, and return its replay. On a CPU, which has no graphs, return
+    the step."""
     if decode_cases.DEVICE == "cpu":
         return step
-    torch.cuda.synchronize()  # a graph's stream waits for nobody
+    torch.cuda.synchronize()  # the stream of a graph waits for no other
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

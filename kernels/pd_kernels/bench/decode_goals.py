@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is hoped for over all batches together: geometric means, which no bar is held to."""
+"""Goals over all batches together: geometric means, printed without a bar."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,16 +12,18 @@ GOALS = {
     ("paged_decode / FlashInfer", "ragged"): "1.15x",
     ("paged_decode / FlashInfer", "uniform"): "1.0x",
 }
-"""Of a comparison and its kind of lengths: how many times faster than the baseline."""
+"""For a comparison and a kind of lengths: how many times as fast as the baseline we want to be."""
 
 
 def geometric_means(
     rows: Sequence[Comparison], lengths: Mapping[str, Callable[[random.Random], list[int]]]
 ) -> Iterator[Comparison]:
-    """Of our times and the baseline's, a row for each goal that was measured.
+    """Yield a row for each goal that was measured: geometric means of our times and of the
+    baseline's.
 
     Args:
-        lengths: of the batches that the rows name.
+        rows: everything that was measured.
+        lengths: makes the lengths of a batch, by the batch's name.
     """
     for (name, kind), goal in GOALS.items():
         there = [

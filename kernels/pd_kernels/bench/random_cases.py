@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable
 import torch
 
 Check = Callable[[random.Random], str]
-"""Makes a case by chance, and says what was wrong with it; empty when all was right."""
+"""Runs a random case, and says what was wrong; empty if nothing was."""
 
 
 def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> list[str]:
-    """What went wrong, a line each. A case that raises hides no other.
+    """Run random cases, and return a line for each that failed. A case that raises does not stop
+    the others.
 
     Args:
-        checks: of each its name, and how many cases are made.
+        checks: name of each check, how many cases it gets, and the check.
+        seed: of the random cases; the same seed gives the same cases.
     """
     found = []
     for name, count, check in checks:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a report: the fields are those that pd_connector's benchmarks write."""
+"""Rows of a report. The fields are those of pd_connector's benchmarks, so that their files can be
+read alike."""
 
 import json
 import math
@@ -9,20 +10,20 @@ from pathlib import Path
 
 Param = str | int | float
 FAILED = "failed"
-"""The param that says why there are no figures."""
+"""Name of the param that says why a row has no figures."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of a comparison.
+    """One figure of ours beside that of a baseline.
 
     Attributes:
-        params: with `name` they say which figure it is.
+        name: what was measured.
+        params: under which conditions.
+        ours, baseline: the figures, in `unit`. NaN if the case failed; the param `failed` says why.
         ratio: ours / baseline.
-        bar: what the ratio is held to: the least for a throughput, the most for a time; None where
-            nothing is asked.
-        ok: False only where a bar was missed, or the case failed: then there are no figures (NaN), and
-            the param `failed` says why.
+        bar: the least ratio for a throughput, the greatest for a time; None if there is no bar.
+        ok: False if the bar was missed or the case failed.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Comparison:
 def throughput(
     name: str, params: Mapping[str, Param], ours: float, baseline: float, bar: float | None
 ) -> Comparison:
-    """GB/s of bytes read and written, beside those of a plain copy."""
+    """A row in GB/s, read and written, compared with a plain copy."""
     ratio = ours / baseline
     return Comparison(name, params, ours, baseline, "GB/s", ratio, bar, bar is None or ratio >= bar)
 
@@ -46,7 +47,7 @@ def throughput(
 def duration(
     name: str, params: Mapping[str, Param], ours_s: float, baseline_s: float, bar: float | None
 ) -> Comparison:
-    """Microseconds, beside those of another way."""
+    """A row in microseconds, compared with another implementation."""
     ratio = ours_s / baseline_s
     passed = bar is None or ratio <= bar
     return Comparison(name, params, ours_s * 1e6, baseline_s * 1e6, "us", ratio, bar, passed)
@@ -55,7 +56,7 @@ def duration(
 def guarded(
     name: str, params: Mapping[str, Param], rows: Iterator[Comparison]
 ) -> Iterator[Comparison]:
-    """The rows of a case; if it raises, those it had, and one that says so, which is not ok."""
+    """Yield the rows of a case. If it raises, yield one more row, which is not ok and says why."""
     try:
         yield from rows
     except Exception as error:  # whatever stops a case must not stop the rest
@@ -65,7 +66,7 @@ def guarded(
 
 
 def line(row: Comparison) -> str:
-    """A row for reading, as it comes."""
+    """A row as one line of text."""
     told = " ".join(f"{key}={value}" for key, value in row.params.items() if key != FAILED)
     if FAILED in row.params:
         return f"{row.name}: {told}: FAILED: {row.params[FAILED]}"
@@ -75,7 +76,7 @@ def line(row: Comparison) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Comparison]) -> None:
-    """All rows as a list; figures that there are not are null."""
+    """Write all rows as a JSON list. Missing figures are null."""
     found = [
         {key: None if value != value else value for key, value in asdict(row).items()}
         for row in rows
@@ -84,7 +85,7 @@ def write_json(path: Path, rows: Sequence[Comparison]) -> None:
 
 
 def print_rows(rows: Sequence[Comparison]) -> None:
-    """A plain table; missed bars, and cases that failed, are marked."""
+    """Print a table. Missed bars and failed cases are marked."""
     columns = list(dict.fromkeys(key for row in rows for key in row.params if key != FAILED))
     header = ["", *columns, "ours", "baseline", "unit", "ratio", "bar", ""]
     lines = [

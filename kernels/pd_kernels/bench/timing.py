@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of work on a GPU, without the host's share."""
+"""Time of work on a GPU, without the time of the host."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,26 +8,26 @@ import torch
 
 REPLAYS = 30
 CALLS = 16
-"""In a graph at least, so that the graph's own launch, some microseconds, does not count."""
+"""Calls in a graph, at least: the launch of the graph, some microseconds, is shared among them."""
 
 PAST_L2_BYTES = 240 << 20
-"""Bytes that one round over all buffers touches at least: four times an H200's L2."""
+"""Bytes of all sets of buffers together, at least: four times the L2 of an H200."""
 
 COPIES = 1024
-"""Sets of buffers at most."""
+"""Sets of buffers, at most."""
 
 
 def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
-    """Median time of one call.
+    """Median time of one call, in seconds.
 
-    All calls are captured in one CUDA graph, several times if they are few, and replayed, so that
-    neither the host nor the gaps between launches count. Each call has buffers of its own; see
-    `copies`. The median is of `replays`.
+    All calls are captured in one CUDA graph (several times if they are few), which is replayed
+    `replays` times: neither the host nor gaps between launches count. Each call should have buffers
+    of its own, see `copies`.
     """
-    torch.cuda.synchronize()  # buffers are filled on another stream
+    torch.cuda.synchronize()  # buffers were filled on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles what is not compiled yet
+        for call in calls:  # compiles kernels that are not compiled yet
             call()
     stream.synchronize()
     captured = list(calls) * rounds(len(calls))
@@ -48,17 +48,17 @@ def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> fl
 
 
 def rounds(calls: int) -> int:
-    """How often a list of so many calls is captured."""
+    """How often a list of so many calls is captured in one graph."""
     return -(-CALLS // calls)
 
 
 def copies(call_bytes: int) -> int:
-    """Sets of buffers, for calls that touch so many bytes each: together they exceed the L2."""
+    """How many sets of buffers exceed the L2 together, if a call touches `call_bytes` of each."""
     return max(1, min(COPIES, -(-PAST_L2_BYTES // call_bytes)))
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a large copy on this GPU."""
+    """Bytes per second, read and written, of a large plain copy on this GPU."""
     source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of gather, scatter and reshard, beside a plain copy and beside torch."""
+"""Speed of gather, scatter and reshard, compared with a plain copy and with torch."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from pd_kernels.transfer import (
 
 BAR = 0.80
 FUSED_BAR = 1.00
-"""Of a fused codec's rate of bytes read and written, to that of `raw` with the same pages."""
+"""Bytes per second, read and written, with a codec, over those of `raw` with the same pages."""
 RESHARD_BAR = 0.75
 TORCH_BAR = 0.50
 BF16 = torch.bfloat16
@@ -32,7 +32,8 @@ LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
 
 
 def measure_transfer(token_counts: Sequence[int]) -> Iterator[Comparison]:
-    """All rows, each as it is measured; a line of progress for each model and token count."""
+    """Yield each row when it is measured, and print a line of progress for each model and token
+    count."""
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
     for model, tokens in itertools.product(MODELS, token_counts):
@@ -124,9 +125,11 @@ def _reshard(
 def _rates(
     name: str, params: Mapping[str, Param], rate: float, copy: float, raw: dict[str, Comparison]
 ) -> Iterator[Comparison]:
-    """Bytes per second beside a copy's, to which `raw` is held; of the codecs beside `raw`, too.
+    """Yield bytes per second, compared with a copy; for a codec also compared with `raw`. Only
+    `raw` has a bar against the copy.
 
-    `raw` holds the rows of that codec by their names, and takes them when they come.
+    Args:
+        raw: rows of `raw` by name; they are added when they are measured.
     """
     fused = params["codec"] != "raw"
     row = throughput(name, params, rate / 1e9, copy / 1e9, None if fused else BAR)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users have without the kernels: torch's own operations, layer by layer."""
+"""Baselines of the transfer kernels: torch's own operations, layer by layer."""
 
 import torch
 
+from pd_connector.kv.payload import SUPER_PAGE
 from pd_kernels.bench.caches import CacheViews
-
-SUPER_PAGE = 128
 
 
 def torch_gather(
     cache: CacheViews, pages: torch.Tensor, tokens: int, codec: str, outputs: list[torch.Tensor]
 ) -> None:
-    """Gather, permute and code each layer's K and V: `[head, token, dim]` into `outputs`."""
+    """Gather, permute and code K and V of each layer into `outputs`, `[head, token, dim]` each."""
     views = [*cache.keys, *cache.values]
     for number, (view, out) in enumerate(zip(views, outputs, strict=True)):
         picked = view.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :tokens]
@@ -35,10 +34,10 @@ def torch_gather(
 def torch_reshard(
     sources: list[torch.Tensor], destinations: list[torch.Tensor], shape: tuple[int, int, int]
 ) -> None:
-    """`raw` payloads of some ranks into those of others: joined by head, then split.
+    """Turn `raw` payloads of some ranks into those of others: join them by head, then split.
 
     Args:
-        shape: blocks of a rank, heads in all, bytes of a head of a block.
+        shape: blocks of a rank, heads of the whole model, bytes of one head of one block.
     """
     blocks, heads, run = shape
     joined = torch.cat([slab.view(blocks, -1, run) for slab in sources], 1)[:, :heads]

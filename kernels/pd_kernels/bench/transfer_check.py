@@ -25,19 +25,19 @@ from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = "cuda"
-MAX_POLLS_TRIED = (64, 64, 64, 0)  # a race may show in one of several
+MAX_POLLS_TRIED = (64, 64, 64, 0)  # several launches: a race may show in one of them only
 TOKENS = (1, 17, 128, 511, 1_000, 9_000)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def check_transfer(cases: int, seed: int) -> list[str]:
-    """What went wrong, a line each; empty when all was right."""
+    """Check the transfer kernels, and return a line for each case that failed."""
     checks = (("pages", cases, _paged), ("whole pages", 4, _verbatim), ("reshard", 12, _resharded))
     return problems(checks, seed)
 
 
 def _verbatim(chance: random.Random) -> str:
-    """Some heads of whole pages, out and back."""
+    """Gather some heads of whole pages, and scatter them back."""
     rows = [
         torch.randint(0, 256, (40, 8, 1024 * chance.choice([1, 9])), dtype=torch.uint8).to(DEVICE)
     ] * 2
@@ -60,7 +60,7 @@ def _verbatim(chance: random.Random) -> str:
 
 
 def _paged(chance: random.Random) -> str:
-    """One gather and the scatter of what it gave, into a cache that is laid out otherwise."""
+    """Gather a chunk, and scatter its payload into a cache of another layout."""
     latent = chance.random() < 0.2
     dims = (576, 0) if latent else chance.choice([(128, 128), (64, 64), (80, 80), (192, 128)])
     heads = 1 if latent else chance.choice([1, 2, 3, 8])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers and heads of a cache move, and how they are coded: made once per cache, route and layers."""
+"""Which layers and heads of a cache move, and how they are coded: made once per cache, route and
+layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from pd_connector.kv.payload import CODEC_NAMES, SECTION_BYTES, BlockBytes, block_bytes
+from pd_connector.kv.payload import CODEC_NAMES, BlockBytes, block_bytes
+from pd_kernels.transfer.view_table import all_wide, view_table
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 MAX_LAYERS = 65_535
 """CUDA's limit of the third extent of a launch."""
-
-_MAX_STRIDE_BYTES = 1 << 31
-"""Kernels hold the strides of page, token and dim in 32 bits."""
 
 
 class Stored(NamedTuple):
@@ -49,23 +48,24 @@ class BlockSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks (K or V of one layer each) of one cache that pass along one route. Made by `Blocks.of`.
+    """The blocks (K or V of one layer each) of one cache that pass along one route. Made by
+    `Blocks.of`.
 
     Attributes:
-        views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with the heads
-            that move, any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The memory is the
-            engine's and is not copied.
-        table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token and dim
-            in bytes.
+        views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with
+            the heads that move, any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The
+            memory is the engine's and is not copied.
+        table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token
+            and dim in bytes.
         factors: float32 `[block]` on the device, see `step`.
         parts: blocks of a layer: 2, or 1 for latents and `verbatim`.
         page_size: tokens of a page of the engine. A page of `views` may be a part of it.
         codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
         source: dtype of the producer's cache.
         destination: dtype of the consumer's cache.
-        step: how a decoded value becomes what the destination stores. `times`: it is multiplied by the
-            block's factor (the source is FP8, and the two sides' scales differ). `over`: it is divided by
-            the factor (only the destination is FP8). `none`: it is stored as it is.
+        step: how a decoded value becomes what the destination stores. `times`: it is multiplied by
+            the block's factor (the source is FP8, and the two sides' scales differ). `over`: it is
+            divided by the factor (only the destination is FP8). `none`: it is stored as it is.
         wide: whether all addresses and strides allow 16-byte accesses.
     """
 
@@ -94,8 +94,9 @@ class Blocks:
         """Describe the blocks of some layers. Copies a small table to the device; touches no KV.
 
         Args:
-            keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides, all of one shape
-                and dtype. The dtype is that of `source` in the producer, of `destination` in the consumer.
+            keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides, all of
+                one shape and dtype. The dtype is that of `source` in the producer, of `destination`
+                in the consumer.
             values: V of each layer, shaped like K but for dim; empty for latents.
             page_size: tokens of a page of the engine, a multiple of the tokens of the views.
             codec: `raw`, `fp8_e4m3` or `int8`; both sides pass the same one.
@@ -104,8 +105,8 @@ class Blocks:
             heads: which heads of the views move; all by default.
 
         Raises:
-            ValueError: views that do not fit each other, elements of a page more than 2 GiB apart, or a
-                codec that cannot take `source`.
+            ValueError: views that do not fit each other, elements of a page more than 2 GiB apart,
+                or a codec that cannot take `source`.
 
         Example:
             Two layers of 3 KV heads; only heads 1 and 2 move.
@@ -150,8 +151,8 @@ class Blocks:
         """Describe whole pages of some layers, which pass as bytes (`verbatim`).
 
         Args:
-            rows: one per layer, or per plane of a layer, uint8 `[page, head, bytes]` with the heads that move. head is 1 if the heads
-                of a page cannot be told apart.
+            rows: one per layer, or per plane of a layer, uint8 `[page, head, bytes]` with the heads
+                that move. head is 1 if the heads of a page cannot be told apart.
             parts_per_page: pages of `rows` that are one page of the engine.
 
         Raises:
@@ -199,7 +200,7 @@ class Blocks:
         """
         return cls(
             views=tuple(views),
-            table=_table(views),
+            table=view_table(views),
             factors=factors,
             parts=parts,
             page_size=page_size,
@@ -207,17 +208,18 @@ class Blocks:
             source=source,
             destination=destination,
             step=step,
-            wide=_wide(views),
+            wide=all_wide(views),
         )
 
     def stand_in(self) -> "Blocks":
-        """Make blocks of one layer and one page of zeros, in memory of their own, that take the same kernels.
+        """Make blocks of one layer and one page of zeros, in memory of their own, that take the
+        same kernels.
 
         A chunk of one token of them compiles the kernels before real chunks come.
         """
         views = [view.new_zeros((1, *view.shape[1:])) for view in self.views[: self.parts]]
         factors = self.factors[: self.parts]
-        return replace(self, views=tuple(views), table=_table(views), factors=factors)
+        return replace(self, views=tuple(views), table=view_table(views), factors=factors)
 
     @property
     def layers(self) -> int:
@@ -233,7 +235,8 @@ class Blocks:
         return tuple(view.shape[3] for view in self.views[: self.parts])
 
     def sizes(self, tokens: int) -> BlockSizes:
-        """Sizes of a layer's blocks in a chunk of `tokens` tokens; for `verbatim`, of so many pages."""
+        """Sizes of a layer's blocks in a chunk of `tokens` tokens; for `verbatim`, of so many
+        pages."""
         return BlockSizes(
             tuple(
                 block_bytes(self.codec, part == 0, self.heads, tokens, dim, self.source.itemsize)
@@ -242,7 +245,8 @@ class Blocks:
         )
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the payload of a chunk of `tokens` tokens; for `verbatim`, of so many pages of `views`."""
+        """Bytes of the payload of a chunk of `tokens` tokens; for `verbatim`, of so many pages of
+        `views`."""
         return self.layers * self.sizes(tokens).total
 
     @property
@@ -294,34 +298,3 @@ def _check(
         )
     if view.dtype not in dtypes:
         raise ValueError(f"view of {view.dtype}: must be as one side's cache stores it, {dtypes}")
-
-
-def _table(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    rows = [(view.data_ptr(), *_strides(view)) for view in views]
-    for view, (_, page, _, token, dim) in zip(views, rows, strict=True):
-        # Kernels multiply the index within a row by dim's stride in 32 bits.
-        farthest = max(page, token, dim * (view.shape[3] - 1))
-        if farthest >= _MAX_STRIDE_BYTES:
-            raise ValueError(
-                f"view {tuple(view.shape)}, strides of {page}, {token} and {dim} bytes of page, token "
-                "and dim: pages, tokens, and the elements of a token must be less than 2 GiB apart"
-            )
-    return torch.tensor(rows, dtype=torch.int64, device=views[0].device)
-
-
-def _strides(view: torch.Tensor) -> list[int]:
-    """Strides in bytes. 0 for an axis of length 1, whose stride in torch may be anything."""
-    size = view.element_size()
-    return [
-        stride * size if count > 1 else 0
-        for stride, count in zip(view.stride(), view.shape, strict=True)
-    ]
-
-
-def _wide(views: Sequence[torch.Tensor]) -> bool:
-    def whole(view: torch.Tensor) -> bool:
-        *steps, dim = _strides(view)
-        places = (view.data_ptr(), *steps)
-        return dim == view.element_size() and all(at % SECTION_BYTES == 0 for at in places)
-
-    return all(whole(view) for view in views)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one gather or scatter: which tokens of which blocks, and the memory of their payload."""
+"""The arguments of one gather or scatter: which tokens of which blocks, and the memory of their
+payload."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ _MAX_BLOCK_ELEMENTS = 1 << 28
 """Kernels count the elements of a block in 32 bits."""
 
 _MAX_HEAD_ELEMENTS = 1 << 26
-"""A head of a block is cut into tiles of 2,048 elements at least, and CUDA allows 65,535 of them."""
+"""A head of a block is cut into tiles of 2,048 elements at least, and CUDA allows 65,535 of
+them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,8 @@ class ChunkLaunch:
 
     @property
     def indexable(self) -> bool:
-        """Whether the launch has no more programs than CUDA allows, and 32 bits can count the elements."""
+        """Whether the launch has no more programs than CUDA allows, and 32 bits can count the
+        elements."""
         head = self.tokens * max(self.blocks.dims)
         return (
             head <= _MAX_HEAD_ELEMENTS
@@ -109,15 +112,16 @@ class ChunkLaunch:
 
     @property
     def whole_sections(self) -> bool:
-        """Whether each token of a head is whole sections: of 16 bytes where elements are copied, of 16
-        elements where they are coded or converted."""
+        """Whether each token of a head is whole sections: of 16 bytes where elements are copied, of
+        16 elements where they are coded or converted."""
         blocks = self.blocks
         copied = blocks.codec == "raw" and blocks.as_stored
         element = blocks.source.itemsize if copied else 1
         return all(dim * element % SECTION_BYTES == 0 for dim in blocks.dims)
 
     def vectors(self, vector_codes: int) -> tuple[int, int]:
-        """Vectors of `vector_codes` codes in one token of one head: of K, and of V (K's if there is none)."""
+        """Vectors of `vector_codes` codes in one token of one head: of K, and of V (K's if there is
+        none)."""
         widths = [dim // vector_codes for dim in self.blocks.dims]
         return widths[0], widths[-1]
 
@@ -130,7 +134,8 @@ class ChunkLaunch:
         """The arguments that all gather and scatter kernels have, by the names of their parameters.
 
         Args:
-            summed: whether the kernel adds to the sums. If not, it gets any pointer, which it does not use.
+            summed: whether the kernel adds to the sums. If not, it gets any pointer, which it does
+                not use.
         """
         blocks, sizes = self.blocks, self.sizes
         view_tokens = blocks.views[0].shape[2]

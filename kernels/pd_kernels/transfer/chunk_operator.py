@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gather_pages` and `scatter_pages` as operators of torch: checks, the choice of kernel or reference, and a
-registration that `torch.compile` understands."""
+"""`gather_pages` and `scatter_pages` as operators of torch: checks, the choice of kernel or
+reference, and a registration that `torch.compile` understands."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,8 +82,8 @@ class ChunkOperator:
         destination: torch.dtype,
         step: str,
     ) -> None:
-        # A compiler may pass copies of the views. Kernels use the addresses in the table, so that it is
-        # made of what was passed.
+        # A compiler may pass copies of the views. Kernels use the addresses in the table, so that
+        # it is made of what was passed.
         blocks = Blocks.at(
             views,
             factors,

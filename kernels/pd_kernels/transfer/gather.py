@@ -25,17 +25,20 @@ def gather_pages(
 ) -> None:
     """Write the payload of a chunk: some tokens in all layers of `blocks`.
 
-    On a GPU this queues one kernel on the current stream and returns. (`fp8_e4m3` with a scale per head zeroes
-    a small buffer first.) CPU tensors take plain torch, and so do chunks that kernels cannot index: rows of
-    codes that are not multiples of 16 bytes, heads of more than 2^26 elements, blocks of more than 2^28.
+    On a GPU this queues one kernel on the current stream and returns. (`fp8_e4m3` with a scale per
+    head zeroes a small buffer first.) CPU tensors take plain torch, and so do chunks that kernels
+    cannot index: rows of codes that are not multiples of 16 bytes, heads of more than 2^26
+    elements, blocks of more than 2^28.
 
     Args:
         blocks: K and V in the producer's cache; only read.
-        pages: int32 `[pages]` on the cache's device, the engine's pages that hold the chunk. The device does
-            not check them: an id that does not exist reads outside the cache.
-        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16 bytes.
-            Every byte of the payload is written, from the slot's start; nothing behind it is touched.
-        first_token: the chunk's first token, counted from the start of the first page; 0 for `verbatim`.
+        pages: int32 `[pages]` on the cache's device, the engine's pages that hold the chunk. The
+            device does not check them: an id that does not exist reads outside the cache.
+        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16
+            bytes. Every byte of the payload is written, from the slot's start; nothing behind it is
+            touched.
+        first_token: the chunk's first token, counted from the start of the first page; 0 for
+            `verbatim`.
         tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
         sums: from `new_sums(blocks.nbytes(tokens), device)`; the payload's sums are added.
 
@@ -43,8 +46,8 @@ def gather_pages(
         ValueError: the slot or the sums are too small, or the pages do not hold the chunk.
 
     Example:
-        Two layers with 3 KV heads of 32 elements. Tokens 5 to 24 of pages 4 and 1 pass to another cache, whose
-        pages are 2 and 0.
+        Two layers with 3 KV heads of 32 elements. Tokens 5 to 24 of pages 4 and 1 pass to another
+        cache, whose pages are 2 and 0.
 
         >>> import torch
         >>> from pd_kernels.transfer import Blocks, Stored, gather_pages, scatter_pages
@@ -66,7 +69,8 @@ def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POL
     """Run `gather_pages` by a kernel.
 
     Args:
-        max_polls: how often a program of `fp8_e4m3` polls before it computes missing magnitudes itself.
+        max_polls: how often a program of `fp8_e4m3` polls before it computes missing magnitudes
+            itself.
     """
     if chunk.blocks.codec == "fp8_e4m3":
         _launch_fp8(chunk, max_polls)
@@ -153,7 +157,8 @@ def reference_gather(chunk: ChunkLaunch) -> None:
 
 
 def _encode(x: torch.Tensor, blocks: Blocks, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code block `number`, `[head, token, dim]`: the bytes of its scales, and those of its codes."""
+    """Code block `number`, `[head, token, dim]`: the bytes of its scales, and those of its
+    codes."""
     if blocks.codec == "raw":
         return x.new_empty(0).view(torch.uint8), _bytes(x)
     value = x.float()

@@ -2,15 +2,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that gathers as `fp8_e4m3`: with the destination's scale, or with one scale per head.
 
-A vector is 8 elements, which are one 8-byte word of the payload. The scale of a head depends on the largest
-magnitude of all its tokens, which several programs share. Each program publishes the largest magnitude of its
-own tile, keeps its elements in registers, and polls until all programs of the head have published: the cache
-is read once.
+A vector is 8 elements, which are one 8-byte word of the payload. The scale of a head depends on the
+largest magnitude of all its tokens, which several programs share. Each program publishes the
+largest magnitude of its own tile, keeps its elements in registers, and polls until all programs of
+the head have published: the cache is read once.
 
-A GPU starts programs in order and may not have room for all of a head's programs at once. Then as many extra
-programs, which only publish, are launched in front of them; those that wait find everything published soon.
-A program that has polled `max_polls` times (something else may occupy the GPU) computes the missing
-magnitudes itself, tile by tile. So no program depends on another one that may not be running.
+A GPU starts programs in order and may not have room for all of a head's programs at once. Then as
+many extra programs, which only publish, are launched in front of them; those that wait find
+everything published soon. A program that has polled `max_polls` times (something else may occupy
+the GPU) computes the missing magnitudes itself, tile by tile. So no program depends on another one
+that may not be running.
 """
 
 import functools
@@ -39,7 +40,8 @@ from pd_kernels.transfer.sums import add_pieces, add_words
 VECTORS = 1024
 WARPS = 8
 REGISTERS = 64
-"""Registers of a thread: few enough that PROGRAMS programs fit on a multiprocessor and their loads overlap."""
+"""Registers of a thread: few enough that PROGRAMS programs fit on a multiprocessor and their loads
+overlap."""
 
 PROGRAMS = 4
 """Programs that fit on a multiprocessor, by their registers."""
@@ -102,7 +104,8 @@ def _write_codes(
 
 @triton.jit
 def _write_scale(slot, sums, section, head, scale, HEADS: tl.constexpr, CHECK: tl.constexpr, copy):
-    """Store a head's scale, and add it to the sums. The last head also stores the zeros behind the scales."""
+    """Store a head's scale, and add it to the sums. The last head also stores the zeros behind the
+    scales."""
     at = section * 16 + head * 4
     tl.store((slot + at).to(tl.pointer_type(tl.float32)), scale)
     if CHECK:
@@ -142,14 +145,43 @@ def _poll(published, tiles, start):
     missing, largest, distance = 0, 0, tiles
     for first in range(0, tiles, _POLLED):
         place = first + tl.arange(0, _POLLED)
-        # Volatile: not from the L1, which is not coherent. Each word is complete by itself, so that the
-        # order in which words become visible does not matter.
+        # Volatile: not from the L1, which is not coherent. Each word is complete by itself, so that
+        # the order in which words become visible does not matter.
         found = tl.load(published + place, mask=place < tiles, other=1, volatile=True)
         missing += tl.sum((found == 0).to(tl.int32))
         largest = tl.maximum(largest, tl.max(found))
         away = tl.where(place < start, place + tiles, place) - start
         distance = tl.minimum(distance, tl.min(tl.where(found > 0, tiles, away)))
     return missing, largest, distance
+
+
+@triton.jit
+def _largest_published(
+    published, cached, pages, tile, tiles, first, limit, width, page_stride, token_stride,
+    dim_stride, max_polls,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Poll until all tiles of a head have published, and return the largest word. After `max_polls`
+    polls, compute what is missing, and publish it for others."""
+    missing, largest, polls = tiles, 0, 0
+    while missing > 0:
+        # Each program and each poll begins at another tile, so that programs which give up waiting
+        # seldom read the same one.
+        start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
+        missing, largest, distance = _poll(published, tiles, start)
+        polls += 1
+        if (missing > 0) & (polls > max_polls):
+            other = (start + distance) % tiles
+            theirs = 0
+            for piece in range(other * _PIECES, (other + 1) * _PIECES):
+                unread = _read_vectors(
+                    cached, pages, piece, first, limit, width, page_stride, token_stride,
+                    dim_stride, VIEW, PAGES, WIDE, VECTORS // _PIECES,
+                )  # fmt: skip
+                bits = magnitude_bits(unread.to(tl.float32))
+                theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
+            tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
+    return largest
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -217,24 +249,10 @@ def gather_fp8(
         tl.atomic_xchg(published + tile, own + 1, sem="relaxed")
         if place < ahead:
             return
-        missing, largest, polls = tiles, 0, 0
-        while missing > 0:
-            # Each program and each poll begins at another tile, so that programs which give up waiting
-            # seldom read the same one.
-            start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
-            missing, largest, distance = _poll(published, tiles, start)
-            polls += 1
-            if (missing > 0) & (polls > max_polls):
-                other = (start + distance) % tiles
-                theirs = 0
-                for piece in range(other * _PIECES, (other + 1) * _PIECES):
-                    unread = _read_vectors(
-                        cached, pages, piece, first, limit, width, page_stride, token_stride,
-                        dim_stride, VIEW, PAGES, WIDE, VECTORS // _PIECES,
-                    )  # fmt: skip
-                    bits = magnitude_bits(unread.to(tl.float32))
-                    theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
-                tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
+        largest = _largest_published(
+            published, cached, pages, tile, tiles, first, limit, width, page_stride, token_stride,
+            dim_stride, max_polls, VIEW, PAGES, WIDE, VECTORS,
+        )  # fmt: skip
         power = power_scale(largest - 1)
         codes = (value.to(tl.float32) * power_of_two(-power)).to(tl.float8e4nv)
         _write_codes(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that gathers as `int8`: K with one scale per channel and 128 tokens, V with one per token.
+"""The kernel that gathers as `int8`: K with one scale per channel and 128 tokens, V with one per
+token.
 
-A program holds some channels of a super-page of K, or some whole tokens of V, in registers: everything that a
-scale depends on. If an element of a group is not finite, its scale is NaN and its codes are arbitrary.
+A program holds some channels of a super-page of K, or some whole tokens of V, in registers:
+everything that a scale depends on. If an element of a group is not finite, its scale is NaN and its
+codes are arbitrary.
 """
 
 import triton
@@ -51,7 +53,8 @@ def _tile(
     cached, pages, token, index, inside, first, page_stride, token_stride, dim_stride,
     VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load float32 `[token, index]`; zero where `inside`, which broadcasts to that shape, is false."""
+    """Load float32 `[token, index]`; zero where `inside`, which broadcasts to that shape, is
+    false."""
     there = token_offsets(pages, first + token, token >= 0, page_stride, token_stride, VIEW, PAGES)
     if not WIDE:
         index = index * dim_stride

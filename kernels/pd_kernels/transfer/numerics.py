@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """How elements become codes: device functions for the kernels, and the same arithmetic in torch.
 
-Everything is computed in float32. Scales lie between 2^-126 and 448 * 2^120, so that each scale and its
-reciprocal are normal numbers, which no GPU flushes to zero.
+Everything is computed in float32. Scales lie between 2^-126 and 448 * 2^120, so that each scale and
+its reciprocal are normal numbers, which no GPU flushes to zero.
 """
 
 import torch
@@ -34,7 +34,8 @@ def finite_or_nan(value):
 
 @triton.jit
 def power_scale(bits):
-    """Exponent of the smallest power of two, at least 2^-126, that scales a magnitude to 448 or less.
+    """Exponent of the smallest power of two, at least 2^-126, that scales a magnitude to 448 or
+    less.
 
     `bits` are the magnitude's. 448 is 0.875 * 2^9; 0x600000 is the mantissa of 0.875.
     """
@@ -62,8 +63,8 @@ def corrected(near, value, divisor, reciprocal):
 def near_quotient(value, divisor, reciprocal):
     """value / divisor, rounded to nearest even, if the quotient is neither huge nor tiny.
 
-    `reciprocal` is 1 / divisor, rounded to nearest. One correction of value * reciprocal gives the result of
-    a division (Markstein 1990) with a third of its instructions.
+    `reciprocal` is 1 / divisor, rounded to nearest. One correction of value * reciprocal gives the
+    result of a division (Markstein 1990) with a third of its instructions.
     """
     near = value * reciprocal
     return corrected(near, value, divisor, reciprocal)
@@ -83,7 +84,8 @@ def int8_scale(bits):
 
 @triton.jit
 def int8_codes(quotients):
-    """Round quotients of -127 to 127 to nearest even. With `_ROUND` added, the low bits are the integer."""
+    """Round quotients of -127 to 127 to nearest even. With `_ROUND` added, the low bits are the
+    integer."""
     return (quotients + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -98,7 +100,8 @@ def byte_words(codes, VECTORS: tl.constexpr):
 
 @triton.jit
 def stored(value, factor, STEP: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert `value`, float32, to what a cache of DTYPE stores. FP8 saturates; infinities become NaN.
+    """Convert `value`, float32, to what a cache of DTYPE stores. FP8 saturates; infinities become
+    NaN.
 
     STEP says how `factor` is used: `times`, `over` (it is FP8's scale) or `none`.
     """
@@ -108,7 +111,8 @@ def stored(value, factor, STEP: tl.constexpr, DTYPE: tl.constexpr):
         value = value * factor
     elif STEP == "over":
         reciprocal = tl.div_rn(1.0, factor)
-        # As near_quotient. A huge quotient saturates anyway, but must not be infinite in the correction.
+        # As near_quotient. A huge quotient saturates anyway, but must not be infinite in the
+        # correction.
         near = tl.minimum(tl.maximum(value * reciprocal, -_HUGE), _HUGE)
         value = corrected(near, value, factor, reciprocal)
     return value.to(DTYPE)
@@ -125,8 +129,8 @@ def store(value: torch.Tensor, factor: float, step: str, dtype: torch.dtype) -> 
 
 
 def power_scales(values: torch.Tensor) -> torch.Tensor:
-    """Scales of `fp8_e4m3`, one per head of float32 `[head, token, dim]`; elements that are not finite are
-    ignored. The same as `power_scale`."""
+    """Scales of `fp8_e4m3`, one per head of float32 `[head, token, dim]`; elements that are not
+    finite are ignored. The same as `power_scale`."""
     finite = values.abs().masked_fill(~values.isfinite(), 0.0)
     mantissa, exponent = torch.frexp(finite.amax((1, 2)))
     power = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
@@ -135,8 +139,8 @@ def power_scales(values: torch.Tensor) -> torch.Tensor:
 
 
 def int8_scales(values: torch.Tensor, axis: int) -> torch.Tensor:
-    """Scales of `int8`, float32 with values of bfloat16, for groups along `axis`, which is kept. The same as
-    `int8_scale`."""
+    """Scales of `int8`, float32 with values of bfloat16, for groups along `axis`, which is kept.
+    The same as `int8_scale`."""
     largest = values.abs().amax(axis, keepdim=True)  # NaN where one is
     exact = largest / torch.full_like(largest, 127.0)
     down = exact.view(torch.int32) & -0x10000

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a chunk in a paged cache, read and written with torch: for the references of the kernels."""
+"""Tokens of a chunk in a paged cache, read and written with torch: for the references of the
+kernels."""
 
 from collections.abc import Iterator
 
@@ -34,7 +35,8 @@ def spans(
 def read_tokens(
     view: torch.Tensor, pages: list[int], first_token: int, tokens: int, page_size: int
 ) -> torch.Tensor:
-    """Copy the tokens of a chunk out of `view`, `[page, head, token, dim]`: dense `[head, token, dim]`."""
+    """Copy the tokens of a chunk out of `view`, `[page, head, token, dim]`: dense `[head, token,
+    dim]`."""
     _, heads, view_tokens, dim = view.shape
     found = torch.empty((heads, tokens, dim), dtype=view.dtype, device=view.device)
     for page, there, here in spans(pages, first_token, tokens, page_size, view_tokens):

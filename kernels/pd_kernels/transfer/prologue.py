@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """What every gather and scatter kernel does first: find its block in the payload and in the cache.
 
-A launch has three extents: column (K or V of a head), tile (some tokens) and layer. Device functions only;
-`chunk_launch.py` passes the arguments.
+A launch has three extents: column (K or V of a head), tile (some tokens) and layer. Device
+functions only; `chunk_launch.py` passes the arguments.
 """
 
 import triton
@@ -13,7 +13,8 @@ UNSPECIALISED = (
     *("first", "tokens", "layer_sections", "key_sections", "key_scales", "value_scales"),
     *("tiles", "ahead", "max_polls", "super_pages"),
 )
-"""Integer arguments that change from chunk to chunk: Triton must not compile a kernel for each value."""
+"""Integer arguments that change from chunk to chunk: Triton must not compile a kernel for each
+value."""
 
 
 @triton.jit
@@ -41,7 +42,8 @@ def payload_block(
 
 @triton.jit
 def row_vectors(part, KEY_VECTORS: tl.constexpr, VALUE_VECTORS: tl.constexpr):
-    """Vectors in one token of one head. A constant, which divides fast, where K and V have the same."""
+    """Vectors in one token of one head. A constant, which divides fast, where K and V have the
+    same."""
     if KEY_VECTORS == VALUE_VECTORS:
         width = KEY_VECTORS
     else:
@@ -51,10 +53,12 @@ def row_vectors(part, KEY_VECTORS: tl.constexpr, VALUE_VECTORS: tl.constexpr):
 
 @triton.jit
 def cache_block(table, block, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Where a block lies in the cache: a pointer to elements of DTYPE, and strides in such elements.
+    """Where a block lies in the cache: a pointer to elements of DTYPE, and strides in such
+    elements.
 
-    WIDE says that the address and the strides of page, head and token are multiples of 16 bytes, and that
-    the elements of a token are consecutive. The compiler is told, and uses 16-byte accesses.
+    WIDE says that the address and the strides of page, head and token are multiples of 16 bytes,
+    and that the elements of a token are consecutive. The compiler is told, and uses 16-byte
+    accesses.
 
     Returns:
         cached: pointer to the view's first element.
@@ -100,7 +104,7 @@ def token_offsets(
     page = tl.load(pages + part // PAGES, mask=inside, other=0)
     if PAGES > 1:
         page = page * PAGES + part % PAGES
-    # Products of two 32-bit numbers in 64 bits are one instruction each. In 32 bits the second would
-    # overflow where the tokens of a page lie far apart (tokens outside pages or layers).
+    # Products of two 32-bit numbers in 64 bits are one instruction each. In 32 bits the second
+    # would overflow where the tokens of a page lie far apart (tokens outside pages or layers).
     within = (place % VIEW).to(tl.int64) * token_stride.to(tl.int64)
     return page.to(tl.int64) * page_stride.to(tl.int64) + within

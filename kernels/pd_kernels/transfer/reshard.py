@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-decorators
 """Reshard: payloads of one tensor-parallel size into payloads of another, in one launch.
 
-For payloads that lie in a store and meet consumers of another size. Codes and scales of a head are moved as they
-are, whatever the codec, so that nothing is lost.
+For payloads that lie in a store and meet consumers of another size. Codes and scales of a head are
+moved as they are, whatever the codec, so that nothing is lost.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from pd_connector.kv.payload import (
     SECTION_BYTES,
@@ -20,13 +19,7 @@ from pd_connector.kv.payload import (
     block_bytes,
     scale_bytes_per_head,
 )
-from pd_kernels.transfer.prologue import UNSPECIALISED
-
-VECTORS = 1024
-"""Vectors of 16 bytes that a program moves of a head's codes."""
-SCALES = 1024
-"""Words of 2 bytes that a program moves of a head's scales."""
-WARPS = 4
+from pd_kernels.transfer.reshard_kernel import SCALES, VECTORS, WARPS, reshard_heads
 
 
 class PayloadShape(NamedTuple):
@@ -60,7 +53,8 @@ class PayloadShape(NamedTuple):
         return (self.key_dim, self.value_dim) if self.value_dim else (self.key_dim,)
 
     def held(self, ranks: int) -> int:
-        """KV heads on each of `ranks` ranks; with more ranks than heads, several ranks hold the same one.
+        """KV heads on each of `ranks` ranks; with more ranks than heads, several ranks hold the
+        same one.
 
         Raises:
             ValueError: neither number divides the other.
@@ -100,8 +94,8 @@ class Resharding:
         sources: the payload of each rank of the producer.
         destinations: memory for the payload of each rank of the consumer.
         payload: what all of them have in common.
-        table: int64 `[head of a destination, 6]` on the device: address of the source's payload, its heads,
-            and the head's place among them; then the same of the destination.
+        table: int64 `[head of a destination, 6]` on the device: address of the source's payload,
+            its heads, and the head's place among them; then the same of the destination.
     """
 
     sources: tuple[torch.Tensor, ...]
@@ -120,7 +114,8 @@ class Resharding:
 
         Args:
             sources: payload of each rank of the producer: uint8, dense, aligned to 16 bytes.
-            destinations: memory for the payload of each rank of the consumer, likewise; may be longer.
+            destinations: memory for the payload of each rank of the consumer, likewise; may be
+                longer.
             payload: what all of them have in common.
 
         Raises:
@@ -157,8 +152,8 @@ def _holder(payload: PayloadShape, ranks: int, head: int) -> tuple[int, int]:
 def reshard(resharding: Resharding) -> None:
     """Write the payloads of the destinations.
 
-    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and rows of codes that are
-    not multiples of 16 bytes, take plain torch. Nothing behind a payload is touched.
+    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and rows of
+    codes that are not multiples of 16 bytes, take plain torch. Nothing behind a payload is touched.
 
     Args:
         resharding: from `Resharding.of`.
@@ -211,76 +206,14 @@ def _operator(
     element_bytes: int,
 ) -> None:
     payload = PayloadShape(codec, heads, layers, tokens, key_dim, value_dim, element_bytes)
-    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so that it is made
-    # of what was passed.
+    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so that
+    # it is made of what was passed.
     _run(Resharding.of(sources, destinations, payload))
 
 
 @_operator.register_fake
 def _(*_: object) -> None:
     return None
-
-
-@triton.jit
-def _begin(
-    layer, part, heads, key_scales, key_codes, value_scales, value_codes, PARTS: tl.constexpr
-):
-    """Where a layer's block begins in a payload of `heads` heads, and the bytes of its scales: int64."""
-    key = (heads * key_scales + 15) // 16 * 16
-    value = (heads * value_scales + 15) // 16 * 16
-    layer_bytes = key + heads * key_codes
-    if PARTS == 2:
-        layer_bytes += value + heads * value_codes
-    begin = layer * layer_bytes + tl.where(part == 0, 0, key + heads * key_codes)
-    return begin, tl.where(part == 0, key, value)
-
-
-@triton.jit(do_not_specialize=[*UNSPECIALISED, "key_codes", "value_codes"])
-def _reshard_heads(
-    table,
-    key_scales,  # bytes of one head
-    value_scales,
-    key_codes,  # sections of 16 bytes of one head
-    value_codes,
-    PARTS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    SCALES: tl.constexpr,
-):
-    column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part = column % PARTS
-    row = table + column // PARTS * 6
-    source, source_heads, source_head = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    target, target_heads, target_head = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    scale_bytes = tl.where(part == 0, key_scales, value_scales)
-    sections = tl.where(part == 0, key_codes, value_codes)
-    key_bytes, value_bytes = key_codes.to(tl.int64) * 16, value_codes.to(tl.int64) * 16
-    here, here_scales = _begin(
-        layer, part, source_heads, key_scales, key_bytes, value_scales, value_bytes, PARTS
-    )
-    there, there_scales = _begin(
-        layer, part, target_heads, key_scales, key_bytes, value_scales, value_bytes, PARTS
-    )
-
-    vector = tile * VECTORS + tl.arange(0, VECTORS)
-    place = vector[:, None] * 2 + tl.arange(0, 2)[None, :]
-    inside = (vector < sections)[:, None]
-    read = source + here + here_scales + source_head * (sections.to(tl.int64) * 16)
-    written = target + there + there_scales + target_head * (sections.to(tl.int64) * 16)
-    codes = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), 16)
-    moved = tl.multiple_of(written.to(tl.pointer_type(tl.int64)), 16)
-    tl.store(moved + place, tl.load(codes + place, mask=inside, other=0), mask=inside)
-
-    count = scale_bytes // 2
-    scale = tile * SCALES + tl.arange(0, SCALES)
-    if tile * SCALES < count:
-        theirs = (source + here + source_head * scale_bytes).to(tl.pointer_type(tl.int16))
-        ours = (target + there + target_head * scale_bytes).to(tl.pointer_type(tl.int16))
-        found = tl.load(theirs + scale, mask=scale < count, other=0)
-        tl.store(ours + scale, found, mask=scale < count)
-    if (tile == 0) & (target_head == target_heads - 1):
-        end = target_heads * scale_bytes + tl.arange(0, 16)
-        padding = (target + there).to(tl.pointer_type(tl.int8)) + end
-        tl.store(padding, tl.zeros((16,), tl.int8), mask=end < there_scales)
 
 
 def launch_reshard(resharding: Resharding) -> None:
@@ -291,7 +224,7 @@ def launch_reshard(resharding: Resharding) -> None:
     scales = [payload.scale_bytes(part) for part in (0, last)]
     tiles = max(triton.cdiv(max(codes), VECTORS), triton.cdiv(max(scales) // 2, SCALES))
     columns = resharding.table.shape[0] * len(payload.dims)
-    _reshard_heads[(columns, tiles, payload.layers)](
+    reshard_heads[(columns, tiles, payload.layers)](
         table=resharding.table,
         key_scales=scales[0],
         value_scales=scales[1],

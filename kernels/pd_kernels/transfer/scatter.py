@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-decorators
-"""Scatter: from a payload in wire order into the pages of a cache, decoded on the way, in one launch."""
+"""Scatter: from a payload in wire order into the pages of a cache, decoded on the way, in one
+launch."""
 
 import torch
 import triton
@@ -25,19 +26,21 @@ def scatter_pages(
 ) -> None:
     """Write the tokens of a payload into the pages of `blocks`, in all its layers.
 
-    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and chunks that kernels
-    cannot index (see `gather_pages`), take plain torch.
+    On a GPU this queues one kernel on the current stream and returns. CPU tensors, and chunks that
+    kernels cannot index (see `gather_pages`), take plain torch.
 
     Args:
         blocks: K and V in the consumer's cache; only the tokens of the chunk are written.
-        pages: int32 `[pages]` on the cache's device, the engine's pages that take the chunk, each at most
-            once. The device does not check them: an id that does not exist writes outside the cache.
-        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16 bytes;
-            only read.
-        first_token: the chunk's first token, counted from the start of the first page; 0 for `verbatim`.
+        pages: int32 `[pages]` on the cache's device, the engine's pages that take the chunk, each
+            at most once. The device does not check them: an id that does not exist writes outside
+            the cache.
+        slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16
+            bytes; only read.
+        first_token: the chunk's first token, counted from the start of the first page; 0 for
+            `verbatim`.
         tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
-        sums: from `new_sums(blocks.nbytes(tokens), device)`; the sums of the payload, as it was read, are
-            added.
+        sums: from `new_sums(blocks.nbytes(tokens), device)`; the sums of the payload, as it was
+            read, are added.
 
     Raises:
         ValueError: the slot or the sums are too small, or the pages do not hold the chunk.

@@ -29,7 +29,8 @@ _SUPER_PAGE = tl.constexpr(SUPER_PAGE)
 
 
 def registers(wide: bool, check: bool, alike: bool) -> int:
-    """Registers of a thread: enough to spill nothing, few enough that loads of several programs overlap.
+    """Registers of a thread: enough to spill nothing, few enough that loads of several programs
+    overlap.
 
     Args:
         wide: see `Blocks.wide`.

@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The checksum of a payload: summed on the device by the kernel that moves it, hashed on the host.
 
-`pd_connector.kv.checksum` defines it: row and column sums of a matrix of 64-bit words. Sums wrap and commute,
-so that programs may add to them in any order.
+`pd_connector.kv.checksum` defines it: row and column sums of a matrix of 64-bit words. Sums wrap
+and commute, so that programs may add to them in any order.
 """
 
 import numpy as np
@@ -14,7 +14,8 @@ import triton.language as tl
 from pd_connector.kv.checksum import COLUMNS, ROW_BYTES, digest_of
 
 COPIES = 16
-"""Copies of the column sums. Neighbouring programs add to different ones, so that they seldom wait."""
+"""Copies of the column sums. Neighbouring programs add to different ones, so that they seldom
+wait."""
 
 COLUMN_WORDS = COPIES * COLUMNS
 """Words of all copies; the row sums lie behind them."""
@@ -28,7 +29,8 @@ def new_sums(nbytes: int, device: torch.device) -> torch.Tensor:
     """Make zeroed sums for a payload of `nbytes` bytes.
 
     Returns:
-        int64 `[16 * 256 + rows]` on `device`: 16 copies of the 256 column sums, then a sum per row of 2 KiB.
+        int64 `[16 * 256 + rows]` on `device`: 16 copies of the 256 column sums, then a sum per row
+        of 2 KiB.
     """
     rows = -(-nbytes // ROW_BYTES)
     return torch.zeros(COLUMN_WORDS + rows, dtype=torch.int64, device=device)
@@ -38,7 +40,8 @@ def finish(sums: torch.Tensor, nbytes: int) -> bytes:
     """Compute the checksum of a payload from its sums. Waits for the device.
 
     Args:
-        sums: from `new_sums(nbytes, device)`, after `gather_pages`, `scatter_pages` or `payload_sums`.
+        sums: from `new_sums(nbytes, device)`, after `gather_pages`, `scatter_pages` or
+            `payload_sums`.
         nbytes: bytes of the payload.
 
     Returns:
@@ -133,7 +136,8 @@ def add_section(sums, slot, first_section, sections, VECTORS: tl.constexpr, copy
 
 @triton.jit
 def add_scales(sums, slot, section, scales, head, number, VECTORS: tl.constexpr, copy):
-    """Add a part of a block's scales and the zeros behind them: VECTORS sections, from `number * VECTORS` on.
+    """Add a part of a block's scales and the zeros behind them: VECTORS sections, from `number *
+    VECTORS` on.
 
     The scales of all heads lie together, so that only the programs of head 0 add them.
     """
@@ -150,7 +154,8 @@ def _sum_payload(slot, sums, sections, VECTORS: tl.constexpr):
 
 
 def launch_payload_sums(payload: torch.Tensor, sums: torch.Tensor) -> None:
-    """Run `payload_sums` by the kernel. The payload must be aligned to 16 bytes, and a multiple of 16 long."""
+    """Run `payload_sums` by the kernel. The payload must be aligned to 16 bytes, and a multiple of
+    16 long."""
     sections = payload.numel() // 16
     grid = (triton.cdiv(sections, _VECTORS),)
     _sum_payload[grid](payload, sums, sections, VECTORS=_VECTORS, num_warps=4)

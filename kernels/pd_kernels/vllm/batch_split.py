@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch cut in two: decodes, which come first, and the rest, which vLLM's own backend attends to."""
+"""Split a batch in two: decodes, which come first, and the rest, which the stock backend
+computes."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ _COMPUTED_LATER = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 
 
 class Decodes(NamedTuple):
-    """The decodes of a batch: requests with the same number of new tokens, first in the batch.
+    """The decodes of a batch: its first requests, all with the same number of new tokens.
 
     Attributes:
         queries: new tokens of each request.
@@ -46,10 +47,14 @@ class Decodes(NamedTuple):
 
 
 def decodes_of(common: Any, threshold: int) -> Decodes | None:
-    """The decodes of a batch, `CommonAttentionMetadata` in vLLM's order; None if it has none.
+    """Find the decodes of a batch; None if it has none.
 
-    Requests are decodes up to `threshold` new tokens, if they have as many as the first one. A batch
-    that is not simply causal has none.
+    A request is a decode if it has at most `threshold` new tokens, and as many as the first
+    request. A batch that is not simply causal has no decodes.
+
+    Args:
+        common: vLLM's `CommonAttentionMetadata`, with requests in vLLM's order.
+        threshold: the most new tokens of a decode.
     """
     from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind CPU_ATTN: vLLM's backend, or ours where the engine selects CUSTOM.
+"""The class behind the name CPU_ATTN: vLLM's, or ours if the engine selects CUSTOM.
 
-On a CPU, vLLM ignores `--attention-backend` and takes the class that CPU_ATTN names. That name is
-looked up here, anew for each model.
+On a CPU, vLLM ignores `--attention-backend` and takes the class registered as CPU_ATTN. The plugin
+registers this module's attribute CPU_ATTN, which is looked up again for each model.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA: decodes by `mla_decode`; prefills, and writing the cache, stay with the backend we stand in for.
+"""MLA: decodes by `mla_decode`. Prefills, and writes to the cache, stay with the stock backend.
 
-vLLM's common MLA code cuts the batch; a member differs in its decodes only, and in its name.
+vLLM's common MLA code splits the batch. A backend made of these classes differs from the stock one
+in its decodes only.
 """
 
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ logger = init_logger("vllm.pd_kernels")
 
 @dataclass
 class MlaDecodes(MLACommonDecodeMetadata):
-    """The decodes of a batch.
+    """Metadata of the decodes of a batch.
 
     Attributes:
         queries: new tokens of each request.
-        plan: for all layers; None on a CPU.
+        plan: the work partition, for all layers; None on a CPU.
     """
 
     queries: int
@@ -38,7 +39,7 @@ class MlaDecodes(MLACommonDecodeMetadata):
 
 
 class MlaBuilder(MLACommonMetadataBuilder):
-    """Plans the decodes, once a step."""
+    """Makes the metadata of a step, and the plan of its decodes."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     query_len_support = QueryLenSupport.UNIFORM
@@ -56,7 +57,7 @@ class MlaBuilder(MLACommonMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        self._rooms: dict[int, DecodePlan] = {}  # by the number of queries
+        self._plans: dict[int, DecodePlan] = {}  # by the number of queries
         logger.info_once("Decoding with pd_kernels.mla_decode.")
 
     def _build_decode(
@@ -83,20 +84,20 @@ class MlaBuilder(MLACommonMetadataBuilder):
         )
 
     def _plan(self, queries: int) -> DecodePlan:
-        """Of the size that CUDA graphs may need, at one address for good."""
-        if queries not in self._rooms:
+        """The plan for so many queries: large enough for every CUDA graph, and never moved."""
+        if queries not in self._plans:
             one = torch.empty((), dtype=self.model_config.dtype, device=self.device)
             width = self.kv_cache_spec.head_size
-            self._rooms[queries] = plan_mla_decode(
+            self._plans[queries] = plan_mla_decode(
                 one.expand(1, queries, self.num_heads, width),
                 one.expand(1, self.kv_cache_spec.block_size, width),
                 max_batch=self._batch,
             )
-        return self._rooms[queries]
+        return self._plans[queries]
 
 
 class MlaImpl(MLACommonImpl):
-    """A layer."""
+    """A layer whose decodes are ours."""
 
     can_return_lse_for_decode = False
     supports_dcp = False
@@ -112,7 +113,10 @@ class MlaImpl(MLACommonImpl):
         decodes = attn_metadata.decode
         grouped = query.view(-1, decodes.queries, *query.shape[1:])
         out = mla_decode(
-            *(grouped, kv_c_and_k_pe_cache, decodes.block_table, decodes.seq_lens),
+            grouped,
+            kv_c_and_k_pe_cache,
+            decodes.block_table,
+            decodes.seq_lens,
             scale=self.scale,
             plan=decodes.plan,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for CPU_MLA: decodes with the reference in torch."""
+"""Replaces CPU_MLA: decodes with the reference in torch."""
 
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 

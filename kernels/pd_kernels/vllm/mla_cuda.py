@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand in for MLA backends on NVIDIA GPUs. One cache and one prefill serve them all, vLLM's common
-ones, so that they are one class under several names.
+"""Replace MLA backends on NVIDIA GPUs. All of them use vLLM's common cache and prefill, so that one
+class serves under several names.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 
 
 class MlaImplCuda(MlaImpl, TritonMLAImpl):
-    """A layer with the common MLA cache. Triton's class refuses what ours cannot do, either."""
+    """A layer with the common MLA cache. Triton's class refuses everything that ours cannot do."""
 
 
 class TritonMla(MLACommonBackend):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with keys and values: decodes by `paged_decode`, the rest by the backend we stand in for.
+"""Attention with keys and values: decodes by `paged_decode`, the rest by the stock backend.
 
-Mixed into that backend's classes, before them. KV is written by it, in its own layout.
+These classes are mixed into those of the stock backend, in front of them. The stock backend writes
+KV, in its own layout.
 """
 
 from collections.abc import Sequence
@@ -22,17 +23,17 @@ logger = init_logger("vllm.pd_kernels")
 FP8 = torch.float8_e4m3fn
 
 PlanKey = tuple[int, int]
-"""A layer's window and heads: layers of a group that agree in them share a plan."""
+"""A layer's window and query heads. Layers of a group with the same ones share a plan."""
 
 
 @dataclass
 class PagedMetadata:
-    """What the layers of a group need in a step.
+    """Metadata of a step, for the layers of a group. The other attributes are vLLM's.
 
     Attributes:
-        decodes: the first tokens of the batch; None if there are none.
-        rest: the other backend's metadata of all other tokens; None if there are none.
-        plans: of the decodes; none on a CPU.
+        decodes: the decodes, which come first in the batch; None if there are none.
+        rest: the stock backend's metadata of all other tokens; None if there are none.
+        plans: work partitions of the decodes; empty on a CPU.
     """
 
     num_actual_tokens: int
@@ -48,9 +49,9 @@ class PagedMetadata:
 
 
 class PagedBuilder(AttentionMetadataBuilder):
-    """Cuts the batch and plans its decodes, once a step."""
+    """Splits the batch of a step, and makes the plans of its decodes."""
 
-    # Decodes have the same number of queries, whatever their lengths.
+    # All decodes of a batch have the same number of queries; their lengths may differ.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = False
 
@@ -74,7 +75,7 @@ class PagedBuilder(AttentionMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        self._rooms: dict[int, dict[PlanKey, DecodePlan]] = {}  # by the number of queries
+        self._allocated: dict[int, dict[PlanKey, DecodePlan]] = {}  # by the number of queries
         logger.info_once("Decoding with pd_kernels.paged_decode.")
 
     def build(
@@ -99,18 +100,19 @@ class PagedBuilder(AttentionMetadataBuilder):
         )
 
     def _plans(self, decodes: Decodes) -> dict[PlanKey, DecodePlan]:
-        """Plans of the group's layers for these decodes."""
-        if self.device.type == "cpu":  # the reference in torch has no use for them
+        """The plans of the group's layers, filled for these decodes."""
+        if self.device.type == "cpu":  # the reference in torch needs none
             return {}
-        rooms = self._rooms.get(decodes.queries)
-        if rooms is None:
+        plans = self._allocated.get(decodes.queries)
+        if plans is None:
             impls = {layer.impl.plan_key: layer.impl for layer in self._layers}
-            rooms = {key: self._room(impl, decodes.queries) for key, impl in impls.items()}
-            self._rooms[decodes.queries] = rooms
-        return {key: room.fill(decodes.lengths) for key, room in rooms.items()}
+            plans = {key: self._allocate(impl, decodes.queries) for key, impl in impls.items()}
+            self._allocated[decodes.queries] = plans
+        return {key: plan.fill(decodes.lengths) for key, plan in plans.items()}
 
-    def _room(self, impl: Any, queries: int) -> DecodePlan:
-        """Of the size that CUDA graphs may need, at one address for good."""
+    def _allocate(self, impl: Any, queries: int) -> DecodePlan:
+        """A plan for a layer and so many queries: large enough for every CUDA graph, and never
+        moved."""
         one = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
         q = one.expand(1, queries, impl.num_heads, impl.head_size)
         cache = one.to(impl.stored_dtype or one.dtype)
@@ -118,19 +120,19 @@ class PagedBuilder(AttentionMetadataBuilder):
         return plan_paged_decode(q, cache, window=impl.window, max_batch=self._batch)
 
 
-class Allowed(NamedTuple):
-    """What a layer may have."""
+class Supported(NamedTuple):
+    """What the kernels and the stock backend both support."""
 
     head_sizes: Sequence[int]
     dtypes: Sequence[torch.dtype]
 
 
 class PagedImpl(AttentionImpl):
-    """A layer. The class it is mixed into says what it may have, and with `pages` how its cache is
-    read."""
+    """A layer whose decodes are ours. Subclasses say what is supported (`allowed`) and how the
+    cache is read (`pages`)."""
 
     where: ClassVar[str]
-    """How a refusal begins."""
+    """How the message of a refusal begins."""
 
     can_return_lse_for_decode = False
     supports_dcp = False
@@ -139,7 +141,7 @@ class PagedImpl(AttentionImpl):
     """Tokens that a query sees, its own included; 0 for all."""
 
     stored_dtype: torch.dtype | None
-    """Of an FP8 cache; None for the model's own."""
+    """The dtype of an FP8 cache; None if the cache has the model's dtype."""
 
     def __init__(
         self,
@@ -155,7 +157,11 @@ class PagedImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """As vLLM's. Raises NotImplementedError for what the kernels do not have."""
+        """The arguments are those of vLLM's `AttentionImpl`.
+
+        Raises:
+            NotImplementedError: the kernels do not support the layer; the message says why.
+        """
         layer = LayerOptions(
             head_size,
             self.model_dtype(),
@@ -167,19 +173,27 @@ class PagedImpl(AttentionImpl):
         )
         refuse(self.where, refusals(layer, *self.allowed()))
         super().__init__(
-            *(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window),
-            *(kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name),
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
         )
         self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
 
     @classmethod
-    def allowed(cls) -> Allowed:
-        """What the kernels, and the backend this stands in for, have."""
+    def allowed(cls) -> Supported:
+        """Head sizes and dtypes that both the kernels and the stock backend support."""
         raise NotImplementedError
 
     @staticmethod
     def model_dtype() -> torch.dtype:
-        """Of the model that is being made."""
+        """The dtype of the model that is being loaded."""
         raise NotImplementedError
 
     def decodes_with(
@@ -189,12 +203,14 @@ class PagedImpl(AttentionImpl):
         cap: float | None,
         cache_dtype: str,
     ) -> None:
-        """Take what the layer was made with, in vLLM's words."""
+        """Store what decodes need, from the arguments of vLLM's constructor."""
         self.window = sliding_window or 0
         self.stored_dtype = FP8 if cache_dtype.startswith("fp8") else None
         if cap:
             self._mod: Mod | None = soft_cap(cap)
-        elif slopes is not None:  # on the device that the model is being made on
+        elif (
+            slopes is not None
+        ):  # on the default device, which is the model's while it is being loaded
             self._mod = alibi(torch.tensor(slopes, dtype=torch.float32))
         else:
             self._mod = None
@@ -204,7 +220,8 @@ class PagedImpl(AttentionImpl):
         return self.window, int(self.num_heads)
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer's cache, which is of `stored_dtype`: `[page, token, kv head, dim]` each."""
+        """Views of K and V in a layer's cache of `stored_dtype`: `[page, token, kv head, dim]`
+        each."""
         raise NotImplementedError
 
     def forward(
@@ -219,12 +236,21 @@ class PagedImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's: new `key` and `value` are None in a layer that reads another one's KV."""
+        """Write the layer's result into `output`, and return it. Arguments are vLLM's.
+
+        `key` and `value`, the new tokens' KV, are None in a layer that reads another layer's cache.
+        """
         decodes = None if attn_metadata is None else attn_metadata.decodes
         rest = None if attn_metadata is None else attn_metadata.rest
         if decodes is None:
             super().forward(
-                *(layer, query, key, value, kv_cache, rest, output),
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                rest,
+                output,
                 output_scale=output_scale,
                 output_block_scale=output_block_scale,
             )
@@ -248,14 +274,18 @@ class PagedImpl(AttentionImpl):
     ) -> None:
         decodes = metadata.decodes
         assert decodes is not None
-        if query.dtype == FP8:  # as vLLM quantises queries for a cache in FP8
+        if query.dtype == FP8:  # vLLM quantises queries if the cache is FP8
             query = query.to(output.dtype) * layer._q_scale
         keys, values = self.pages(
             kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
         )
         shape = (decodes.requests, decodes.queries, *query.shape[1:])
         paged_decode(
-            *(query.view(shape), keys, values, decodes.block_table, decodes.lengths),
+            query.view(shape),
+            keys,
+            values,
+            decodes.block_table,
+            decodes.lengths,
             scale=self.scale,
             window=self.window,
             score_mod=self._mod,

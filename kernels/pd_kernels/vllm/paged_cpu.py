@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for CPU_ATTN: decodes with the references in torch, slowly, on the pages that CPU_ATTN
-writes. It is there to try everything but the kernels without a GPU.
+"""Replaces CPU_ATTN: decodes with the references in torch, slowly, on the pages that CPU_ATTN
+writes. It serves to test everything but the kernels without a GPU.
 
-Pages are `[head][K|V]`; V lies as `[token][dim]`, K as `[dim][token]` for the instruction sets we know.
-Whether it does is tried out with vLLM's own operation when an engine starts. AMX would read both in
-tiles, which no strides tell: where vLLM has it, CPU_ATTN computes without it.
+A page is `[head][K|V]`. V is `[token][dim]`; K is `[dim][token]` with the instruction sets we know.
+When an engine starts, a page written by vLLM's own operation shows whether that is so. AMX keeps K
+and V in tiles, which strides cannot express: if the CPU has AMX, CPU_ATTN is told to compute
+without it.
 """
 
 import functools
@@ -19,11 +20,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from pd_kernels.vllm.paged_backend import FP8, Allowed, PagedBuilder, PagedImpl
+from pd_kernels.vllm.paged_backend import FP8, PagedBuilder, PagedImpl, Supported
 
 
 class PagedCpu(CPUAttentionBackend):
-    """CPU_ATTN with our decodes. It keeps the name, by which others know what its pages look like."""
+    """CPU_ATTN with our decodes. It keeps the name, from which others know the layout of its
+    pages."""
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -43,7 +45,7 @@ class PagedCpu(CPUAttentionBackend):
 
 
 class PagedCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
-    """Takes only pages that look as expected."""
+    """Refuses to start if pages have another layout than `halves` expects."""
 
     isa: str
 
@@ -69,9 +71,9 @@ class PagedCpuImpl(PagedImpl, CPUAttentionBackendImpl):
     where = "Decoding with pd_kernels on a CPU"
 
     @classmethod
-    def allowed(cls) -> Allowed:
+    def allowed(cls) -> Supported:
         stock = CPUAttentionBackend
-        return Allowed(stock.get_supported_head_sizes(), stock.supported_dtypes)
+        return Supported(stock.get_supported_head_sizes(), stock.supported_dtypes)
 
     @staticmethod
     def model_dtype() -> torch.dtype:
@@ -83,7 +85,7 @@ class PagedCpuImpl(PagedImpl, CPUAttentionBackendImpl):
 
 
 def halves(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, views `[page, token, head, dim]`, of pages `[page, head, token, K and V]`."""
+    """Views of K and V, `[page, token, head, dim]`, in pages `[page, head, token, K and V]`."""
     count, heads, tokens, width = pages.shape
     dim = width // 2
     page, head, *_ = pages.stride()
@@ -95,7 +97,7 @@ def halves(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _as_expected(isa: str, page: int, dim: int, dtype: torch.dtype, fp8: bool) -> bool:
-    """Let vLLM write a page, and look whether `halves` finds it."""
+    """Whether `halves` finds what vLLM's own operation writes into a page."""
     heads = 2
     pages = torch.zeros(2, heads, page, 2 * dim, dtype=torch.uint8 if fp8 else dtype)
     # Small whole numbers, exact in every dtype.
@@ -103,8 +105,11 @@ def _as_expected(isa: str, page: int, dim: int, dtype: torch.dtype, fp8: bool) -
     key, value = numbers.to(dtype).view(2, page, heads, dim).unbind()
     try:
         _custom_ops.cpu_attn_reshape_and_cache(
-            *(key, value, *pages.view(2, heads, 2 * page, dim).chunk(2, dim=2)),
-            *(torch.arange(page) + page, isa),
+            key,
+            value,
+            *pages.view(2, heads, 2 * page, dim).chunk(2, dim=2),
+            torch.arange(page) + page,
+            isa,
             k_scale=1.0,
             v_scale=1.0,
             kv_cache_dtype="fp8" if fp8 else "auto",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for FLASH_ATTN on NVIDIA GPUs, as `--attention-backend CUSTOM`.
+"""Replaces FLASH_ATTN on NVIDIA GPUs, as `--attention-backend CUSTOM`.
 
-The cache is FlashAttention's, in any layout of vLLM's; prefills, and batches that are not causal, are
-FlashAttention's, too.
+The cache is FlashAttention's, in any of vLLM's layouts. FlashAttention also computes prefills, and
+batches that are not causal.
 """
 
 from typing import Any
@@ -15,14 +15,15 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from pd_kernels.attention.paged_call import DIMS
-from pd_kernels.vllm.paged_backend import Allowed, PagedBuilder, PagedImpl
+from pd_kernels.vllm.paged_backend import PagedBuilder, PagedImpl, Supported
 from pd_kernels.vllm.refusals import LayerOptions, refusals
 
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 class PagedFlash(FlashAttentionBackend):
-    """FLASH_ATTN with our decodes. It keeps the name, by which others know what its pages look like."""
+    """FLASH_ATTN with our decodes. It keeps the name, from which others know the layout of its
+    pages."""
 
     @staticmethod
     def get_impl_cls() -> type["PagedFlashImpl"]:
@@ -58,12 +59,12 @@ class PagedFlash(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """How a sequence is split depends on the batch."""
+        """False: the whole batch decides how a sequence is split."""
         return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Batches are cut by the lengths that the host knows."""
+        """False: batches are split by the lengths that the host knows."""
         return False
 
     @classmethod
@@ -81,7 +82,7 @@ class PagedFlash(FlashAttentionBackend):
 
 
 class PagedFlashBuilder(PagedBuilder, FlashAttentionMetadataBuilder):
-    """FlashAttention's builder makes the metadata of what is not a decode."""
+    """FlashAttention's builder makes the metadata of everything that is not a decode."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -94,12 +95,12 @@ class PagedFlashImpl(PagedImpl, FlashAttentionImpl):
     where = "Decoding with pd_kernels"
 
     @classmethod
-    def allowed(cls) -> Allowed:
-        return Allowed(DIMS, DTYPES)
+    def allowed(cls) -> Supported:
+        return Supported(DIMS, DTYPES)
 
     @staticmethod
     def model_dtype() -> torch.dtype:
-        return torch.get_default_dtype()  # the model's, while it is being made
+        return torch.get_default_dtype()  # the model's, while it is being loaded
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the group `vllm.general_plugins`; vLLM calls it in each of its processes."""
+"""Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its
+processes."""
 
 import os
 
 MLA_VARIABLE = "PD_KERNELS_MLA"
-"""Names the MLA backend of vLLM's that ours takes the place of."""
+"""Environment variable that names the MLA backend of vLLM which ours replaces."""
 
 MLA_MEMBERS = {
     "CPU_MLA": "pd_kernels.vllm.mla_cpu.CpuMla",
@@ -15,12 +16,13 @@ MLA_MEMBERS = {
 
 
 def register() -> None:
-    """Make `--attention-backend CUSTOM` ours, and the MLA backend that PD_KERNELS_MLA names, if any.
+    """Register our backends: as CUSTOM, and as the MLA backend that PD_KERNELS_MLA names, if it is
+    set.
 
-    Harmless to repeat. Nothing changes for an engine that selects neither.
+    May be called several times. Nothing changes for an engine that selects neither.
 
     Raises:
-        ValueError: PD_KERNELS_MLA names a backend that ours cannot stand in for.
+        ValueError: PD_KERNELS_MLA names a backend that ours cannot replace.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

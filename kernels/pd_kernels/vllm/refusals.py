@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our backends refuse, by name. vLLM asks on a GPU; on a CPU it does not, so layers ask, too."""
+"""What our backends refuse, by name. On a GPU vLLM asks before it selects a backend. On a CPU it
+does not, so that layers ask themselves."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,10 +11,10 @@ FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
 class LayerOptions(NamedTuple):
-    """What is asked of a layer's attention.
+    """What a layer's attention needs.
 
     Attributes:
-        cache_dtype: vLLM's name.
+        cache_dtype: vLLM's name for it, such as `auto` or `fp8`.
     """
 
     head_size: int
@@ -28,7 +29,7 @@ class LayerOptions(NamedTuple):
 def refusals(
     layer: LayerOptions, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[str]:
-    """Why a layer cannot be decoded with our kernels; empty if it can."""
+    """Why our kernels cannot decode a layer; empty if they can."""
     found = []
     if layer.head_size not in head_sizes:
         found.append(f"head size {layer.head_size}: must be one of {list(head_sizes)}")
@@ -49,7 +50,7 @@ def refusals(
 
 
 def refuse(where: str, reasons: Sequence[str]) -> None:
-    """Raise NotImplementedError that names the reasons, if there are any."""
+    """Raise NotImplementedError with the reasons, if there are any."""
     if reasons:
         raise NotImplementedError(
             f"{where} does not support: {'; '.join(reasons)}. Leave out --attention-backend CUSTOM"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.memory.slab import Slab
+from pd_connector.transport.nixl.library import import_nixl
 
 logger = logging.getLogger("pd_connector.transport.nixl.transport")
 
@@ -120,7 +121,7 @@ class NixlAgent:
 
 def _import_api() -> Any:
     try:
-        from nixl import _api
+        api = import_nixl()
     except ImportError as error:
         raise TransportError(
             f"transport nixl: {error}. Install it with `pip install 'pd-connector[nixl]'`, or "
@@ -128,4 +129,4 @@ def _import_api() -> Any:
         ) from error
     if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of every agent, on standard output
         logging.getLogger("nixl").setLevel(logging.WARNING)
-    return _api
+    return api

@@ -16,9 +16,10 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler_plugins.router.app import SHARED, create_app
+from scheduler_plugins.router.app import SHARED
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.server import RouterServer
 
 Behaviour = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -30,6 +31,8 @@ FAST = {
     "probe_timeout_s": 5.0,
     "probe_retry_s": 0.2,
     "refusal_grace_s": 0.3,
+    "port": 0,
+    "shutdown_timeout_s": 0.2,
 }
 
 
@@ -47,7 +50,7 @@ async def answer(
     if body.get("stream"):
         return await stream(4)(engine, request, body)
     content = {"id": "cmpl-1", "served_by": engine.name}
-    return web.json_response(content, headers={"X-BackendEngine": engine.name})
+    return web.json_response(content, headers={"X-Engine": engine.name})
 
 
 def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
@@ -101,14 +104,23 @@ async def die_inside_json(
     return response
 
 
-def status(code: int) -> Behaviour:
+def status(code: int, **headers: str) -> Behaviour:
     async def behave(
         engine: "FakeEngine", request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         error = {"error": {"message": f"{engine.name} says {code}", "code": code}}
-        return web.json_response(error, status=code)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response(error, status=code, headers=named)
 
     return behave
+
+
+async def waits_for_kv(
+    engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """A decode engine whose KV never comes."""
+    behave = hang if "kv_transfer_params" in body else answer
+    return await behave(engine, request, body)
 
 
 def slow(delay_s: float) -> Behaviour:
@@ -249,13 +261,10 @@ class World:
             decode=tuple(e.url for e in self.d),
             **self._settings,
         )
-        self.app = create_app(config)
-        self._runner = web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = self._runner.addresses[0][1]
+        self.server = RouterServer(config)
+        self.app = self.server.app
+        await self.server.__aenter__()
+        self.port = self.server.port
         self.client = aiohttp.ClientSession(
             f"http://127.0.0.1:{self.port}", timeout=aiohttp.ClientTimeout(total=DEADLINE_S)
         )
@@ -270,7 +279,7 @@ class World:
         if error is None:
             await self.idle()
         await self.client.close()
-        await self._runner.cleanup()
+        await self.server.close()
         for engine in self.p + self.d:
             await engine.die()
         if error is None:

@@ -163,7 +163,7 @@ def test_headers_go_to_both_sides_and_come_back() -> None:
             sent = {"Authorization": "Bearer k", "X-Request-Id": "r-1", "Cookie": "c=1"}
             reply = await world.post("/v1/completions", {"prompt": "a"}, **sent)
             assert reply.headers["X-Request-Id"] == "r-1"
-            assert reply.headers["X-BackendEngine"] == "d0"
+            assert reply.headers["X-Engine"] == "d0"
             await world.idle()
             for headers in (world.p[0].headers[0], world.d[0].headers[0]):
                 assert headers["Authorization"] == "Bearer k"

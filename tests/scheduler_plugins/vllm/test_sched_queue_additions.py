@@ -67,35 +67,50 @@ def test_what_is_charged_in_vain_is_refunded_exactly() -> None:
     assert after == pytest.approx(before)
 
 
-def test_a_reserved_request_goes_first_until_it_is_gone() -> None:
-    queue = queue_of(request("a", 1), request("b", 9), request("c", 5))
-    queue.reserved = "b"
-    assert drain(queue) == ["b", "a", "c"]
+def test_a_request_without_room_goes_first_when_enough_have_started() -> None:
+    queue = queue_of(*(request(f"short{n}", 1) for n in range(4)), max_overtaken=2)
+    queue.add(request("big", 9))
+    queue.no_room("big")
+    taken = []
+    for _ in range(5):
+        queue.begin_scan()
+        taken.append(queue.pop().id)
+    assert taken == ["short0", "short1", "big", "short2", "short3"]
 
 
-def test_a_reserved_request_that_does_not_wait_changes_nothing() -> None:
-    queue = queue_of(request("a", 5), request("b", 1))
-    queue.reserved = "elsewhere"
-    assert drain(queue) == ["b", "a"]
+def test_what_was_popped_and_not_started_does_not_count_as_a_start() -> None:
+    queue = queue_of(request("short", 1), request("big", 9), max_overtaken=2)
+    queue.no_room("big")
+    for _ in range(5):
+        queue.begin_scan()
+        taken = queue.pop()
+        assert taken.id == "short"
+        queue.prepend(taken)
 
 
-def test_a_reserved_request_does_not_break_the_bound_of_its_class() -> None:
+def test_a_request_without_room_that_does_not_wait_changes_nothing() -> None:
+    queue = queue_of(request("a", 5), request("b", 1), max_overtaken=0)
+    queue.no_room("elsewhere")
+    assert drain(queue) == ["a", "b"], "the bound alone: first come, first served"
+
+
+def test_a_request_without_room_does_not_break_the_bound_of_its_class() -> None:
     queue = queue_of(request("oldest", 9), request("big", 8), max_overtaken=1)
+    queue.no_room("big")
     for n in range(2):
         queue.add(request(f"short{n}", 1))
     queue.begin_scan()
     assert queue.pop().id == "short0"
-    queue.reserved = "big"
-    assert queue.peek() is not None
+    queue.begin_scan()
     assert drain(queue) == ["oldest", "big", "short1"]
 
 
-def test_a_reserved_request_still_wants_a_batch_by_itself() -> None:
-    queue = queue_of(request("a", 1, max_tokens=4), policy="prefill_only")
+def test_a_request_without_room_still_wants_a_batch_by_itself() -> None:
+    queue = queue_of(request("a", 1, max_tokens=4), policy="prefill_only", max_overtaken=0)
     queue.add(request("alone", 9, max_tokens=1))
+    queue.no_room("alone")
     queue.begin_scan()
-    queue.pop()
-    queue.reserved = "alone"
+    assert queue.pop().id == "a", "it is the oldest"
     assert queue.peek() is None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pd_connector.tools.bench.gpu.cache import GpuCache
 from pd_connector.tools.bench.wire.movers import MoveError
+from pd_connector.transport.nixl.library import import_nixl
 
 _BACKEND = "UCX"
 
@@ -34,13 +35,13 @@ class Endpoint:
     ) -> None:
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM does
         try:
-            from nixl import _api
+            api = import_nixl()
         except ImportError as error:
             raise MoveError(f"{error}: install pd-connector[nixl]") from error
         self.memory = cache.memory
         self.device = cache.device.index or 0
         name = f"{role}-{os.getpid()}-{time.monotonic_ns()}"
-        self.nixl: Any = _api.nixl_agent(name, _api.nixl_agent_config(**settings))
+        self.nixl: Any = api.nixl_agent(name, api.nixl_agent_config(**settings))
         described = [(address, nbytes, self.device, "") for address, nbytes in regions]
         self._registered = self.nixl.register_memory(described, self.memory, [_BACKEND])
         self.remote = ""

@@ -15,6 +15,7 @@ from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.tools.bench.wire.cache import WireCache
+from pd_connector.transport.nixl.library import import_nixl
 
 POLL_S = 0.0005
 TIMEOUT_S = 120.0
@@ -120,13 +121,13 @@ class PagePerDescriptor(Mover):
     def __init__(self, role: str, cache: WireCache) -> None:
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM does
         try:
-            from nixl import _api
+            api = import_nixl()
         except ImportError as error:
             raise MoveError(f"{error}: the baseline needs NIXL, `pd-connector[nixl]`") from error
         self._cache = cache
         self._bases = [layer.data_ptr() for layer in cache.layers]
-        settings = _api.nixl_agent_config(num_threads=4, capture_telemetry=True)
-        self._nixl = _api.nixl_agent(f"{role}-{os.getpid()}-{time.monotonic_ns()}", settings)
+        settings = api.nixl_agent_config(num_threads=4, capture_telemetry=True)
+        self._nixl = api.nixl_agent(f"{role}-{os.getpid()}-{time.monotonic_ns()}", settings)
         regions = [(base, cache.nbytes // len(self._bases), 0, "") for base in self._bases]
         self._registered = self._nixl.register_memory(regions, "DRAM", ["UCX"])
         self._lists: list[Any] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+import pd_connector
 from pd_connector.tools.cli.checks.facts import Facts, Limits, Software, Transports, Trial
 from pd_connector.tools.cli.checks.network import configured_host
 from pd_connector.tools.cli.checks.network_probe import network
@@ -31,11 +32,13 @@ DISTRIBUTIONS = (
     "ucxx-cu12",
 )
 TRIAL_S = 60.0
+_ROOT = str(Path(pd_connector.__file__).parents[1])
 PROGRAM_S = 20.0
 
 _NIXL_TRIAL = """
-from nixl._api import nixl_agent, nixl_agent_config
-agent = nixl_agent("pd-connector-doctor", nixl_agent_config(backends=[]))
+from pd_connector.transport.nixl.library import import_nixl
+api = import_nixl()
+agent = api.nixl_agent("pd-connector-doctor", api.nixl_agent_config(backends=[]))
 agent.create_backend("UCX")
 """
 _UCXX_TRIAL = (
@@ -59,9 +62,10 @@ def look() -> Facts:
 def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
     """Run Python code in a process of its own: it may crash, or hang."""
     try:
-        # Not from the current folder, whose files could stand in for installed packages.
+        # Not from the current folder, whose files could stand in for installed packages; but from where
+        # this package lies.
         ended = subprocess.run(
-            [sys.executable, "-I", "-c", code],
+            [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {_ROOT!r})\n{code}"],
             capture_output=True,
             text=True,
             errors="replace",

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which addresses in `kv_transfer_params` may be dialled.
+
+Clients can put any address there. A producer therefore seals its own with the shared key, and a
+consumer dials an address that is sealed, or lies within `peers` of its config.
+"""
+
+import hashlib
+import hmac
+
+import msgspec
+
+from pd_connector.config import Config
+from pd_connector.control.keys import secret
+from pd_connector.errors import PDConnectorError
+from pd_connector.protocol.params import ProducerAddress, TransferParams
+from pd_connector.protocol.peers import Peer
+
+_SEAL_BYTES = 16
+
+
+class UntrustedAddressError(PDConnectorError):
+    """An address is neither sealed nor within `peers`."""
+
+
+def sealed(address: ProducerAddress, key: str) -> ProducerAddress:
+    """The address with this engine's seal; without one if there is no key."""
+    if not key or not address.peers:
+        return address
+    return address._replace(seal=_seal(address.engine_id, address.peers, key))
+
+
+def trusted_peers(params: TransferParams, config: Config) -> tuple[Peer, ...]:
+    """The ranks to fetch from, all of which may be dialled.
+
+    Args:
+        params: with `do_remote_prefill`.
+
+    Raises:
+        UntrustedAddressError: one may not be dialled.
+    """
+    peers = params.peers()
+    if config.key and params.remote_seal:
+        wanted = _seal(params.remote_engine_id or "", peers, config.key)
+        if hmac.compare_digest(wanted, params.remote_seal):
+            return peers
+    for peer in peers:
+        if not config.is_peer(peer.source.host):
+            seal = "its seal is not ours" if params.remote_seal else "it has no seal"
+            raise UntrustedAddressError(
+                f"producer at {peer.source.host!r}: {seal}, and it is not within peers "
+                f"{list(config.peers)}. Give all engines one key and pass on kv_transfer_params "
+                "whole, or add the network of the prefill engines to the config key peers"
+            )
+    return peers
+
+
+def _seal(engine_id: str, peers: tuple[Peer, ...], key: str) -> str:
+    ranks = [
+        [source.host, source.port, shard.first_layer, shard.stop_layer, shard.tp_rank]
+        for source, shard in peers
+    ]
+    data = msgspec.msgpack.encode([engine_id, ranks, peers[0].shard.tp_size])
+    mac = hashlib.blake2b(data, digest_size=_SEAL_BYTES, key=secret(key, b"pd-seal"))
+    return mac.hexdigest()

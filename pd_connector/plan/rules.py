@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constants by which token ranges are cut into chunks.
+
+Both sides of a session compute the plan by themselves and must come to the same one. So the constants belong to the
+schema that the two have agreed on, and not to the version of the code: a newer engine plans with an older one by the
+older one's rules. A change of a constant, or of what is done with it, is a new schema with rules of its own.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRules:
+    """The constants of one schema. Compared by identity, so that they are fast in keys of caches.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk where there is room. They are several to a prefill step, so
+            that they stream.
+        min_chunk_tokens: tokens of a chunk, unless there are fewer or a slot is too small for one
+            layer of them.
+        streamed_rows: chunks that the layers of a running prefill are shared among, if there are
+            so many layers.
+        min_chunk_bytes: no consumer may ask for smaller chunks than this, or than a slot.
+        spare_bytes: if a transfer's last page would bring this many bytes that nobody wants, or
+            more, only the tokens of that page pass.
+        edge_pieces, edge_cuts: the first chunk of a transfer and its last are cut into
+            `edge_pieces` pieces, and the outermost piece again, `edge_cuts` times in all. Nothing
+            else runs while the first is gathered and the last is scattered, so they are small.
+    """
+
+    chunk_tokens: int
+    min_chunk_tokens: int
+    streamed_rows: int
+    min_chunk_bytes: int
+    spare_bytes: int
+    edge_pieces: int
+    edge_cuts: int
+
+
+_SINCE_2 = PlanRules(
+    chunk_tokens=512,
+    min_chunk_tokens=128,
+    streamed_rows=8,
+    min_chunk_bytes=256 * 1024,
+    spare_bytes=256 * 1024,
+    edge_pieces=4,
+    edge_cuts=2,
+)
+RULES: dict[int, PlanRules] = {2: _SINCE_2, 3: _SINCE_2}
+"""By schema (`protocol/messages.py`). Rules of a schema that was released are never changed."""
+NEWEST_RULES = RULES[max(RULES)]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL's library, imported so that processes end cleanly on hosts with RDMA packages.
+
+NIXL's wheel brings its own libnl-route, under another file name. A module of its UCX (EFA's) loads the system's libefa and
+with it the system's libnl-route. A library that is loaded on behalf of another one looks for functions first where
+that one does: the system's copy finds the wheel's `rtnl_tc_register`, which refuses its traffic classes because the
+wheel's have the same names, and at the process' end `rtnl_tc_unregister`, which takes out of a list what never was in
+it. The process crashes there, after all its work (SIGSEGV; seen with NIXL 1.5.1 beside Debian's libibverbs1,
+librdmacm1 and ibverbs-providers).
+
+A library that is loaded by itself finds its own functions first. So the system's libnl-route is loaded before UCX
+starts. The other libraries are left to UCX: libefa must find the wheel's libibverbs, or EFA devices are not seen.
+"""
+
+import contextlib
+import ctypes
+from typing import Any
+
+_SYSTEM_LIBRARY = "libnl-route-3.so.200"
+"""The name under which libibverbs asks for it; the wheel's copy has another."""
+
+
+def import_nixl() -> Any:
+    """NIXL's Python API (`nixl._api`). Raises ImportError if it is not installed."""
+    with contextlib.suppress(OSError):  # a host without RDMA packages has none
+        ctypes.CDLL(_SYSTEM_LIBRARY)  # its symbols are bound now, and seen by nobody else
+    from nixl import _api
+
+    return _api

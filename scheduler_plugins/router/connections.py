@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds what clients may hold: connections, and the memory of request bodies."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+UNCOUNTED_BYTES = 64 << 10
+"""The first bytes of every body are not counted, so that small requests pass while large ones fill the
+budget. The number of connections bounds them."""
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+)
+_SAID = (
+    b'{"error": {"message": "too many connections", "type": "service_unavailable", "code": 503}}'
+)
+
+
+class ConnectionLimit:
+    """A protocol factory for `loop.create_server` that closes idle connections.
+
+    A connection is *idle* until its request has arrived whole, and again after the answer. A connection
+    that has not sent the headers of its first request within `header_timeout_s` is closed. When there
+    are `limit` connections and another one comes, the one that has been idle longest is closed. If none
+    is idle, the new one is answered with 503.
+    """
+
+    def __init__(self, limit: int, header_timeout_s: float) -> None:
+        self.limit = limit
+        self.header_timeout_s = header_timeout_s
+        self._make: Callable[[], asyncio.Protocol] | None = None
+        self._open: dict[asyncio.BaseProtocol, _Connection] = {}
+        self._idle: dict[asyncio.BaseProtocol, _Connection] = {}  # longest idle first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def wrap(self, make: Callable[[], asyncio.Protocol]) -> "ConnectionLimit":
+        """Use the protocols that `make` makes: aiohttp's. Returns itself."""
+        self._make = make
+        return self
+
+    def __call__(self) -> asyncio.Protocol:
+        """A protocol for a new connection."""
+        assert self._make is not None, "wrap was not called"
+        return _Connection(self, self._make())
+
+    def headers_arrived(self, request: web.BaseRequest) -> None:
+        """The headers of a request have arrived: no header timeout any more."""
+        if connection := self._open.get(request.protocol):
+            connection.stop_timer()
+
+    @contextmanager
+    def serving(self, request: web.BaseRequest) -> Iterator[None]:
+        """The request has arrived whole: its connection is not idle inside this block."""
+        connection = self._idle.pop(request.protocol, None)
+        try:
+            yield
+        finally:
+            if connection is not None and request.protocol in self._open:
+                self._idle[request.protocol] = connection
+
+    def _opened(self, connection: "_Connection") -> bool:
+        """Whether a new connection may stay."""
+        if len(self._open) >= self.limit:
+            if not self._idle:
+                return False
+            oldest = next(iter(self._idle))
+            logger.debug("%d connections: one that was idle is closed", len(self._open))
+            self._idle.pop(oldest).abort()
+            self._open.pop(oldest, None)
+        self._open[connection.inner] = self._idle[connection.inner] = connection
+        return True
+
+    def _lost(self, connection: "_Connection") -> None:
+        self._open.pop(connection.inner, None)
+        self._idle.pop(connection.inner, None)
+
+
+class _Connection(asyncio.Protocol):
+    """Passes everything on to aiohttp's protocol of the same connection."""
+
+    def __init__(self, limit: ConnectionLimit, inner: asyncio.Protocol) -> None:
+        self.inner = inner
+        self._limit = limit
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._admitted = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._admitted = self._limit._opened(self)
+        if not self._admitted:
+            transport.write(_BUSY % (len(_SAID), _SAID))
+            transport.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._limit.header_timeout_s, self.abort)
+        self.inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._admitted:
+            self.inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self.inner.eof_received() if self._admitted else None
+
+    def pause_writing(self) -> None:
+        if self._admitted:
+            self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._admitted:
+            self.inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.stop_timer()
+        self._limit._lost(self)
+        if self._admitted:
+            self.inner.connection_lost(error)
+
+    def abort(self) -> None:
+        """Close the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class BodyTooLargeError(Exception):
+    """One body is larger than a body may be."""
+
+
+class NoRoomError(Exception):
+    """All bodies together are as large as they may be."""
+
+
+class BodyBudget:
+    """Counts the bytes of all request bodies that the router holds.
+
+    A body is held until its request has ended, because another engine may have to be sent it.
+    """
+
+    def __init__(self, most_bytes: int, most_bytes_each: int) -> None:
+        self.held_bytes = 0
+        self._most_bytes = most_bytes
+        self._most_bytes_each = most_bytes_each
+
+    @contextmanager
+    def reserve(self) -> Iterator["Reservation"]:
+        """Room for one body, given back at the end of the block."""
+        reservation = Reservation(self, self._most_bytes_each)
+        try:
+            yield reservation
+        finally:
+            self.held_bytes -= reservation.counted_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """Raises NoRoomError if there is no room for so many bytes."""
+        if self.held_bytes + size_bytes > self._most_bytes:
+            raise NoRoomError
+        self.held_bytes += size_bytes
+
+
+class Reservation:
+    """The part of the budget that one body has."""
+
+    def __init__(self, budget: BodyBudget, most_bytes: int) -> None:
+        self.counted_bytes = 0
+        self._budget = budget
+        self._most_bytes = most_bytes
+
+    async def read(self, request: web.BaseRequest) -> bytes:
+        """The body of a request, taken from its connection piece by piece.
+
+        Raises:
+            BodyTooLargeError, NoRoomError: the rest was not read.
+        """
+        if (request.content_length or 0) > self._most_bytes:
+            raise BodyTooLargeError
+        parts, size_bytes = [], 0
+        while part := await request.content.readany():
+            size_bytes += len(part)
+            if size_bytes > self._most_bytes:
+                raise BodyTooLargeError
+            counted = max(0, size_bytes - UNCOUNTED_BYTES) - self.counted_bytes
+            self._budget.take(counted)
+            self.counted_bytes += counted
+            parts.append(part)
+        return b"".join(parts)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router on a socket, from start to end."""
+
+import asyncio
+import logging
+import resource
+import signal
+from types import TracebackType
+
+from aiohttp import web
+
+from scheduler_plugins.router.app import CONNECTIONS, create_app
+from scheduler_plugins.router.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+SOCKETS_PER_CONNECTION = 3
+"""A client's connection, and one to each of two engines."""
+_OTHER_FILES = 64
+
+
+class RouterServer:
+    """The router listens inside the `async with` block. Leaving ends it; requests have
+    `shutdown_timeout_s` to finish."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.app = create_app(config)
+        self.port = 0
+        """The port it listens on."""
+        self._runner = web.AppRunner(
+            self.app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=config.shutdown_timeout_s,
+        )
+        self._listener: asyncio.Server | None = None
+
+    async def __aenter__(self) -> "RouterServer":
+        """Raises OSError if the address cannot be listened on."""
+        config, connections = self.config, self.app[CONNECTIONS]
+        connections.limit = _possible(config.connections)
+        await self._runner.setup()
+        assert self._runner.server is not None
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                connections.wrap(self._runner.server), config.host, config.port, backlog=1024
+            )
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        self.port = self._listener.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening, and end what runs. May be called twice."""
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+
+async def serve(config: RouterConfig) -> None:
+    """Run the router until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with RouterServer(config) as server:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        logger.info("Running on http://%s:%d", host, server.port)
+        await ended.wait()
+
+
+def _possible(wanted: int) -> int:
+    """Connections for which the system gives this process enough files, at most `wanted`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted * SOCKETS_PER_CONNECTION + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    possible = max(1, (soft - _OTHER_FILES) // SOCKETS_PER_CONNECTION)
+    logger.warning(
+        "%d connections at most, not %d (setting connections): the limit of open files is %d (ulimit -n)",
+        possible,
+        wanted,
+        soft,
+    )
+    return possible

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that peers, clients or name servers do in great number, or not at all, stops an agent."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, ranks, until
+from support.children import Children, children, nursery
+
+from pd_connector.agent import consumer_side
+from pd_connector.agent.commands import Hold
+from pd_connector.control import addresses
+from pd_connector.errors import Cause
+from pd_connector.protocol.peers import Peer, Source
+
+__all__ = ["children", "nursery", "ranks"]
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port, under each of this machine's loopback addresses, that accepts and says nothing."""
+    with socket.create_server(("0.0.0.0", 0), backlog=1024) as server:
+        yield server.getsockname()[1]
+
+
+def assert_serves(producer: Rank, consumer: Rank, transfer: str = "good") -> None:
+    producer.offer(transfer, [1, 2])
+    consumer.load(producer.source, transfer, [3, 4])
+    assert consumer.loaded(transfer).cause is None
+    assert_pages(producer, [1, 2], consumer, [3, 4])
+    producer.freed(transfer)
+
+
+@pytest.mark.parametrize("addressed", [345, 1000])
+def test_a_request_with_hundreds_of_addresses_costs_itself_only(
+    ranks: Ranks, silent_port: int, addressed: int
+):
+    producer, consumer = ranks.pair(LONG | {"connect_timeout_s": 3.0})
+    hosts = [f"127.1.{i // 250}.{1 + i % 250}" for i in range(addressed)]
+    peers = [Peer(Source(host, silent_port, ""), WHOLE) for host in hosts]
+    consumer.load(peers, "many", [5])
+    assert_serves(producer, consumer)
+    assert consumer.gauge("producer_sessions") <= 65
+    assert consumer.loaded("many").cause == Cause.UNREACHABLE
+    until(lambda: consumer.gauge("producer_sessions") == 1)
+    assert_serves(producer, consumer, "afterwards")
+
+
+def test_requests_that_name_hundreds_of_engines_at_one_address_share_its_session(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG)
+    sources = [producer.source._replace(engine_id=f"engine {i}") for i in range(600)]
+    for i, source in enumerate(sources):
+        consumer.load(source, f"t{i}", [i % 20])
+    for i in range(600):
+        finished = consumer.loaded(f"t{i}")
+        assert finished.cause == Cause.UNREACHABLE
+        assert f"engine {i} was wanted" in finished.detail
+    assert consumer.gauge("producer_sessions") == 1
+    assert_serves(producer, consumer)
+
+
+@pytest.mark.parametrize("key", ["", KEY])
+def test_silent_connections_do_not_take_the_last_descriptor(
+    ranks: Ranks, children: Children, key: str
+):
+    settings = LONG | {"transports": ("shm",), "connect_timeout_s": 20.0, "key": key}
+    producer = children(settings, consumes=False)
+    producer.call("limit_descriptors", 200)
+    source = producer.call("source")
+    with contextlib.ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(socket.create_connection((source.host, source.port)))
+        consumer = ranks(settings, produces=False, seed=1)
+        producer.call("offer", "t", [1])
+        consumer.load(source, "t", [2])
+        assert consumer.loaded("t").cause is None
+        assert consumer.page(2) == producer.call("page", 1)
+    assert producer.call("count", "closed_connections") >= 300
+    assert producer.call("count", "agent_failures") == 0
+
+
+def test_a_connection_over_which_no_session_comes_is_closed(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG | {"connect_timeout_s": 1.0})
+    assert_serves(producer, consumer)
+    with socket.create_connection(("127.0.0.1", producer.agent.port)) as silent:
+        silent.settimeout(30.0)
+        while silent.recv(1000):  # libzmq greets whoever connects
+            pass
+    assert producer.gauge("consumer_sessions") == 1
+    assert_serves(producer, consumer, "over the session that was there")
+    assert consumer.count("lost_sessions", cause=Cause.SESSION_LOST) == 0
+
+
+def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG | {"idle_timeout_s": 0.5})
+    for i in range(2):
+        assert_serves(producer, consumer, f"{i}")
+        until(lambda: consumer.gauge("producer_sessions") == 0)
+    assert consumer.count("lost_sessions", cause=Cause.NOT_NEEDED) == 2
+
+
+def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):
+    producer, consumer = ranks.pair(LONG | {"idle_timeout_s": 0.3})
+    consumer.load(producer.source, "t", [1], wait=True)
+    until(lambda: consumer.gauge("producer_sessions"))
+    time.sleep(1.0)
+    assert consumer.gauge("producer_sessions") == 1
+    producer.offer("t", [2])
+    assert consumer.loaded("t").cause is None
+
+
+def test_with_as_many_sessions_as_may_be_an_idle_one_makes_room_and_a_used_one_does_not(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(consumer_side, "MOST_SESSIONS", 2)
+    producers = [ranks(LONG, consumes=False) for _ in range(3)]
+    consumer = ranks(LONG, produces=False, seed=1)
+    for i, producer in enumerate(producers):
+        assert_serves(producer, consumer, f"{i}")
+        assert consumer.gauge("producer_sessions") <= 2
+    for i, producer in enumerate(producers[:2]):
+        consumer.load(producer.source, f"waits {i}", [5 + i], wait=True)
+        until(lambda producer=producer: producer.gauge("outgoing_transfers"))
+    consumer.load(producers[2].source, "no room", [9])
+    assert consumer.loaded("no room").cause == Cause.SESSION_LIMIT
+    for i, producer in enumerate(producers[:2]):
+        producer.offer(f"waits {i}", [8])
+        assert consumer.loaded(f"waits {i}").cause is None
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_an_unexpected_error_ends_its_session_and_not_the_agent(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, side: str
+):
+    producer, consumer = ranks.pair(LONG)
+    assert_serves(producer, consumer, "before")
+    rank = producer if side == "producer" else consumer
+    machine: Any = (
+        rank.agent._loop.producer_side._producer  # type: ignore[union-attr]
+        if side == "producer"
+        else rank.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
+    )
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(machine, "open" if side == "producer" else "accept", fail)
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [1])
+    assert consumer.loaded("t").cause == Cause.INTERNAL
+    producer.freed("t")
+    assert_serves(producer, consumer, "afterwards")
+    assert rank.count("session_errors") == 1
+    assert rank.count("agent_failures") == 0
+    rank.counts.clear()
+
+
+def slow_names(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A name server that takes its time, except for localhost."""
+    lookup = socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, **options: Any) -> Any:
+        if host != "localhost":
+            time.sleep(seconds)
+            host = "127.0.0.1"
+        return lookup(host, *rest, **options)
+
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", slow)
+
+
+def test_a_name_server_that_does_not_answer_costs_its_request_only(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    slow_names(monkeypatch, 4.0)
+    producer, consumer = ranks.pair(SHORT | {"insecure": True})
+    for i in range(6):
+        source = producer.source._replace(host=f"p{i}.example")
+        consumer.agent.submit(Hold(f"load of slow {i}", f"slow {i}", (Peer(source, WHOLE),), True))
+        consumer.load(source, f"slow {i}", [1])
+    for i in range(5):
+        assert_serves(producer, consumer, f"good {i}")
+    assert not any(f"load of slow {i}" in consumer.look() for i in range(6))
+    for i in range(6):
+        finished = consumer.loaded(f"slow {i}")
+        assert finished.cause == Cause.UNREACHABLE
+        assert "name server" in finished.detail
+
+
+def test_a_name_that_is_found_leads_to_the_session_that_is_there(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    slow_names(monkeypatch, 0.2)
+    producer, consumer = ranks.pair(LONG | {"insecure": True})
+    assert_serves(producer, consumer)
+    hosts = ["p.example", "P.example", "localhost", "::ffff:127.0.0.1", "127.0.0.1"]
+    for host in hosts:
+        producer.offer(host, [1, 2])
+        consumer.load(producer.source._replace(host=host), host, [3, 4])
+        assert consumer.loaded(host).cause is None
+    assert consumer.gauge("producer_sessions") == 1
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_hung_engine_behind_a_live_agent_is_not_waited_for(ranks: Ranks, steps: bool):
+    settings = LONG | {"engine_timeout_s": 1.0, "wait_timeout_s": 4.0}
+    producer, consumer = ranks.pair(settings)
+    consumer.load(producer.source, "loaded", [1], wait=True)
+    watched = Hold("load of watched", "watched", (producer.peer,), True)
+    consumer.agent.submit(watched)
+    until(lambda: producer.gauge("outgoing_transfers") == 2)
+    deadline = time.monotonic() + 30.0
+    while len(consumer.look()) + len(consumer.told) < 2:
+        assert time.monotonic() < deadline
+        if steps:
+            producer.agent.engine_steps()
+        time.sleep(0.02)
+    wanted = {Cause.WAIT_TIMEOUT, Cause.UNKNOWN_TRANSFER} if steps else {Cause.ENGINE_HUNG}
+    assert consumer.loaded("loaded").cause in wanted
+    assert consumer.told["load of watched"].cause in wanted

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both sides compute by themselves stays as it is within a schema, or a rolling upgrade fails chunk by chunk."""
+
+import hashlib
+import random
+from dataclasses import replace
+
+import pytest
+
+from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.plan.chunks import chunk_limit, plan
+from pd_connector.plan.route import routes
+from pd_connector.plan.rules import RULES, PlanRules
+
+CODECS = ("fp8_e4m3", "int8", "raw")
+_SINCE_2 = "4c382a37126695dc6bca775340445025169ccd860c5683087dfa7f9c3b4925b5"
+DIGESTS = {2: _SINCE_2, 3: _SINCE_2}
+"""Digests of the routes and plans of 1,500 pairs, by schema. That of schema 2 is what the code computed that
+spoke schema 2 alone."""
+
+
+def some_group(chosen: random.Random) -> dict[str, object]:
+    """What the producer's and the consumer's layers have in common."""
+    heads = chosen.choice([1, 2, 4, 8])
+    latent = heads == 1 and chosen.random() < 0.5
+    return {
+        "kind": "latent" if latent else "attention",
+        "layers": tuple(range(chosen.choice([1, 3, 8, 32]))),
+        "heads": heads,
+        "key_dim": chosen.choice([64, 96, 128]),
+        "value_dim": 0 if latent else chosen.choice([64, 128]),
+    }
+
+
+def some_geometry(chosen: random.Random, common: dict[str, object], window: int) -> Geometry:
+    """How one rank of a side holds them."""
+    dtype = chosen.choice(["bfloat16", "bfloat16", "float32", "fp8_e4m3"])
+    tp = chosen.choice([1, 1, 2, 4])
+    layers = common["layers"]
+    assert isinstance(layers, tuple)
+    group = Group(
+        **common,  # type: ignore[arg-type]
+        page_size=chosen.choice([16, 16, 32, 128]),
+        window=window,
+        dtype=dtype,
+        layout=chosen.choice(["HND", "HND", "NHD"]),
+        heads_apart=chosen.random() < 0.5,
+        scales=((0.5, 0.25),) * len(layers) if dtype == "fp8_e4m3" else (),
+    )
+    return Geometry(Shard(0, len(layers), chosen.randrange(tp), tp), (group,))
+
+
+def digest_of(rules: PlanRules) -> str:
+    chosen, summed = random.Random(7), hashlib.sha256()
+    for _ in range(1500):
+        common, window = some_group(chosen), chosen.choice([0, 0, 40])
+        pair = [some_geometry(chosen, common, window) for _ in range(2)]
+        accepted = chosen.choice([CODECS, ("int8", "raw"), ("raw",)])
+        paths = routes(*pair, CODECS, accepted, rules)
+        first = chosen.choice([0, 0, 16, 128])
+        stop = first + chosen.choice([1, 15, 100, 1000, 2000, 5000])
+        slot_bytes = chosen.choice([1 << 20, 16 << 20])
+        limit = chunk_limit(paths, stop - first, slot_bytes, chosen.choice([None, 3e7, 1e9]))
+        for path in paths:
+            known = path.layers, path.heads, path.source_head, path.destination_head, path.codec
+            summed.update(repr((*known, path.verbatim)).encode())
+        for streamed in (False, True):
+            try:
+                chunks = plan(paths, first, stop, limit, streamed=streamed)
+            except ValueError:
+                summed.update(b"no plan")
+                continue
+            for chunk in chunks:
+                summed.update(repr((*chunk, chunk.nbytes(paths[chunk.route]))).encode())
+    return summed.hexdigest()
+
+
+@pytest.mark.parametrize("schema", sorted(RULES))
+def test_routes_and_plans_of_a_schema_stay_as_they_were(schema: int) -> None:
+    """If this fails, what was changed needs a schema of its own (`protocol/messages.py`)."""
+    assert digest_of(RULES[schema]) == DIGESTS[schema]
+
+
+@pytest.mark.parametrize("name", sorted(PlanRules.__dataclass_fields__))
+def test_every_constant_shows_in_the_plans(name: str) -> None:
+    """So that the digests would notice a change of any of them."""
+    other = replace(RULES[3], **{name: getattr(RULES[3], name) * 2})
+    assert digest_of(other) != DIGESTS[3]
