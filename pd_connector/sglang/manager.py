@@ -172,6 +172,13 @@ class Manager(BaseKVManager):
         self.prefill_info_table.pop(address, None)
         self._engines.forget(address)
 
+    def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
+        """SGLang wants a prompt computed again by the prefill engine, because its weights have changed
+        (`pause_generation` with mode `retract`)."""
+        kv_receiver.fail(
+            Cause.ROLE, "a retracted request is not computed again by a prefill engine"
+        )
+
     def watch(self, request: str) -> None:
         """Keep what the agent tells of this request, until `forget`."""
         self._watched.add(request)

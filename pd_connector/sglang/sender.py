@@ -136,9 +136,11 @@ class Sender(BaseKVSender):
             self._failure = freed.cause, "the decode engine did not take all of it"
 
     def _withdraw(self) -> None:
+        """Give the pages back, unless the agent has done with them."""
         if not self._withdrawn:
             self._withdrawn = True
             self.kv_mgr.agent.submit(Withdraw(self._transfer, self._request))
+        self.kv_mgr.forget(self._request)
 
     def _offer(self, *, final: bool, fence: Any) -> None:
         """Tell the agent which pages there are. What SGLang has sent is computed; what a step has

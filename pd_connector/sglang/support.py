@@ -44,6 +44,7 @@ _WANTED = {
     "disaggregation_decode_host_receive_threshold": 1.0,
     "optimistic_prefill_attempts": 0,
     "enable_lora": None,
+    "enable_memory_saver": False,
 }
 """Arguments of SGLang's, and the one value of each that is known to work here."""
 
