@@ -24,8 +24,14 @@ file that holds one."""
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+ENGINE_HOST_VARIABLE = "VLLM_HOST_IP"
+"""vLLM's own variable for the address of this host. Taken where nothing else names a host, and other
+addresses than loopback are permitted."""
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
+
+MAX_MODEL_ID = 256
+"""Characters of a `model_id`."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 TRANSPORT_GROUP = "pd_connector.transports"
@@ -52,6 +58,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
     needs nothing installed, `nixl` and `ucx` need the extra of that name."""
+    model_id: str = ""
+    """The operator's own name for the model and its weights. If both engines have one, it must be the
+    same; needed where weights are not files on disk, such as those of an object store."""
+    weights: Literal["sampled", "full"] = "sampled"
+    """What of the weights on disk is compared: samples of every tensor, or all bytes (`full`), which
+    are read once and remembered by file."""
     codec: str = "raw"
     """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
     takes the codec with the fewest bytes within `codec_max_error`."""
@@ -112,6 +124,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name, variable in (("key", KEY_VARIABLE), ("host", HOST_VARIABLE)):
             if name not in values and environment.get(variable):
                 values[name] = environment[variable]
+        if "host" not in values:
+            # Without a key it would be refused, where engines of one machine need none.
+            open_to_others = bool(values.get("key")) or values.get("insecure") is True
+            engine_host = environment.get(ENGINE_HOST_VARIABLE, "")
+            if open_to_others and not _is_wildcard(engine_host):
+                values["host"] = engine_host
         try:
             config = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
@@ -165,6 +183,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"transports {list(self.transports)}: must name each one once "
                 "(config key transports)"
             )
+        if len(self.model_id) > MAX_MODEL_ID:
+            raise self._wrong("model_id", f"must have {MAX_MODEL_ID} characters at most")
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import CODECS, Config, is_loopback
+from pd_connector.config import CODEC_GROUP, CODECS, Config, is_loopback
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.kv.coding import CODINGS
@@ -59,6 +59,8 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", "tcp", "Expected `array`"),
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
+        ("weights", "some", "Invalid enum value 'some'"),
+        ("model_id", 7, "Expected `str`"),
         ("codec", 8, "Expected `str`"),
         ("overlap", True, "Expected `str`"),
         ("overlap", "chunk", "Invalid enum value 'chunk'"),
@@ -77,16 +79,6 @@ def test_an_ill_typed_value_is_named_with_its_key_and_the_type_wanted(
     assert f"config key {key}" in message
 
 
-def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() -> None:
-    with pytest.raises(ConfigError) as caught:
-        _load(codec="zip")
-    message = str(caught.value)
-    for said in ("codec 'zip'", "auto, fp8_e4m3, int8, raw", "config key codec"):
-        assert said in message
-    assert "pd_connector.codecs" in message
-    assert set(CODECS) == {"auto", *CODINGS}
-
-
 def test_an_unknown_transport_is_named_with_those_that_exist_and_how_to_add_one() -> None:
     with pytest.raises(ConfigError) as caught:
         _load(transports=["shm", "tpc"])
@@ -96,9 +88,19 @@ def test_an_unknown_transport_is_named_with_those_that_exist_and_how_to_add_one(
     assert "pd_connector.transports" in message
 
 
+def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(codec="zip")
+    message = str(caught.value)
+    for said in ("codec 'zip'", "auto, fp8_e4m3, int8, raw", "config key codec", CODEC_GROUP):
+        assert said in message
+    assert set(CODECS) == {"auto", *CODINGS}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("model_id", "m" * 300),
         ("slots", 0),
         ("slots", -1),
         ("slots", 1_000_000),
@@ -198,6 +200,19 @@ def test_variables_fill_in_what_the_config_leaves_out() -> None:
     config = _load(environment, host="10.0.0.2")
     assert (config.key, config.host) == (KEY, "10.0.0.2")
     assert _load({"PD_CONNECTOR_HOST": ""}).host == "127.0.0.1"
+
+
+def test_vllms_own_host_comes_before_loopback_where_other_machines_may_come() -> None:
+    environment = {"VLLM_HOST_IP": "10.0.0.7"}
+    assert _load(environment, insecure=True).host == "10.0.0.7"
+    assert _load(environment, key=KEY).host == "10.0.0.7"
+    assert _load(environment | {"PD_CONNECTOR_KEY": KEY}).host == "10.0.0.7"
+    assert _load(environment).host == "127.0.0.1", "without a key only loopback"
+    assert _load({"VLLM_HOST_IP": "0.0.0.0"}, key=KEY).host == "127.0.0.1"
+    assert _load({"VLLM_HOST_IP": ""}, key=KEY).host == "127.0.0.1"
+    environment["PD_CONNECTOR_HOST"] = "10.0.0.1"
+    assert _load(environment, key=KEY).host == "10.0.0.1"
+    assert _load(environment, key=KEY, host="10.0.0.2").host == "10.0.0.2"
 
 
 @pytest.mark.parametrize(

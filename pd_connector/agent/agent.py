@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pd_connector.agent.commands import (
+    ChangeModel,
     Command,
     CommandQueue,
     Computed,
@@ -27,6 +28,7 @@ from pd_connector.agent.thread_priority import prefer_own_threads, prefer_short_
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
@@ -50,7 +52,8 @@ class Agent:
     Args:
         config: settings.
         engine_id: the engine's name, told to peers.
-        model: fingerprint of the model.
+        model: fingerprint of the model, for peers of schema 2.
+        facts: which model this is, for all others; compared by `kv.model.model_problem`.
         cache: the rank's pages; a peer never touches them, the agent's thread does.
         produces: serve consumers.
         consumes: fetch from producers.
@@ -77,6 +80,7 @@ class Agent:
         tells: Sequence[str] = (),
         needs: Sequence[str] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
+        facts: ModelFacts | None = None,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
             raise ConfigError(
@@ -89,6 +93,7 @@ class Agent:
         self._gate = PageGate()
         self._owed = OwedOutcomes()
         self._commands = CommandQueue()
+        self._facts = facts
         self._submitting = threading.Lock()
         self._closing = threading.Event()
         self._abandoned = False  # the agent hangs; the engine has given it up
@@ -98,7 +103,9 @@ class Agent:
         def make_loop(port: int) -> Loop:
             return Loop(
                 config,
-                Identity(engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs)),
+                Identity(
+                    engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs), self._facts
+                ),
                 cache,
                 self._commands,
                 self._gate,
@@ -146,6 +153,8 @@ class Agent:
         if fence is None and isinstance(command, Offer | Computed | Load):
             fence = self._cache.fence()
         with self._submitting:
+            if isinstance(command, ChangeModel):
+                self._facts = command.facts  # also of an agent that is started again
             self._owed.expect(command)
             self._commands.put(command, fence)
 

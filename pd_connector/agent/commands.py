@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pd_connector.errors import Cause
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
@@ -62,7 +63,13 @@ class Drop(NamedTuple):
     cause: Cause
 
 
-Command = Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop
+class ChangeModel(NamedTuple):
+    """The engine serves other weights from now on: KV of before must not be used with KV of after."""
+
+    facts: ModelFacts
+
+
+Command = Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop | ChangeModel
 
 
 class CommandQueue:

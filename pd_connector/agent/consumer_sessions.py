@@ -9,6 +9,7 @@ from pd_connector.agent.outbox import SendPath
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause
 from pd_connector.kv.coding import permitted
+from pd_connector.kv.model import ModelFacts
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.transport.base import Transport
@@ -92,7 +93,12 @@ class ConsumerSessions:
             read=read,
             direct=read and self._config.direction == "auto",
             model=self._identity.model,
+            facts=self._identity.facts,
         )
+
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights; sessions that exist are left to the caller."""
+        self._identity = self._identity._replace(facts=facts)
 
     def pop(self, sender: bytes) -> ConsumerSession | None:
         """Forget a session."""

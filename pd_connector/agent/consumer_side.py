@@ -14,11 +14,13 @@ from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.name_queue import Named, NameQueue
 from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -34,11 +36,12 @@ from pd_connector.protocol.incoming import (
     Tell,
 )
 from pd_connector.protocol.peers import Source
+from pd_connector.remedies import FAILING_GAUGE
 from pd_connector.transport.base import Landed
 
 logger = logging.getLogger("pd_connector.agent.consumer_side")
 
-_SESSIONS_PER_HEARTBEAT = 64
+_SESSIONS_PER_HEARTBEAT = 16
 """With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
 
 
@@ -79,8 +82,8 @@ class ConsumerSide:
         self._sessions = OpenSessions(config, self._dialler)
         self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
+        self._outage = OutageWatch()
         self._next_heartbeat = 0.0
-        self._next_sweep = 0.0
 
     @property
     def pollables(self) -> list[object]:
@@ -110,6 +113,7 @@ class ConsumerSide:
             "landing_slots": self._pool.held,
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
+            FAILING_GAUGE: float(self._outage.failing),
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
@@ -122,7 +126,7 @@ class ConsumerSide:
         for command, fence, cause, detail in ready:
             match command:
                 case Load() if cause is not None:
-                    self._finished(Finished(command.request, cause, detail))
+                    self._finished(Finished(command.request, cause, detail), now)
                 case Hold() if cause is not None:
                     self._act([Held(command.request, cause, detail)], now)
                 case Load():
@@ -135,6 +139,13 @@ class ConsumerSide:
                 case Drop(request, why):
                     self._act(self._consumer.drop(request, why, now), now)
                     self._gate.open(request)  # `Agent.submit` has shut it
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: KV that is under way is of no use, and every producer
+        must be compared with again."""
+        self._dialler.change_model(facts)
+        for session in self._sessions:
+            self._end(session, Cause.MODEL, "this engine's weights have changed", now)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
@@ -153,7 +164,7 @@ class ConsumerSide:
                 return
             self._dispatch(session, message, now)
             self._sessions.heard(session, now)
-        if self._sessions.holds(session) and (lost := session.connection.lost()):
+        if self._sessions.holds(session) and (lost := self._sessions.lost(session)):
             self._end(session, *lost, now)
 
     @contextlib.contextmanager
@@ -202,11 +213,12 @@ class ConsumerSide:
                 self._dial(source, addresses, now)
             else:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
-        if now >= self._next_sweep:
-            self._next_sweep = now + self._config.heartbeat_s / 2
-            for session in self._sessions:
-                with self._ending_on_error(session, now):
-                    self._sweep(session, now)
+        for session in self._sessions.compiling_sessions():
+            with self._ending_on_error(session, now):
+                self._establish(session, now)
+        for session in self._sessions.due(now):
+            with self._ending_on_error(session, now):
+                self._look_after(session, now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
             for session in self._sessions:
@@ -214,15 +226,16 @@ class ConsumerSide:
                     wanted = self._consumer.wanted(session.source)
                     self._sessions.send_heartbeat(session, wanted)
 
-    def _sweep(self, session: OpenSession, now: float) -> None:
-        """Look after one session."""
-        if session.deadline < now:
+    def _look_after(self, session: OpenSession, now: float) -> None:
+        """End a session that is lost or idle."""
+        if session.deadline <= now:
             self._end(session, session.timeout_cause, "the producer does not answer", now)
-        elif session.agreed is not None:
-            self._establish(session, now)
-        elif self._consumer.wants(session.source):
+            return
+        if self._consumer.wants(session.source):
             session.last_wanted = now
-        elif session.path is not None and session.last_wanted + self._config.idle_timeout_s < now:
+        if session.path is None or session.last_wanted + self._config.idle_timeout_s > now:
+            self._sessions.look_again(session, now)
+        else:
             self._end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
 
     @property
@@ -230,7 +243,7 @@ class ConsumerSide:
         """With many sessions heartbeats are further apart, as far as sessions and leases allow."""
         config = self._config
         stretched = config.heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
-        most = min(config.session_timeout_s, config.lease_s) / 2.5
+        most = min(config.session_timeout_s, config.lease_s) / 2
         return max(config.heartbeat_s, min(stretched, most))
 
     def close(self) -> None:
@@ -267,6 +280,7 @@ class ConsumerSide:
             session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
             return self._end(session, refused.cause, str(refused), now)
+        self._sessions.agreed(session)
         return self._establish(session, now)
 
     def _establish(self, session: OpenSession, now: float) -> None:
@@ -328,7 +342,8 @@ class ConsumerSide:
 
     def _end(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
         source, path = session.source, session.path
-        level = logging.WARNING if self._consumer.wants(source) else logging.INFO
+        detail = named_for_what_it_is(source.host, cause, detail)
+        level = self._outage.level if self._consumer.wants(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
         silenced = path is None or path.transport.silenced(path.expected)
@@ -353,10 +368,12 @@ class ConsumerSide:
                 case Held(request, cause, detail) as held:
                     if cause is not None:
                         self._telemetry.count("failed_transfers", cause=cause)
-                        logger.warning("no KV for request %s (%s): %s", request, cause, detail)
+                        told = "no KV for request %s (%s): %s"
+                        logger.log(self._outage.level, told, request, cause, detail)
+                        self._outage.failed(cause, detail, now)
                     self._report(held)
                 case Finished() as finished:
-                    self._finished(finished)
+                    self._finished(finished, now)
 
     def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         session = self._sessions.get(place.source)
@@ -367,19 +384,22 @@ class ConsumerSide:
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
 
-    def _finished(self, finished: Finished) -> None:
+    def _finished(self, finished: Finished, now: float) -> None:
         if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)
+            self._outage.succeeded()
         else:
             self._telemetry.count("failed_transfers", cause=finished.cause)
             if finished.cause is not Cause.ABORTED:
-                logger.warning(
+                logger.log(
+                    self._outage.level,
                     "KV of request %s did not arrive (%s): %s",
                     finished.request,
                     finished.cause,
                     finished.detail,
                 )
+            self._outage.failed(finished.cause, finished.detail, now)
         self._inbox.forget(finished.request)
         self._report(finished)
 

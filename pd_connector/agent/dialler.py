@@ -10,6 +10,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import permitted
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol import messages
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
@@ -50,6 +51,10 @@ class Dialler:
         greeting = hello(self._identity, geometry, self._codecs, transports)
         connection.send(messages.encode(greeting))
         return connection
+
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights."""
+        self._identity = self._identity._replace(facts=facts)
 
     def welcomed(
         self, source: Source, welcome: messages.Welcome

@@ -10,8 +10,9 @@ from pd_connector.errors import (
     TransportError,
     UnsupportedGeometryError,
 )
-from pd_connector.kv.geometry import Geometry
-from pd_connector.plan.route import Route, routes
+from pd_connector.kv.geometry import Geometry, without_drafts
+from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
+from pd_connector.plan.route import Route, lacking, routes
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
 from pd_connector.protocol.last_words import untold
@@ -25,9 +26,10 @@ class Identity(NamedTuple):
 
     engine_id: str
     epoch: int
-    model: bytes
+    model: bytes  # as schema 2 has it
     tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
     needs: tuple[str, ...] = ()  # those it cannot go on without
+    facts: ModelFacts | None = None
 
 
 class RefusedError(PDConnectorError):
@@ -57,6 +59,7 @@ def hello(
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
         needs=list(identity.needs),
+        facts=identity.facts,
     )
 
 
@@ -83,7 +86,10 @@ def check_hello(
             f"engine {identity.engine_id} answers here, {message.expected_engine_id} was wanted "
             "(restarted since?)",
         )
-    if message.model != identity.model:
+    mine, facts = identity.facts, message.facts
+    if mine is not None and facts is not None:
+        _check_model(mine, facts)
+    elif message.model != identity.model:
         raise _other_model(identity.model, message.model)
     if missing := untold(message.needs, identity.tells):
         raise RefusedError(
@@ -91,7 +97,8 @@ def check_hello(
             f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
             f"{message.engine_id} cannot go on without",
         )
-    return schema, _routes(geometry, message.geometry, codecs, message.codecs, schema)
+    source, destination = _shared(geometry, mine, facts), _shared(message.geometry, mine, facts)
+    return schema, _routes(source, destination, codecs, message.codecs, schema)
 
 
 def check_welcome(
@@ -107,9 +114,13 @@ def check_welcome(
             Cause.VERSION,
             f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
         )
-    if message.model not in (b"", identity.model):
+    mine, facts = identity.facts, message.facts
+    if mine is not None and facts is not None:
+        _check_model(facts, mine)
+    elif message.model not in (b"", identity.model):
         raise _other_model(identity.model, message.model)
-    return _routes(message.geometry, geometry, message.codecs, codecs, message.schema)
+    source, destination = _shared(message.geometry, mine, facts), _shared(geometry, mine, facts)
+    return _routes(source, destination, message.codecs, codecs, message.schema)
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
@@ -135,6 +146,18 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
 
 
+def _check_model(producer: ModelFacts, consumer: ModelFacts) -> None:
+    if problem := model_problem(producer, consumer):
+        raise RefusedError(Cause.MODEL, problem)
+
+
+def _shared(geometry: Geometry, ours: ModelFacts | None, theirs: ModelFacts | None) -> Geometry:
+    """What may pass of a cache: not the draft model's layers, unless both have the same draft."""
+    if ours is not None and theirs is not None and drafts_alike(ours, theirs):
+        return geometry
+    return without_drafts(geometry)
+
+
 def _other_model(ours: bytes, theirs: bytes) -> RefusedError:
     return RefusedError(
         Cause.MODEL,
@@ -151,6 +174,11 @@ def _routes(
     schema: int,
 ) -> tuple[Route, ...]:
     """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
+    if missing := lacking(source, destination):
+        raise RefusedError(
+            Cause.GEOMETRY,
+            f"the producer has no KV of {missing}: both engines must cache the same layers",
+        )
     try:
         return routes(source, destination, offered, accepted, RULES[schema])
     except UnsupportedGeometryError as error:

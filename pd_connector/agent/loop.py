@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from pd_connector.agent.commands import (
+    ChangeModel,
     Command,
     CommandQueue,
     Computed,
@@ -217,6 +218,11 @@ class Loop:
                 producer_side.withdraw(transfer, request)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
+            case ChangeModel(facts):
+                if producer_side:
+                    producer_side.change_model(facts, now)
+                if consumer_side:
+                    consumer_side.change_model(facts, now)
 
     def _pollables(self) -> list[Any]:
         found: list[Any] = [self._commands.wakes]

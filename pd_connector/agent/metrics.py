@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Name and description of every metric that a rank counts. Engines' doors register them."""
 
+from pd_connector.remedies import FAILING_GAUGE
+
 PREFIX = "pd_connector:"
 
 COUNTERS = {
@@ -32,6 +34,7 @@ GAUGES = {
     "send_slots": "Send slots that are not free (producer).",
     "consumer_sessions": "Sessions with consumers (producer).",
     "producer_sessions": "Sessions with producers (consumer).",
+    FAILING_GAUGE: "Ranks that have asked for KV for a minute and more, and none has arrived (consumer).",
 }
 HISTOGRAMS = {
     "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",

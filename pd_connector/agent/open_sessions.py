@@ -13,6 +13,7 @@ from pd_connector.config import Config
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause
 from pd_connector.protocol import messages
+from pd_connector.protocol.deadlines import Deadlines
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
 
@@ -36,6 +37,7 @@ class OpenSession:
     path: ReceivePath | None = None  # since `Welcome`
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None
+    has_event: bool = True  # something may have happened to the connection
 
     @property
     def timeout_cause(self) -> Cause:
@@ -58,8 +60,10 @@ class OpenSessions:
         # Not dialled yet, and by when they must be: for transfers with few addresses, and others.
         self._queues: tuple[dict[Source, float], dict[Source, float]] = ({}, {})
         self._epoll = select.epoll()
-        self._descriptors: dict[int, OpenSession] = {}
+        self._descriptors: dict[int, tuple[OpenSession, bool]] = {}  # and whether of its monitor
         self._used: dict[Source, OpenSession] = {}  # since they were last looked at
+        self._compiling: list[OpenSession] = []
+        self._looks: Deadlines[Source] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -81,7 +85,16 @@ class OpenSessions:
     @property
     def compiling(self) -> bool:
         """Whether sessions wait for kernels to be compiled."""
-        return any(session.agreed for session in self._sessions.values())
+        return bool(self._compiling)
+
+    def compiling_sessions(self) -> list[OpenSession]:
+        """Sessions that wait for kernels; some may be compiled by now."""
+        self._compiling = [s for s in self._compiling if s.agreed and self.holds(s)]
+        return list(self._compiling)
+
+    def agreed(self, session: OpenSession) -> None:
+        """A session stands once kernels for its routes are compiled."""
+        self._compiling.append(session)
 
     def get(self, source: Source) -> OpenSession | None:
         return self._sessions.get(source)
@@ -108,9 +121,10 @@ class OpenSessions:
         session = OpenSession(source, connection, now + self._config.connect_timeout_s, now)
         self._sessions[source] = self._used[source] = session
         self._handshakes.add(source)
+        self._looks.set(source, session.deadline)
         for socket in (connection.socket, connection.monitor):
             descriptor = int(socket.getsockopt(zmq.FD))
-            self._descriptors[descriptor] = session
+            self._descriptors[descriptor] = session, socket is connection.monitor
             self._epoll.register(descriptor, select.EPOLLIN)
 
     def next_queued(self, now: float) -> tuple[Source, int] | None:
@@ -132,7 +146,8 @@ class OpenSessions:
         """Sessions that may have something to read."""
         ready, self._used = self._used, {}
         for descriptor, _ in self._epoll.poll(0):
-            session = self._descriptors[descriptor]
+            session, is_monitor = self._descriptors[descriptor]
+            session.has_event |= is_monitor
             ready[session.source] = session
         return list(ready.values())
 
@@ -156,8 +171,26 @@ class OpenSessions:
     def heard(self, session: OpenSession, now: float) -> None:
         """The producer has spoken. Before the session stands only `Welcome` counts."""
         if session.path is not None:
-            self._handshakes.discard(session.source)
+            if session.source in self._handshakes:
+                self._handshakes.discard(session.source)
+                self.look_again(session, now)
             session.deadline = now + self._config.session_timeout_s
+
+    def due(self, now: float) -> list[OpenSession]:
+        """Sessions to look after: a deadline may have passed. `look_again` must follow."""
+        return [self._sessions[source] for source in self._looks.due(now)]
+
+    def look_again(self, session: OpenSession, now: float) -> None:
+        """Look after this session when it may be lost, or idle for too long."""
+        wait_s = min(self._config.session_timeout_s, self._config.idle_timeout_s)
+        self._looks.set(session.source, min(session.deadline, now + wait_s))
+
+    def lost(self, session: OpenSession) -> tuple[Cause, str] | None:
+        """Why the connection is no more, once that is so."""
+        if not session.has_event:
+            return None
+        session.has_event = False
+        return session.connection.lost()
 
     def oldest_idle(self, wants: Callable[[Source], bool]) -> OpenSession | None:
         """Among the sessions of producers of which nothing is wanted, the one that has been idle
@@ -171,6 +204,7 @@ class OpenSessions:
         self._sessions.pop(source)
         self._used.pop(source, None)
         self._handshakes.discard(source)
+        self._looks.discard(source)
         for socket in (connection.socket, connection.monitor):
             descriptor = int(socket.getsockopt(zmq.FD))
             del self._descriptors[descriptor]

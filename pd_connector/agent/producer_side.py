@@ -13,12 +13,14 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import OFFERED, Key, Outbox
 from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
+from pd_connector.config import is_loopback
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import (
     Cause,
     MalformedMessageError,
     TransportError,
 )
+from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.protocol import messages
 from pd_connector.protocol.outgoing import Action, Free, Offer, Reply, Send
@@ -60,6 +62,12 @@ class ProducerSide:
         self._listener = Listener(
             resources.context, config.host, resources.keys, port, config.connect_timeout_s
         )
+        if config.insecure and is_loopback(config.host):
+            logger.warning(
+                "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
+                "(config key, PD_CONNECTOR_HOST or VLLM_HOST_IP) to an address of this machine",
+                config.host,
+            )
         self._sessions = ConsumerSessions(resources)
         self._next_sweep = 0.0
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
@@ -124,6 +132,15 @@ class ProducerSide:
         self._outbox.forget(request)
         self._act(self._producer.withdraw(transfer, request))
         self._gate.open(request)
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: what was computed with the old ones is not sent any
+        more, and every consumer must compare models again."""
+        self._sessions.change_model(facts)
+        detail = "the engine's weights have changed"
+        self._act(self._producer.end_all(Cause.MODEL, detail))
+        for sender, _ in self._sessions:
+            self._reject(sender, Cause.MODEL, detail, now)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """Messages that wait, as (sender, bytes), for `handle`."""
@@ -237,7 +254,7 @@ class ProducerSide:
             welcome = self._sessions.open(sender, hello, now)
         except RefusedError as refused:
             return self._reject(sender, refused.cause, str(refused), now)
-        self._listener.serve(sender)
+        self._listener.serve(sender, now)
         self._listener.send(sender, messages.encode(welcome))
         return None
 

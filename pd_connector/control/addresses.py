@@ -6,6 +6,8 @@ import socket
 
 import zmq
 
+_POLLIN = int(zmq.POLLIN)  # operations on flags take microseconds
+
 
 def numeric(host: str) -> str:
     """The numeric address of `host` on this machine's resolver, IPv4 first.
@@ -35,4 +37,4 @@ def bound_port(bound: zmq.Socket[bytes]) -> int:
 
 def readable(polled: zmq.Socket[bytes]) -> bool:
     """Whether a receive would not wait."""
-    return bool(int(polled.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(polled.get(zmq.EVENTS)) & _POLLIN)

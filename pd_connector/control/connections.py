@@ -53,8 +53,9 @@ class Connections:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._serving)
 
-    def serve(self, descriptor: int) -> None:
+    def serve(self, descriptor: int, now: float) -> None:
         """There is a session over this connection."""
+        self._read_events(now)  # libzmq has told of the connection before its first message
         if self._waiting.pop(descriptor, None) is not None:
             self._serving.add(descriptor)
 
@@ -67,10 +68,7 @@ class Connections:
     def tick(self, now: float) -> int:
         """Close connections that have been without a session for too long, and the oldest of them
         if there are too many; returns how many were closed."""
-        events = 0
-        while events < _MOST_EVENTS and readable(self.monitor):
-            self._happened(recv_monitor_message(self.monitor), now)
-            events += 1
+        self._read_events(now)
         closed = 0
         most = _most_connections() if self._waiting else 0
         for descriptor, since in list(self._waiting.items()):
@@ -83,6 +81,12 @@ class Connections:
     def close(self) -> None:
         self._listening.disable_monitor()
         self.monitor.close()
+
+    def _read_events(self, now: float) -> None:
+        events = 0
+        while events < _MOST_EVENTS and readable(self.monitor):
+            self._happened(recv_monitor_message(self.monitor), now)
+            events += 1
 
     def _happened(self, event: Mapping[str, Any], now: float) -> None:
         descriptor = int(event["value"])

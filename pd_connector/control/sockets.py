@@ -70,9 +70,9 @@ class Listener:
     def pollables(self) -> list[object]:
         return [self.socket, self._connections.monitor]
 
-    def serve(self, sender: bytes) -> None:
+    def serve(self, sender: bytes, now: float) -> None:
         """There is a session with this sender: its connection stays."""
-        self._connections.serve(self._descriptors.get(sender, -1))
+        self._connections.serve(self._descriptors.get(sender, -1), now)
 
     def release(self, sender: bytes, now: float) -> None:
         """The session with this sender has ended."""
@@ -144,8 +144,8 @@ class Connection:
 
     @property
     def readable(self) -> bool:
-        """Whether a message or an event waits."""
-        return readable(self.socket) or readable(self.monitor)
+        """Whether a message waits."""
+        return readable(self.socket)
 
     def lost(self) -> tuple[Cause, str] | None:
         """Why the connection is no more, once that is so."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pd_connector.config import CODEC_GROUP
+from pd_connector.config import CODEC_GROUP, CODECS
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
 from pd_connector.kv.payload import block_bytes
@@ -115,7 +115,7 @@ def coding(name: str) -> Coding:
         return CODINGS[name]
     added = load_entry_points(CODEC_GROUP).get(name)
     if added is None:
-        raise unknown_name("codec", name, ("auto", *CODINGS), CODEC_GROUP, "codec")
+        raise unknown_name("codec", name, CODECS, CODEC_GROUP, "codec")
     found = added.load()
     if not isinstance(found, Coding) or found.name != name:
         raise ConfigError(

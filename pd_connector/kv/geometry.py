@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_LAYERS = 4096
+DRAFT_LAYERS = 2048
+"""Number of the first layer of a draft model (speculative decoding). Layers of the model itself have
+numbers below it. KV of a draft is optional: a consumer without it drafts worse, and answers the same."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -98,6 +101,20 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def heads(self, group: Group) -> range:
         """The KV heads of `group` that this rank holds."""
         return self.shard.heads(group.heads)
+
+
+def without_drafts(geometry: Geometry) -> Geometry:
+    """The same cache without layers of a draft model."""
+    groups = []
+    for group in geometry.groups:
+        kept = [place for place, layer in enumerate(group.layers) if layer < DRAFT_LAYERS]
+        if len(kept) == len(group.layers):
+            groups.append(group)
+        elif kept:
+            layers = tuple(group.layers[place] for place in kept)
+            scales = tuple(group.scales[place] for place in kept) if group.scales else ()
+            groups.append(msgspec.structs.replace(group, layers=layers, scales=scales))
+    return msgspec.structs.replace(geometry, groups=tuple(groups))
 
 
 def page_span(first_token: int, stop_token: int, page_size: int) -> range:

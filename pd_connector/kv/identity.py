@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV this is: the fingerprint of a model and the fingerprint of a prompt.
+"""Which KV this is, of a model: the fingerprint of a prompt, and of the adapter in use. `kv.model` says
+which model it is.
 
-KV may be used in place of a computation only if both fingerprints agree. They are compared
-between engines, so neither depends on paths, ranks, versions or the time.
+KV may be used in place of a computation only if both agree. They are compared between engines, so
+neither depends on paths, ranks, versions or the time.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ FINGERPRINT_BYTES = 16
 _LOCAL_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype"})
 _SAMPLE_BYTES = 64 * 1024
 _SAMPLES_PER_FILE = 16
+_BLOCK_BYTES = 8 << 20
+_ADAPTER = ("adapter_config.json", "adapter_model*", "new_embeddings*")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -28,8 +31,10 @@ def token_fingerprint(
     Args:
         tokens: prompt token ids, each in 32 bits.
         salt: the request's cache salt; unlike salts never share KV.
-        adapter: name of the adapter (LoRA) in use, empty for none.
-        inputs: content hashes of images and other inputs that stand behind placeholder tokens.
+        adapter: name and content (`adapter_fingerprint`) of the adapter (LoRA) in use, empty for
+            none.
+        inputs: content hashes of images and other inputs that stand behind placeholder tokens, each
+            with its place in the prompt.
     """
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-tokens")
     for part in (salt, adapter, *inputs):
@@ -40,13 +45,30 @@ def token_fingerprint(
     return digest.digest()
 
 
-def model_fingerprint(
+def adapter_fingerprint(folder: Path) -> str:
+    """Fingerprint of an adapter's content, as hexadecimal digits: of its config and all its weights.
+
+    Raises:
+        OSError: there are no weights of an adapter, or they cannot be read.
+    """
+    files = sorted(file for kind in _ADAPTER for file in folder.glob(kind) if file.is_file())
+    if not any(file.suffix != ".json" for file in files):
+        raise FileNotFoundError(f"no adapter's weights in {folder}")
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-adapter")
+    for file in files:
+        content = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                content.update(block)
+        digest.update(file.name.encode() + content.digest())
+    return digest.hexdigest()
+
+
+def schema2_fingerprint(
     config: Mapping[str, Any], weights: Path | None, *, seed: int | None = None
 ) -> bytes:
-    """Fingerprint of a model: its config and samples of its weights.
-
-    Sixteen samples of 64 KiB per weight file are read (start and end included), so that a
-    fine-tune with the same shapes is another model, and a 100 GB checkpoint takes milliseconds.
+    """Fingerprint of a model as schema 2 has it, for peers that speak no later one. It does not see
+    every tensor; `kv.model` has what replaced it.
 
     Args:
         config: the model's config as plain data.

@@ -18,6 +18,7 @@ import msgspec
 
 from pd_connector.config import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.last_words import LastWords
 
@@ -42,7 +43,8 @@ class Hello(Message, frozen=True):
     """Consumer, first message of a session: who I am and what I can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read;
-    `needs` what it must be told with the end of each transfer (`last_words`).
+    `needs` what it must be told with the end of each transfer (`last_words`). `facts` are compared
+    instead of `model`, which schema 2 has.
     """
 
     newest: Count
@@ -55,6 +57,7 @@ class Hello(Message, frozen=True):
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
     needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
+    facts: ModelFacts | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -75,6 +78,7 @@ class Welcome(Message, frozen=True):
     read: bool = False
     direct: bool = False
     model: Fingerprint = b""  # empty in versions that did not say it
+    facts: ModelFacts | None = None
 
 
 class Reject(Message, frozen=True):

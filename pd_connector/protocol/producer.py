@@ -268,6 +268,13 @@ class Producer:
         self._draining.lost(session)
         return actions
 
+    def end_all(self, cause: Cause, detail: str) -> list[Action]:
+        """End every transfer: the KV that it is of may not be used any more."""
+        actions: list[Action] = []
+        for outgoing in list(self._transfers):
+            actions += self._end(outgoing, cause, detail)
+        return actions
+
     def tick(self, now: float) -> list[Action]:
         """End what has expired."""
         actions: list[Action] = []

@@ -26,8 +26,8 @@ from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.cache import describe_cache, own_shard
-from pd_connector.sglang.identity import fingerprint_model
 from pd_connector.sglang.metrics import Metrics
+from pd_connector.sglang.model import model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines
 from pd_connector.sglang.registration import register
 from pd_connector.sglang.streaming import Streaming
@@ -98,13 +98,14 @@ class Manager(BaseKVManager):
         self.agent = Agent(
             self._config,
             engine_id,
-            fingerprint_model(queue.scheduler),
+            b"",  # of schema 2, which no SGLang has spoken
             cache,
             produces=self._produces,
             consumes=not self._produces,
             shards=shards,
             tells=(FIRST_TOKEN,) if self._produces else (),
             needs=() if self._produces else (FIRST_TOKEN,),
+            facts=model_facts(queue.scheduler, self._config, shard),
         )
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, rank)

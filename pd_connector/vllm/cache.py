@@ -3,14 +3,14 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import Geometry, Group, Kind, Shard
+from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, Kind, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.vllm.packing import CpuPacking
 
@@ -22,11 +22,13 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_FLOATS = ("bfloat16", "float16", "float32")
+
 
 class _Layer(NamedTuple):
     """One layer of vLLM's, before layers of a kind are grouped."""
 
-    number: int  # in the model, as `_numbers` counts
+    number: int  # as `layers.identify` counts
     name: str
     table: int
     spec: "AttentionSpec"
@@ -34,14 +36,20 @@ class _Layer(NamedTuple):
 
 
 def describe_cache(
-    kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig"
+    kv_caches: dict[str, torch.Tensor],
+    kv_cache_config: "KVCacheConfig",
+    vllm_config: "VllmConfig",
+    numbers: Mapping[str, int],
 ) -> PagedCache:
     """What `register_kv_caches` was given, as a `PagedCache`.
+
+    Args:
+        numbers: of the layer that each cache is of.
 
     Raises:
         UnsupportedGeometryError: a layer of a kind that cannot be moved.
     """
-    layers = list(_layers(kv_caches, kv_cache_config))
+    layers = list(_layers(kv_caches, kv_cache_config, numbers))
     groups: dict[tuple[object, ...], list[tuple[Group, LayerPages]]] = {}
     for layer in sorted(layers):
         group, pages = _describe(layer, vllm_config)
@@ -86,7 +94,8 @@ def own_shard(vllm_config: "VllmConfig", numbers: list[int]) -> Shard:
     tp = parallel.tensor_parallel_size
     stage, rank = divmod(parallel.rank % parallel.world_size, tp)
     if parallel.pipeline_parallel_size == 1:
-        return Shard(min(numbers), max(numbers) + 1, rank, tp)
+        own = [number for number in numbers if number < DRAFT_LAYERS]
+        return Shard(min(own), max(own) + 1, rank, tp)
     return Shard(*_stage(vllm_config, stage), rank, tp)
 
 
@@ -100,11 +109,10 @@ def _stage(vllm_config: "VllmConfig", stage: int) -> tuple[int, int]:
 
 
 def _layers(
-    kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig"
+    kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig", numbers: Mapping[str, int]
 ) -> Iterator[_Layer]:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    numbers = _numbers(list(kv_caches))
     seen: set[tuple[int, int]] = set()
     for table in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[table]
@@ -119,19 +127,6 @@ def _layers(
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
             yield _Layer(numbers[name], name, table, spec, tensor)
-
-
-def _numbers(names: list[str]) -> dict[str, int]:
-    """A number for each cache: that of its layer. If layers have several caches, all caches of the
-    model are numbered in order."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    index = {name: int(extract_layer_index(name)) for name in names}
-    if len(set(index.values())) == len(names):
-        return index
-    kinds = {name: name.replace(str(index[name]), "", 1) for name in names}
-    order = sorted(set(kinds.values()))
-    return {name: index[name] * len(order) + order.index(kinds[name]) for name in names}
 
 
 def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages]:
@@ -154,7 +149,8 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         key_dim, value_dim = tensor.shape[3], 0
     rows, heads_apart = _rows(layer.tensor)
     where = packing.name if packing else _backend(vllm_config, layer.name)
-    scales = _scales(layer, vllm_config) if dtype == "fp8_e4m3" else (1.0, 1.0)
+    # Scales count for pages that pass as they are, too: unlike ones mean unlike values.
+    scales = (1.0, 1.0) if dtype in _FLOATS else _scales(layer, vllm_config)
     group = Group(
         kind=kind,
         layers=(layer.number,),
@@ -199,9 +195,17 @@ def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
     mode = layer.spec.kv_quant_mode
     stored = getattr(layer.spec, "cache_dtype_str", None) or cache_dtype
     if mode is KVQuantMode.FP8_PER_TENSOR and stored in ("fp8", "fp8_e4m3"):
-        return "fp8_e4m3"
+        return "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
     name = _DTYPE_NAMES.get(layer.spec.dtype)
     return name if mode is KVQuantMode.NONE and name else f"{stored}/{mode.name}"
+
+
+def _is_fnuz() -> bool:
+    """Whether this device's FP8 is the kind without negative zero and infinities, whose codes mean
+    half of what OCP's mean."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_fp8_fnuz())
 
 
 def _halves(

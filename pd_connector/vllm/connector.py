@@ -191,6 +191,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.end()
 
+    def set_weights_version(self, version: str) -> None:
+        """Called by `extension.WorkerExtension`: the weights have changed, to this version."""
+        assert self._worker is not None
+        self._worker.change_version(version)
+
     # Both sides
 
     def get_kv_connector_stats(self) -> PDStats | None:
@@ -228,7 +233,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def reset_cache(self) -> bool:
-        """Nothing is cached between requests."""
+        """Nothing is cached between requests. vLLM resets caches when it is paused for new weights."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
         return True
 
 

@@ -30,6 +30,7 @@ class StepCommands(KVConnectorMetadata):
     commands: list[Command] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     idle: bool = False  # the step computes nothing
+    compare_weights: bool = False  # they may have changed since the step before
 
 
 @dataclass

@@ -5,13 +5,17 @@ import logging
 
 
 def register() -> None:
-    """Make `"kv_connector": "PDConnector"` known to vLLM, and AMX usable. Harmless to repeat."""
+    """Make `"kv_connector": "PDConnector"` known to vLLM, and AMX usable; note what the model that is
+    built consists of. Harmless to repeat."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from pd_connector.vllm.owners import watch
 
     if "PDConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "PDConnector", "pd_connector.vllm.connector", "PDConnector"
         )
+    watch()
     ask_for_amx()
 
 

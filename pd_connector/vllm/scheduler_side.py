@@ -23,8 +23,9 @@ from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
-from pd_connector.vllm.streaming import Streaming, fingerprint, kept_pages
+from pd_connector.vllm.streaming import Streaming, kept_pages
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,6 +49,7 @@ class _Fetch:
     """A request whose prompt is computed elsewhere."""
 
     transfer: str
+    identity: bytes  # of its prompt
     peers: tuple[Peer, ...]
     wait: bool
     stage: _Stage
@@ -81,11 +83,13 @@ class SchedulerSide:
         self._consumes = consumes
         self._address = transfer_params.ProducerAddress(engine_id)
         self._fetches: dict[str, _Fetch] = {}
-        self._offers: dict[str, str] = {}  # request -> transfer
+        self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
+        self._identity = RequestIdentity()
         self._describes: set[str] = set()
         self._streaming = Streaming() if config.overlap != "off" else None
         self._commands: list[Command] = []
         self._slots_out = 0
+        self._weights_may_change = False
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
@@ -110,10 +114,13 @@ class SchedulerSide:
             self._describes.add(request.request_id)
         else:
             transfer = parsed.transfer_id or request.request_id
-            self._offers[request.request_id] = transfer
+            identity = self._identity_of(request)
+            if identity is None:
+                return
+            self._offers[request.request_id] = transfer, identity
             self._commands.append(Expect(transfer))
             if self._streaming:
-                self._streaming.add(request, transfer)
+                self._streaming.add(request, transfer, identity)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -148,7 +155,7 @@ class SchedulerSide:
                 request=request.request_id,
                 transfer=fetch.transfer,
                 peers=fetch.peers,
-                identity=fingerprint(request),
+                identity=fetch.identity,
                 first_token=fetch.computed_tokens,
                 stop_token=fetch.computed_tokens + num_external_tokens,
                 pages=kept_pages(blocks.get_block_ids()),
@@ -163,7 +170,15 @@ class SchedulerSide:
             commands, prefills = self._streaming.step(output)
             self._commands += commands
         commands, self._commands = self._commands, []
-        return StepCommands(commands, prefills, idle=output.total_num_scheduled_tokens == 0)
+        idle = output.total_num_scheduled_tokens == 0
+        # An engine that was paused to change its weights computes nothing until that is done.
+        compare = self._weights_may_change and not idle
+        self._weights_may_change &= idle
+        return StepCommands(commands, prefills, idle, compare)
+
+    def reset(self) -> None:
+        """vLLM's caches were reset, as they are before weights change."""
+        self._weights_may_change = True
 
     def load_ended(self, request_id: str) -> None:
         """The workers reported the end of a load, good or bad."""
@@ -206,9 +221,10 @@ class SchedulerSide:
         if request_id in self._describes:
             self._describes.discard(request_id)
             return False, transfer_params.description(self._address)
-        transfer = self._offers.pop(request_id, None)
-        if transfer is None:
+        offered = self._offers.pop(request_id, None)
+        if offered is None:
             return False, None
+        transfer, identity = offered
         if self._streaming:
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
@@ -217,20 +233,20 @@ class SchedulerSide:
         if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
             self._commands.append(Withdraw(transfer, request_id))
             return False, None
-        offered = [table[:count] for table, count in zip(pages, wanted, strict=True)]
+        kept = [table[:count] for table, count in zip(pages, wanted, strict=True)]
         self._commands.append(
             Offer(
                 transfer,
                 request_id,
-                kept_pages(offered),
-                fingerprint(request),
+                kept_pages(kept),
+                identity,
                 prompt_tokens=tokens,
                 tokens=tokens,
                 final=True,
             )
         )
         return True, transfer_params.response(
-            self._address, transfer=transfer, pages=offered, tokens=tokens
+            self._address, transfer=transfer, pages=kept, tokens=tokens
         )
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
@@ -247,10 +263,22 @@ class SchedulerSide:
         except UntrustedAddressError as error:
             self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
             return
+        identity = self._identity_of(request)
+        if identity is None:
+            return
         watch = parsed.wait and self._config.defer_pages
         stage = _Stage.WATCHED if watch else _Stage.HELD
-        self._fetches[request.request_id] = _Fetch(transfer, peers, parsed.wait, stage)
+        self._fetches[request.request_id] = _Fetch(transfer, identity, peers, parsed.wait, stage)
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
+
+    def _identity_of(self, request: "Request") -> bytes | None:
+        """What its KV depends on; None where that is not known, and the request is computed here."""
+        try:
+            return self._identity.of(request)
+        except OSError as error:
+            detail = f"its adapter cannot be told by content: {error}"
+            self._ignore(request, Cause.MODEL, detail)
+            return None
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
         self.telemetry.count("ignored_params", cause=cause)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_connector.agent.commands import Command, Revoke
-from pd_connector.kv.identity import token_fingerprint
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
 
@@ -33,9 +32,8 @@ class Streaming:
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
 
-    def add(self, request: "Request", transfer: str) -> None:
+    def add(self, request: "Request", transfer: str, identity: bytes) -> None:
         """A request has been queued whose KV will be fetched."""
-        identity = fingerprint(request)
         self._prompts[request.request_id] = _Prompt(transfer, identity, request.num_prompt_tokens)
 
     def discard(self, request_id: str) -> None:
@@ -92,18 +90,6 @@ class Streaming:
                 for known, added in zip(prompt.pages, tables or (), strict=False):
                     known.extend(added)
             yield request_id, computed
-
-
-def fingerprint(request: "Request") -> bytes:
-    """Fingerprint of everything that the KV of a request's prompt depends on."""
-    assert request.prompt_token_ids is not None
-    features = request.mm_features or []
-    return token_fingerprint(
-        request.prompt_token_ids,
-        salt=request.cache_salt or "",
-        adapter=request.lora_request.lora_name if request.lora_request else "",
-        inputs=[f"{feature.identifier}@{feature.mm_position.offset}" for feature in features],
-    )
 
 
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:

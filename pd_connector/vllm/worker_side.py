@@ -2,26 +2,34 @@
 """The connector in a worker: describes the cache to an agent and relays commands and outcomes."""
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from pd_connector.agent.agent import Agent
-from pd_connector.agent.commands import Computed
+from pd_connector.agent.commands import ChangeModel, Computed
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
-from pd_connector.kv.identity import model_fingerprint
+from pd_connector.kv.identity import schema2_fingerprint
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import Prefill, RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats
+from pd_connector.vllm.model import identify_caches, loaded_weights, model_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("pd_connector.vllm")
+
+_COMPARE_S = 60.0
+"""Time between two looks at the weights in memory, in seconds, where nothing says that they may have
+changed. One takes milliseconds."""
 
 
 class WorkerSide:
@@ -35,6 +43,8 @@ class WorkerSide:
         self._config = config
         self._agent: Agent | None = None
         self._address: RankAddress | None = None
+        self._facts: ModelFacts | None = None
+        self._next_compare = 0.0
         self._rank = str(vllm_config.parallel_config.rank)
         self._prefills: list[Prefill] = []
         self._idle = False
@@ -51,25 +61,28 @@ class WorkerSide:
         Raises:
             UnsupportedGeometryError: the cache has a form that cannot be moved.
         """
-        from vllm.model_executor.models.utils import extract_layer_index
-
         self.close()
-        cache = describe_cache(kv_caches, self._kv_cache_config, self._vllm_config)
-        numbers = {name: int(extract_layer_index(name)) for name in kv_caches}
+        caches = identify_caches(self._vllm_config, list(kv_caches))
+        numbers = {name: cache.number for name, cache in caches.items()}
+        cache = describe_cache(kv_caches, self._kv_cache_config, self._vllm_config, numbers)
         # Layers with several caches stream step by step: vLLM does not tell which cache is done.
-        self._layers = numbers if len(set(numbers.values())) == len(numbers) else {}
+        single = all(cache.label.endswith("/attention") for cache in caches.values())
+        self._layers = numbers if single else {}
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
+        self._facts = model_facts(self._vllm_config, self._config, caches, shard)
+        self._next_compare = time.monotonic() + _COMPARE_S
         self._agent = Agent(
             self._config,
             transfer.engine_id,
-            fingerprint_model(self._vllm_config),
+            schema2_model(self._vllm_config),
             cache,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
+            facts=self._facts,
         )
         self._address = RankAddress(self._agent.host, self._agent.port, shard)
         logger.info(
@@ -90,6 +103,8 @@ class WorkerSide:
         """A step begins: hand its commands to the agent, before anything is computed. Once this
         has returned, no page is read that the step may reuse."""
         assert self._agent is not None or not step.commands
+        if step.compare_weights or (not step.idle and time.monotonic() >= self._next_compare):
+            self._compare_weights()
         if self._agent is not None:
             self._agent.engine_steps()
         for command in step.commands:
@@ -150,34 +165,64 @@ class WorkerSide:
             self._agent.close()
             self._agent = None
 
+    def change_version(self, version: str) -> None:
+        """The operator has changed the weights while the engine served, and calls them so now."""
+        if self._agent is None or self._facts is None:
+            return
+        loaded = loaded_weights(self._vllm_config)
+        self._change(msgspec.structs.replace(self._facts, version=version, loaded=loaded))
+
+    def _compare_weights(self) -> None:
+        """Find out whether the weights are still those that peers were told of."""
+        self._next_compare = time.monotonic() + _COMPARE_S
+        facts = self._facts
+        if facts is None or not facts.loaded:
+            return
+        loaded = loaded_weights(self._vllm_config)
+        if loaded == facts.loaded:
+            return
+        logger.warning(
+            "the weights have changed while this engine served: until both engines are told the "
+            "version of their weights, KV passes only between ranks that hold the same part of the "
+            "model (docs/configuration.md#weights-that-change)"
+        )
+        updates = facts.updates + 1
+        changed = msgspec.structs.replace(facts, loaded=loaded, updates=updates, version="")
+        self._change(changed)
+
+    def _change(self, facts: ModelFacts) -> None:
+        assert self._agent is not None
+        self._facts = facts
+        self._agent.submit(ChangeModel(facts))
+
     def _computed(self, stop_layer: int | None) -> None:
         assert self._agent is not None
         for transfer, request, tokens in self._prefills:
             self._agent.submit(Computed(transfer, request, tokens, stop_layer))
 
 
-def fingerprint_model(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the model that vLLM serves."""
+def schema2_model(vllm_config: "VllmConfig") -> bytes:
+    """Fingerprint of the model that vLLM serves, for peers of schema 2."""
     model = vllm_config.model_config
     config: dict[str, Any] = model.hf_config.to_dict()
     config["served_dtype"] = str(model.dtype)
     config["served_quantization"] = str(model.quantization)
     if vllm_config.load_config.load_format == "dummy":
-        return model_fingerprint(config, None, seed=model.seed)
+        return schema2_fingerprint(config, None, seed=model.seed)
     folder = _checkpoint_folder(model.model, model.revision)
     if folder is None:
-        logger.warning(
-            "weights of %s are not on this disk: models are told apart by name and config only",
-            model.model,
-        )
         config["served_name"] = f"{model.model}@{model.revision}"
-    return model_fingerprint(config, folder)
+    return schema2_fingerprint(config, folder)
 
 
 def _checkpoint_folder(model: str, revision: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # a file, a repository with a quantisation, an object store
+        return None
     return Path(found).parent if isinstance(found, str) else None

@@ -25,6 +25,14 @@ from zlib import crc32
 import msgspec
 
 from scheduler_plugins.admission.load import LoadReport
+from scheduler_plugins.admission.process import (
+    hold,
+    is_held,
+    lives,
+    pid_namespace,
+    start_ticks,
+    user_namespace,
+)
 
 STALE_S = 2.0
 """A post of a busy engine is stale this long after its step should have ended."""
@@ -81,6 +89,10 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     """Process that wrote it."""
+    namespace: int = 0
+    """PID namespace of that process; 0: not known."""
+    started: int = 0
+    """`start_ticks` of that process; 0: not known."""
     written_s: float
     """When, by the machine's monotonic clock, which all its processes share."""
     idle: bool
@@ -111,7 +123,7 @@ class Board:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
-        """The board of the engine that an API server with this configuration talks to."""
+        """The board of the first engine core of an API server; see `boards_of` for all."""
         return cls(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index)
 
     def read(self) -> LoadReport | None:
@@ -141,7 +153,7 @@ class Board:
         the engine core are children of one process.
         """
         yield from self._folder.glob(f"{self._instance}.*.dp{self._rank}")
-        yield from self._folder.glob(f"*.{os.getppid()}.dp{self._rank}")
+        yield from self._folder.glob(f"*.{_parent()}.dp{self._rank}")
 
 
 class BoardWriter:
@@ -158,9 +170,10 @@ class BoardWriter:
         for path in folder.iterdir():
             _clear_away(path)
         instance = _plain(instance_id.removesuffix(f"_dp{rank}"))
-        self.path = folder / f"{instance}.{os.getppid()}.dp{rank}"
+        self.path = folder / f"{instance}.{_parent()}.dp{rank}"
         self._file: int | None = None
         self._pid = os.getpid()
+        self._started = start_ticks(self._pid)
         self._next_s = 0.0
         self._idle = False
 
@@ -185,6 +198,8 @@ class BoardWriter:
         """
         posted = Posted(
             pid=self._pid,
+            namespace=pid_namespace(),
+            started=self._started,
             written_s=now_s,
             idle=idle,
             step_s=step_s,
@@ -194,6 +209,7 @@ class BoardWriter:
         self._next_s, self._idle = now_s + EVERY_S, idle
         if self._file is None:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            hold(self._file)
         os.pwrite(self._file, _sealed(_ENCODER.encode(posted)), 0)
 
     def close(self) -> None:
@@ -234,22 +250,31 @@ def default_folder() -> Path:
     """This user's directory for boards: in shared memory where the machine has that."""
     shared = Path("/dev/shm")
     root = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    return root / f"pd-scheduler-{os.getuid()}"
+    return root / f"pd-scheduler-{os.getuid()}{user_namespace()}"
+
+
+def boards_of(vllm_config: Any) -> list[Board]:
+    """The boards of all engine cores of this machine that an API server sends requests to.
+
+    That is one for each data-parallel rank, unless something else balances the load: then each API server
+    has its own ranks. Ranks on other machines have boards there, which are not found.
+    """
+    parallel = vllm_config.parallel_config
+    first, count = 0, parallel.data_parallel_size
+    if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
+        first, count = parallel.data_parallel_index, parallel.data_parallel_size_local
+    return [Board(vllm_config.instance_id, first + n) for n in range(max(1, count))]
 
 
 def _holds(posted: Posted) -> bool:
     age_s = time.monotonic() - posted.written_s
-    return (posted.idle or age_s <= STALE_S + posted.step_s) and _lives(posted.pid)
+    fresh = posted.idle or age_s <= STALE_S + posted.step_s
+    return fresh and lives(posted.pid, posted.namespace, posted.started) is not False
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+def _parent() -> str:
+    """The parent of this process, told apart from those of other containers."""
+    return f"{pid_namespace()}-{os.getppid()}"
 
 
 def _plain(name: str) -> str:
@@ -269,6 +294,10 @@ def _make_private(folder: Path) -> None:
 
 
 def _clear_away(path: Path) -> None:
+    """Delete a post whose writer is gone, for sure: never that of a living engine elsewhere."""
     posted = read_post(path)
-    if posted is not None and not _lives(posted.pid):
+    if posted is None:
+        return
+    alive = lives(posted.pid, posted.namespace, posted.started)
+    if alive is False or (alive is None and not is_held(path)):
         path.unlink(missing_ok=True)

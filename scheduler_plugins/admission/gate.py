@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import exp
@@ -40,6 +40,8 @@ class Ticket:
     """One request, and what was expected of it."""
 
     number: int
+    rank: int
+    """Data-parallel rank that it is expected to go to: an index of the gate's boards."""
     qos: str
     arrived_s: float
     prompt: Prompt
@@ -87,7 +89,7 @@ class AdmissionGate:
 
     def __init__(
         self,
-        board: Board | None,
+        boards: Sequence[Board],
         metrics: AdmissionMetrics,
         *,
         settings: Path | None = None,
@@ -97,22 +99,23 @@ class AdmissionGate:
         """Read the settings.
 
         Args:
-            board: where the engine posts its load; None: admit everything.
+            boards: where the engine cores post their loads, one for each data-parallel rank; none:
+                admit everything.
             settings: the YAML file; None: one class, without an SLO.
-            cache_tokens: size of the engine's prefix cache; 0: it has none.
+            cache_tokens: size of the prefix caches of all ranks together; 0: there is none.
             clock: seconds, by the clock that dates the posts.
 
         Raises:
             QosError: the settings cannot be used.
         """
-        self._board = board
+        self._boards = list(boards)
         self._metrics = metrics
         self._watched = WatchedFile(settings) if settings else None
         self.now_s = clock
         self._look_at_s = clock() + LOOK_EVERY_S
         self._numbers = count()
         self._unreported: dict[int, tuple[Ticket, float]] = {}
-        self._admitted_work = AdmittedWork()
+        self._admitted_work = [AdmittedWork() for _ in self._boards]
         self.memory = PromptMemory(cache_tokens)
         self._use(self._watched.current if self._watched else SchedulerFile())
 
@@ -130,13 +133,19 @@ class AdmissionGate:
         """What the class is promised."""
         return self._slos[qos]
 
-    def ask(self, qos: str, prompt: Prompt) -> Ticket:
-        """Decide on a request, and count it. Call `done` for each that is admitted."""
+    def ask(self, qos: str, prompt: Prompt, rank: int | None = None) -> Ticket:
+        """Decide on a request, and count it. Call `done` for each that is admitted.
+
+        Args:
+            rank: index of the board of the rank that the client chose; None: vLLM balances.
+        """
         tokens = self.memory.tokens(prompt)
         cached = self.memory.cached(prompt, tokens)
-        decision, cost_s = self._decide(qos, tokens, cached)
+        rank, report = self._least_loaded(rank)
+        decision, cost_s = self._decide(report, qos, tokens, cached)
         ticket = Ticket(
             number=next(self._numbers),
+            rank=rank,
             qos=qos,
             arrived_s=self.now_s(),
             prompt=prompt,
@@ -147,7 +156,8 @@ class AdmissionGate:
         if decision.admit:
             self._metrics.admitted.labels(qos).inc()
             self._unreported[ticket.number] = ticket, cost_s
-            self._admitted_work.add(ticket.arrived_s, cost_s)
+            if self._admitted_work:
+                self._admitted_work[rank].add(ticket.arrived_s, cost_s)
         else:
             self._metrics.rejected.labels(qos, decision.cause).inc()
         return ticket
@@ -172,30 +182,44 @@ class AdmissionGate:
 
     def show(self) -> None:
         """Copy the engine's own figures into the metrics."""
-        posted = self._board.posted() if self._board else None
-        if posted is not None:
-            self._metrics.show(posted)
+        posts = [posted for board in self._boards if (posted := board.posted()) is not None]
+        if posts:
+            self._metrics.show(posts)
 
-    def _decide(self, qos: str, tokens: int, cached: int) -> tuple[Decision, float]:
+    def _least_loaded(self, rank: int | None) -> tuple[int, LoadReport | None]:
+        """The rank that a request goes to, and its load as of now; None if no load is known.
+
+        Without a choice of the client it is the rank with the fewest requests, as vLLM's balancer decides.
+        """
+        chosen = range(len(self._boards)) if rank is None else (rank,)
+        known = [
+            (n, self._as_of_now(posted, n))
+            for n in chosen
+            if 0 <= n < len(self._boards) and (posted := self._boards[n].posted()) is not None
+        ]
+        return min(known, key=lambda one: one[1].requests, default=(0, None))
+
+    def _decide(
+        self, report: LoadReport | None, qos: str, tokens: int, cached: int
+    ) -> tuple[Decision, float]:
         """The decision, and the seconds of prefill that the request brings (0 if unknown)."""
-        posted = self._board.posted() if self._board else None
-        cost_s = posted.report.model.prefill_s(tokens, cached) if posted else 0.0
+        cost_s = report.model.prefill_s(tokens, cached) if report else 0.0
         if self.promised(qos) == Slo():
             return ADMITTED, cost_s
         # The engine may have read other classes than we have, for a moment.
-        if posted is None or qos not in posted.report.classes:
+        if report is None or qos not in report.classes:
             self._metrics.unseen.labels(qos).inc()
             return ADMITTED, cost_s
-        return self._control.decide(self._as_of_now(posted), qos, tokens, cached), cost_s
+        return self._control.decide(report, qos, tokens, cached), cost_s
 
-    def _as_of_now(self, posted: Posted) -> LoadReport:
+    def _as_of_now(self, posted: Posted, rank: int) -> LoadReport:
         """The report plus what was admitted since. In a burst, all requests would see the same report."""
         report, now_s = posted.report, self.now_s()
         known_s = posted.written_s - TRANSIT_S
         self._unreported = {
             number: entry
             for number, entry in self._unreported.items()
-            if entry[0].arrived_s > known_s
+            if entry[0].arrived_s > known_s or entry[0].rank != rank
         }
         age_s = max(0.0, now_s - posted.written_s)
         faded = exp(-age_s / WINDOW_S)
@@ -205,14 +229,14 @@ class AdmissionGate:
         }
         for ticket, cost_s in self._unreported.values():
             load = classes.get(ticket.qos)
-            if load is not None:
+            if load is not None and ticket.rank == rank:
                 classes[ticket.qos] = _with(load, ticket, cost_s)
         all_s = sum(sum(load.arriving) for load in classes.values())
         return replace(
             report,
             classes=classes,
             prefill_left_s=max(0.0, report.prefill_left_s - age_s),
-            prefill_share=self._admitted_work.share(now_s, 0.0 if posted.idle else all_s),
+            prefill_share=self._admitted_work[rank].share(now_s, 0.0 if posted.idle else all_s),
         )
 
     def _reload(self) -> None:

@@ -45,10 +45,17 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Time until what is being prefilled is done."""
     classes: dict[str, ClassLoad]
     decoding: tuple[Decoding, ...] = ()
+    running: int = 0
+    """Requests that are prefilled or decoded."""
     decode_tokens: float = 0.0
     """Tokens that a sequence generates on average; 0 if none has ended yet."""
     prefill_share: float = 0.0
     """Part of its time that the engine spends on prefill while it decodes; 0 if it does only one."""
+
+    @property
+    def requests(self) -> int:
+        """Requests that wait or run. vLLM's balancer sends the next one where there are fewest."""
+        return self.running + sum(load.waiting for load in self.classes.values())
 
     @property
     def decode_s(self) -> float:
@@ -77,6 +84,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         prefill_left_s: float = 0.0,
         decoding: Iterable[Decoding] = (),
         decode_tokens: float = 0.0,
+        running: int = 0,
     ) -> Self:
         """Report a queue, and what its engine is doing. `now_s` is by the clock of the arrivals."""
         classes = {}
@@ -90,4 +98,11 @@ class LoadReport(msgspec.Struct, frozen=True):
                 work.arriving(now_s),
                 queue.fair_share.balance_s(name),
             )
-        return cls(model, prefill_left_s, classes, tuple(decoding), decode_tokens)
+        return cls(
+            model,
+            prefill_left_s,
+            classes,
+            tuple(decoding),
+            decode_tokens=decode_tokens,
+            running=running,
+        )

@@ -8,6 +8,7 @@ copied into gauges when `/metrics` is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -50,15 +51,17 @@ class AdmissionMetrics:
         self._predicted = _BoardTimes("engine_predicted_ttft", "TTFT predicted by the scheduler")
         self._ttft = _BoardTimes("engine_ttft", "TTFT in the engine")
 
-    def show(self, posted: Posted) -> None:
-        """Copy what the engine says of itself."""
-        for qos, load in posted.report.classes.items():
-            self._waiting.labels(qos).set(load.waiting)
-            self._tokens.labels(qos).set(load.tokens)
-            self._work_s.labels(qos).set(sum(load.work_s))
-        for qos, record in posted.classes.items():
-            self._predicted.show(qos, record.predicted_ttft)
-            self._ttft.show(qos, record.ttft)
+    def show(self, posts: Sequence[Posted]) -> None:
+        """Copy what the engine cores say of themselves, added up over the data-parallel ranks."""
+        for qos in {qos for posted in posts for qos in posted.report.classes}:
+            loads = [one.report.classes[qos] for one in posts if qos in one.report.classes]
+            self._waiting.labels(qos).set(sum(load.waiting for load in loads))
+            self._tokens.labels(qos).set(sum(load.tokens for load in loads))
+            self._work_s.labels(qos).set(sum(sum(load.work_s) for load in loads))
+        for qos in {qos for posted in posts for qos in posted.classes}:
+            records = [one.classes[qos] for one in posts if qos in one.classes]
+            self._predicted.show(qos, _together([one.predicted_ttft for one in records]))
+            self._ttft.show(qos, _together([one.ttft for one in records]))
 
 
 class _BoardTimes:
@@ -77,6 +80,11 @@ class _BoardTimes:
             self._buckets.labels(qos, bound).set(total)
         self._sum.labels(qos).set(times.sum_s)
         self._count.labels(qos).set(totals[-1])
+
+
+def _together(several: Sequence[Times]) -> Times:
+    counts = [sum(bucket) for bucket in zip(*(one.counts for one in several), strict=True)]
+    return Times(counts, sum(one.sum_s for one in several))
 
 
 def _gauge(name: str, words: str, *labels: str) -> Gauge:

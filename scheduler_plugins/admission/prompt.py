@@ -47,13 +47,18 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt:
-    """The prompt of a completion (`prompt`) or a chat (`messages`), as far as it is text or ids.
+    """The prompts of a completion (`prompt`), a chat (`messages`), an embedding (`input`, `texts`), or of
+    pairs that are scored (a query and documents), as far as they are text or ids.
 
     Images and the like count nothing: the learnt ratio makes up for their average. Whatever is
     malformed counts nothing either; the engine will refuse it.
     """
     if "messages" in body:
         kind, (data, ids) = "chat", _sequences(_chat(body))
+    elif pairs := _pairs(body):
+        kind, (data, ids) = "pair", _sequences(pairs)
+    elif (given := body.get("input", body.get("texts"))) is not None:
+        kind, (data, ids) = "text", _sequences(given)
     else:
         kind, (data, ids) = "text", _sequences(body.get("prompt"))
     shared = [body.get(name) for name in ("model", "cache_salt")]
@@ -75,6 +80,31 @@ def _sequences(prompt: object) -> tuple[tuple[bytes, ...], bool]:
         return tuple(array("q", one).tobytes() for one in several), True
     except (TypeError, OverflowError):
         return (), False
+
+
+_PAIRS = (
+    ("query", "documents"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("text_1", "text_2"),
+    ("data_1", "data_2"),
+)
+"""Names under which vLLM's scoring endpoints take pairs."""
+
+
+def _pairs(body: Mapping[str, Any]) -> list[str]:
+    """The text of each pair; one query may have several documents."""
+    for names in _PAIRS:
+        firsts, seconds = (_listed(body.get(name)) for name in names)
+        if firsts and seconds:
+            firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+            return ["\0".join(pair) for pair in zip(firsts, seconds, strict=False)]
+    return []
+
+
+def _listed(given: object) -> list[str]:
+    several = given if isinstance(given, list) else [given]
+    return [text for text in several if isinstance(text, str)]
 
 
 def _chat(body: Mapping[str, Any]) -> str:

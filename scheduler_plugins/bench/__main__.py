@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scheduler_plugins.bench`: `queue`, `qos`, `admission` and `replay`, in simulation or in
-real engines, `overhead` and `hybrid`."""
+real engines, `ablation`, `overhead` and `hybrid`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 from pd_connector.tools.cli.bench_report import exit_codes
-from scheduler_plugins.bench import classes, order, overhead, overload, plot
+from scheduler_plugins.bench import ablation, classes, order, overhead, overload, plot
 from scheduler_plugins.sim import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -109,6 +109,12 @@ def qos(
         live_commands.run("baseline", partial(live_qos.compare, *durations), json)
         return
     _tell("Classes", classes.compare(range(seeds), minutes * 60), json)
+
+
+@app.command("ablation")
+def without(seeds: Seeds = 5, minutes: Minutes = 2.0, json: Json = None) -> None:
+    """What each part of the scheduler is worth: with it, and with it switched off, in simulation."""
+    _tell("Parts of the scheduler", ablation.compare(range(seeds), minutes * 60), json)
 
 
 @app.command()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
-from scheduler_plugins.bench.replay import Setup, capacity, p99
+from scheduler_plugins.bench.replay import ENGINE, Setup, capacity, p99
+from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.sim.engine import SimulatedStep
@@ -26,9 +27,12 @@ SHARE_POINTS = 5.0
 _CALIBRATION = 2000
 
 
-def stream(qos: str, load: float, duration_s: float, seed: int) -> list[Waiting]:
+def stream(
+    qos: str, load: float, duration_s: float, seed: int, truth: CostModel = ENGINE
+) -> list[Waiting]:
     """Requests of one class, which bring `load` times what the engine can do."""
-    rate = load * capacity(lengths(0, _CALIBRATION), Setup("fcfs", cache_tokens=CACHE_TOKENS))
+    setup = Setup("fcfs", cache_tokens=CACHE_TOKENS, truth=truth)
+    rate = load * capacity(lengths(0, _CALIBRATION), setup)
     return poisson(lengths(seed, round(rate * duration_s)), rate, seed, qos)
 
 

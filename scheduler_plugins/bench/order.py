@@ -36,7 +36,7 @@ class Workload(NamedTuple):
     def run(self, setup: Setup, load: float, seed: int) -> Outcome:
         """Serve it at `load` times the rate at which this engine drains all of it by FCFS."""
         requests = shared_profiles(seed, users=self.users, posts=self.posts)
-        rate = load * capacity(requests, self.setup("fcfs"))
+        rate = load * capacity(requests, self.setup("fcfs")._replace(truth=setup.truth))
         return Outcome.of(setup.engine().run(poisson(requests, rate, seed)))
 
 

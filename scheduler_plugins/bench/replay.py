@@ -38,6 +38,7 @@ class Setup(NamedTuple):
     classes: Sequence[QosClass] = ONLY
     max_overtaken: int = MAX_OVERTAKEN
     page_size: int = PAGE_SIZE
+    truth: CostModel = ENGINE
 
     def engine(self) -> SimulatedEngine:
         """An idle engine with an empty cache, which takes from an empty queue."""
@@ -46,11 +47,11 @@ class Setup(NamedTuple):
             create(self.policy, self.lambda_),
             cache.hashes,
             page_size=self.page_size,
-            costs=FixedCosts(),
+            costs=FixedCosts(self.truth),
             classes=self.classes,
             max_overtaken=self.max_overtaken,
         )
-        return SimulatedEngine(queue, cache, ENGINE, page_size=self.page_size)
+        return SimulatedEngine(queue, cache, self.truth, page_size=self.page_size)
 
 
 class Outcome(NamedTuple):

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from scheduler_plugins.admission.gate import AdmissionGate, Ticket
 from scheduler_plugins.middleware.asgi import Message, Send
 from scheduler_plugins.qos.classes import Slo
+
+_TAIL_BYTES = 512
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 
 
 class Refusal(NamedTuple):
@@ -65,9 +69,22 @@ class Answer:
     """The engine's answer to one request on its way out; tells the gate when tokens came."""
 
     def __init__(
-        self, gate: AdmissionGate, ticket: Ticket, send: Send, state: Mapping[str, Any]
+        self,
+        gate: AdmissionGate,
+        ticket: Ticket,
+        send: Send,
+        state: Mapping[str, Any],
+        *,
+        generates: bool = True,
     ) -> None:
-        """`state`: the request's state (`scope["state"]`), where vLLM leaves the usage."""
+        """Watch an answer.
+
+        Args:
+            state: the request's state (`scope["state"]`), where vLLM leaves the usage.
+            generates: False for embeddings and the like, which are there with their last byte.
+        """
+        self._generates = generates
+        self._tail = b""  # the end of an answer that generates nothing, with the usage in it
         self._gate = gate
         self._ticket = ticket
         self._send = send
@@ -89,6 +106,9 @@ class Answer:
     def ended(self) -> None:
         """Nothing more will come. Learn from what came, if that was all of it."""
         self._gate.done(self._ticket)
+        if not self._generates:
+            self._pooled()
+            return
         usage = getattr(self._state.get("request_metadata"), "final_usage_info", None)
         if self._first_s is None or self._last_s is None or usage is None:
             return
@@ -108,10 +128,20 @@ class Answer:
         if self._first_s is None and part and not part.startswith(b":"):
             self._first_s = self._gate.now_s()
             self._gate.done(self._ticket)
-            if self._streamed:
+            if self._streamed and self._generates:
                 self._gate.first_token(self._ticket, self._first_s - self._ticket.arrived_s)
+        if not self._generates:
+            self._tail = (self._tail + part)[-_TAIL_BYTES:]
         if not message.get("more_body", False):
             self._last_s = self._gate.now_s()
+
+    def _pooled(self) -> None:
+        """An answer that generated nothing: it was ready when the prompt was computed."""
+        if self._last_s is None:
+            return
+        self._gate.first_token(self._ticket, self._last_s - self._ticket.arrived_s)
+        if found := _PROMPT_TOKENS.search(self._tail):
+            self._gate.memory.answered(self._ticket.prompt, int(found.group(1)), None)
 
     def _whole(self, more: int, taken_s: float) -> None:
         """An answer in one piece, with `more` tokens after the first."""

@@ -13,10 +13,11 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler_plugins.admission.board import Board
+from scheduler_plugins.admission.board import boards_of
 from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.metrics import metrics
 from scheduler_plugins.admission.prompt import prompt_of
@@ -24,6 +25,7 @@ from scheduler_plugins.middleware.answers import Answer, refusal, respond, too_l
 from scheduler_plugins.middleware.asgi import App, Message, Receive, Scope, Send, headers_of
 from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.qos.classes import QosError
+from scheduler_plugins.qos.request_id import with_class, without_class
 from scheduler_plugins.qos.settings import QOS_KEY, settings_path
 
 PATHS = (
@@ -35,8 +37,22 @@ PATHS = (
     "/invocations",
 )
 """Endpoints whose bodies take `vllm_xargs`."""
-ADMITTED_PATHS = (*PATHS[:2], "/invocations")
+POOLING_PATHS = (
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+"""Endpoints that generate nothing. Their class travels in the request's id."""
+ADMITTED_PATHS = (*PATHS[:2], "/invocations", *POOLING_PATHS)
 """Endpoints for which time is predicted."""
+GUARDED = ("/v1/", "/v2/")
+"""Endpoints that ask for the API key, if the server has one."""
 BODY_BYTES = 64 << 20
 """Larger bodies are answered with 413. The whole body is held while the class is written into it."""
 
@@ -63,8 +79,9 @@ class AdmissionMiddleware:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path.startswith("/metrics"):
             self._gate_of(scope).show()
-        wanted = scope["type"] == "http" and scope["method"] == "POST" and path in PATHS
-        if not wanted or (path.startswith("/v1/") and not _may_enter(scope)):
+        known = path in PATHS or path in POOLING_PATHS
+        wanted = scope["type"] == "http" and scope["method"] == "POST" and known
+        if not wanted or (path.startswith(GUARDED) and not _may_enter(scope)):
             await self._app(scope, receive, send)
             return
         raw = await _read(scope, receive)
@@ -80,20 +97,26 @@ class AdmissionMiddleware:
     async def _serve(
         self, scope: Scope, path: str, body: dict[str, Any], receive: Receive, send: Send
     ) -> None:
-        gate = self._gate_of(scope)
-        qos = gate.class_of(headers_of(scope))
-        body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), QOS_KEY: qos}
+        gate, headers = self._gate_of(scope), headers_of(scope)
+        qos = gate.class_of(headers)
+        pools = path in POOLING_PATHS
+        if pools:
+            scope = _with_request_id(scope, with_class(_request_id(headers), qos))
+            send = _without_class(send)
+        else:
+            body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), QOS_KEY: qos}
         raw = json.dumps(body, separators=(",", ":")).encode()
         scope = _with_length(scope, len(raw))
         receive = _replayed(raw, receive)
         if path not in ADMITTED_PATHS or not gate.on:
             await self._app(scope, receive, send)
             return
-        ticket = gate.ask(qos, prompt_of(body))
+        ticket = gate.ask(qos, prompt_of(body), _rank(headers))
         if not ticket.decision.admit:
             await respond(send, refusal(ticket, gate.promised(qos)))
             return
-        answer = Answer(gate, ticket, send, scope.setdefault("state", {}))
+        state = scope.setdefault("state", {})
+        answer = Answer(gate, ticket, send, state, generates=not pools)
         try:
             await self._app(scope, receive, answer.send)
         finally:
@@ -116,19 +139,22 @@ class AdmissionMiddleware:
         if self._gate is None:
             config = scope["app"].state.vllm_config
             self._gate = AdmissionGate(
-                Board.of(config),
+                boards_of(config),
                 metrics(),
                 settings=settings_path(config),
-                cache_tokens=_cache_tokens(config.cache_config),
+                cache_tokens=_cache_tokens(config),
             )
         return self._gate
 
 
-def _cache_tokens(cache_config: Any) -> int:
+def _cache_tokens(config: Any) -> int:
+    """Tokens that fit into the prefix caches of all ranks; 0 if there are none."""
+    cache_config = config.cache_config
     if not cache_config.enable_prefix_caching:
         return 0
     blocks: int = (cache_config.num_gpu_blocks or 0) * cache_config.block_size
-    return cache_config.kv_cache_size_tokens or blocks
+    one_rank: int = cache_config.kv_cache_size_tokens or blocks
+    return one_rank * len(boards_of(config))
 
 
 def _may_enter(scope: Scope) -> bool:
@@ -182,6 +208,41 @@ def _decode(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(body, dict) or not isinstance(body.get("vllm_xargs") or {}, dict):
         return None
     return body
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    """The client's id of the request, or a new one."""
+    return headers.get("x-request-id") or uuid.uuid4().hex
+
+
+def _rank(headers: Mapping[str, str]) -> int | None:
+    """The data-parallel rank that the client chose; vLLM reads the same header."""
+    chosen = headers.get("x-data-parallel-rank", "")
+    return int(chosen) if chosen.isdecimal() else None
+
+
+def _with_request_id(scope: Scope, request_id: str) -> Scope:
+    headers = [pair for pair in scope["headers"] if pair[0].lower() != b"x-request-id"]
+    return {
+        **scope,
+        "headers": [*headers, (b"x-request-id", request_id.encode("latin-1", "replace"))],
+    }
+
+
+def _without_class(send: Send) -> Send:
+    """Answers have the id that the client gave (vLLM's --enable-request-id-headers)."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [
+                (name, without_class(value.decode("latin-1")).encode("latin-1"))
+                if name.lower() == b"x-request-id"
+                else (name, value)
+                for name, value in message.get("headers", ())
+            ]
+        await send(message)
+
+    return sending
 
 
 def _with_length(scope: Scope, length: int) -> Scope:

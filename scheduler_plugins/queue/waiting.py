@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from scheduler_plugins.order.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.order.request import BlockHash, Waiting
@@ -16,10 +15,6 @@ from scheduler_plugins.queue.prefix_index import CostEstimator, Costs, PrefixInd
 LOOKS_PER_PEEK = 32
 """Most entries that are evaluated anew before one is chosen. The order is exact unless, since the last
 choice, the cache made more requests than that cheaper, or more than that at the head dearer."""
-
-MOST_SHARED = 2
-"""Divisor: at most 1/2 of a step goes to requests that overtake a running prefill, so it at most
-doubles."""
 
 
 class WaitingQueue:
@@ -38,8 +33,7 @@ class WaitingQueue:
     everything, what runs ends, and nobody takes the room that becomes free. Requests that are removed
     count as having overtaken.
 
-    **Batches.** `peek` returns None although requests wait if the batch has to go without another: for
-    a request that wants a batch of its own, and for a request that is guarded (`FairShare`).
+    **Batches.** `peek` returns None although requests wait if a request wants a batch of its own.
     """
 
     def __init__(
@@ -178,7 +172,6 @@ class WaitingQueue:
         if request_id in self._started:
             self._started.discard(request_id)
             self._starts -= 1
-        self.fair_share.unguard(request_id)
         if self._own_batch == request_id:
             self._own_batch = None
 
@@ -193,17 +186,14 @@ class WaitingQueue:
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` may return None although requests wait."""
-        return bool(self.fair_share.guarded) or self.policy.splits_batches
+        return self.policy.splits_batches
 
-    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
+    def begin_scan(self, *, full: bool = False) -> None:
         """The engine begins a pass over its queue.
 
         Args:
             full: a request that wants a batch of its own is being prefilled.
-            prefilling: ids of the requests whose prefill goes on in this batch.
         """
-        if self.fair_share.guarded:
-            self.fair_share.keep_guards(prefilling)
         self._head = None
         self._popped = {}
         self._started = set()
@@ -214,37 +204,17 @@ class WaitingQueue:
         if self.estimator.renew():
             self._prefix_index.stale_all(self._entries.values())
 
-    def peek(self) -> Waiting | None:
-        """The next request; None if none waits, or if the batch has to go without another."""
+    @property
+    def head(self) -> QueueEntry | None:
+        """The entry of the request that `peek` returns. To be read, not changed."""
         if self._head is None:
             self._head = self._choose()
-        return self._head.request if self._head else None
+        return self._head
 
-    def tokens_before(self, prefill: Waiting, computed_tokens: int, most_tokens: int) -> int:
-        """Prompt tokens of the next requests that go before the rest of a prefill under way.
-
-        Shortest remaining work first, if the policy says so; else 0.
-
-        Args:
-            computed_tokens: of its prompt, cached ones included.
-            most_tokens: requests that need more than that together are left out.
-        """
-        if not self.policy.overtakes_running or self.peek() is None or self._head is None:
-            return 0
-        head, tokens = self._head, 0
-        if not self.fair_share.outranks(head.class_name, prefill.qos):
-            return 0
-        key = self.estimator.left(prefill, computed_tokens)
-        upcoming = self._class_queues[head.class_name].upcoming()
-        others = (entry for entry in upcoming if entry is not head)
-        for entry in islice(chain((head,), others), LOOKS_PER_PEEK):
-            if entry.key >= key:
-                break
-            fresh = entry.request.tokens - self.estimator.known_tokens(entry.request)
-            if tokens + fresh > most_tokens:
-                break
-            tokens += fresh
-        return tokens
+    def peek(self) -> Waiting | None:
+        """The next request; None if none waits, or if the batch has to go without another."""
+        head = self.head
+        return head.request if head else None
 
     def pop(self) -> Waiting:
         """Take the request that `peek` returns. Raises IndexError if that is None."""
@@ -256,10 +226,7 @@ class WaitingQueue:
         self._drop(entry)
         cost_s = entry.cost_s if exact else self.estimator.cost_s(request)
         cost_s = 0.0 if entry.resumed else cost_s
-        self._popped[request.id] = (
-            entry,
-            self.fair_share.start(request.id, entry.class_name, cost_s),
-        )
+        self._popped[request.id] = entry, self.fair_share.charge(entry.class_name, cost_s)
         self._started.add(request.id)
         self._starts += 1
         if entry is self._next_of_all:
@@ -284,13 +251,11 @@ class WaitingQueue:
     def _choose(self) -> QueueEntry | None:
         if not self._entries or self._own_batch is not None:
             return None
-        looks, fair_share, policy = LOOKS_PER_PEEK, self.fair_share, self.policy
+        looks, policy = LOOKS_PER_PEEK, self.policy
         if self._prefix_index.stale:
             looks = max(8, looks - self._recalibrate())
         next_of_all = self._next_of_all
-        name = next_of_all.class_name if next_of_all else fair_share.next()
-        if fair_share.guarded and fair_share.shuts_out(name):
-            return None
+        name = next_of_all.class_name if next_of_all else self.fair_share.next()
         entry = self._first(self._class_queues[name], looks)
         if policy.splits_batches and self._started and policy.wants_own_batch(entry.request):
             return None

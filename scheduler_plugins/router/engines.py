@@ -31,6 +31,8 @@ class BackendEngine:
     """Why it is not up, or why it has no address."""
     address: ProducerAddress | None = None
     """Where it hands over KV; None on the decode side, and for an engine without our connector."""
+    warning: str = ""
+    """What is wrong although it serves: no KV arrives there."""
     in_flight: int = 0
     """Requests open to it."""
     down_since: float | None = None
@@ -92,6 +94,8 @@ class BackendEngine:
             state["hands_over_kv"] = self.address is not None
         if self.reason:
             state["reason"] = self.reason
+        if self.warning:
+            state["warning"] = self.warning
         return state
 
     def _report(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
+from pd_connector.remedies import outage_in
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine, Role
@@ -26,6 +27,9 @@ from scheduler_plugins.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+OUTAGE_LOOK_S = 15.0
+"""Pause between two looks at a decode engine's metrics, in seconds."""
+
 
 @dataclass(eq=False)
 class _Watch:
@@ -36,6 +40,7 @@ class _Watch:
     checked: asyncio.Event = field(default_factory=asyncio.Event)
     misses: int = 0
     probe_at: float = 0.0
+    look_at: float = 0.0
 
 
 class EnginePool:
@@ -128,6 +133,26 @@ class EnginePool:
         if not engine.up:
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
+        if engine.role is Role.DECODE:
+            await self._look_for_outage(watch)
+
+    async def _look_for_outage(self, watch: _Watch) -> None:
+        """Learn from a decode engine's metrics whether KV arrives there."""
+        now = asyncio.get_running_loop().time()
+        if now < watch.look_at:
+            return
+        watch.look_at = now + OUTAGE_LOOK_S
+        engine, call = watch.engine, EngineCall("GET", "/metrics", {})
+        try:
+            text = await self._ask(engine, call, self._config.health_timeout_s)
+        except EngineFailedError as failure:
+            logger.debug("%s: no metrics: %s", engine.url, failure)
+            return
+        outage = outage_in(text.decode("utf-8", "replace"))
+        warning = f"{outage.found}. What to do: {outage.advice}" if outage else ""
+        if warning and not engine.warning:
+            logger.warning("%s (decode): %s", engine.url, warning)
+        engine.warning = warning
 
     async def _probe(self, watch: _Watch) -> None:
         """Ask a prefill engine for its address; without one it hands over no KV."""

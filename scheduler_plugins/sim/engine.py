@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.queue.waiting import MOST_SHARED, WaitingQueue
+from scheduler_plugins.queue.step_length import step_tokens, tokens_before
+from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage
 
@@ -78,8 +79,9 @@ class SimulatedEngine:
     """Puts steps together as vLLM does with our scheduler.
 
     Prefills under way go on first; then requests are taken from the queue until the step has
-    `truth.chunk_tokens` tokens (0: each step is one whole prompt). The prefills leave room for requests
-    that overtake them (`WaitingQueue.tokens_before`), half a step at most. Between two steps a prefill
+    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the engine
+    (`step_length.step_tokens`). The prefills leave room for requests
+    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a prefill
     may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read from the
     cache by whatever enters a step after they were stored. `truth` says how long steps really take; the
     queue has a cost model of its own.
@@ -148,13 +150,12 @@ class SimulatedEngine:
     def _step(self, now_s: float) -> SimulatedStep | None:
         """The next step; None if nothing can be computed."""
         running, own_batch = self._running, self.queue.policy.wants_own_batch
-        self.queue.begin_scan(
-            full=any(own_batch(one.request) for one in running),
-            prefilling=[one.request.id for one in running],
-        )
+        self.queue.begin_scan(full=any(own_batch(one.request) for one in running))
         self._give_way()
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
+        if budget:
+            budget = step_tokens(self.queue, budget, (one.request.qos for one in running))
         before = self._before(budget)
         for one in running:
             budget -= self._compute(one, budget - before, chunks)
@@ -173,7 +174,7 @@ class SimulatedEngine:
         if not self._running:
             return 0
         first = min(self._running, key=lambda one: one.left)
-        return self.queue.tokens_before(first.request, first.done, budget // MOST_SHARED)
+        return tokens_before(self.queue, first.request, first.done, budget)
 
     def _compute(self, one: _Prefill, budget: int, chunks: list[PrefillChunk]) -> int:
         """Put as much of a prefill into the step as there is room for; returns the tokens."""

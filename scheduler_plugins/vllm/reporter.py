@@ -98,4 +98,5 @@ class Reporter:
             prefill_left_s=left_s,
             decoding=sequences,
             decode_tokens=self.ledger.generated,
+            running=len(running),
         )

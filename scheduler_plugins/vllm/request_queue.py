@@ -8,14 +8,16 @@ either started, parked among the requests that hold KV, or skipped; skipped ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.qos.request_id import class_in
 from scheduler_plugins.qos.settings import QOS_KEY
+from scheduler_plugins.queue.step_length import tokens_before
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
 
@@ -39,7 +41,9 @@ def describe(request: Request, cache: CacheView) -> Waiting:
 
 def qos_of(request: Request) -> str:
     """Its class, as the client or the middleware wrote it; there may be none of that name."""
-    extra = request.sampling_params.extra_args if request.sampling_params else None
+    if request.sampling_params is None:
+        return class_in(request.request_id)
+    extra = request.sampling_params.extra_args
     named = (extra or {}).get(QOS_KEY)
     return named if isinstance(named, str) else ""
 
@@ -77,10 +81,10 @@ class OrderedRequests(RequestQueue):
         self._popped: Request | None = None
         self._taken: dict[str, Waiting] = {}
 
-    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
+    def begin_scan(self, *, full: bool = False) -> None:
         """The engine begins a step; see `WaitingQueue.begin_scan`."""
         self._cache.tell(self._queue)
-        self._queue.begin_scan(full=full, prefilling=prefilling)
+        self._queue.begin_scan(full=full)
         self._taken = {}
         self._scanning = True
 
@@ -108,8 +112,8 @@ class OrderedRequests(RequestQueue):
         first = self._queue.peek()
         return self._requests[first.id] if first else None
 
-    def tokens_before(self, prefill: Request, most_tokens: int) -> int:
-        """See `WaitingQueue.tokens_before`; 0 if the next request waits for more than its turn."""
+    def tokens_before(self, prefill: Request, budget_tokens: int) -> int:
+        """See `step_length.tokens_before`; 0 if the next request waits for more than its turn."""
         head = self.head()
         if (
             head is None
@@ -117,9 +121,8 @@ class OrderedRequests(RequestQueue):
             or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ):
             return 0
-        return self._queue.tokens_before(
-            describe(prefill, self._cache), prefill.num_computed_tokens, most_tokens
-        )
+        described = describe(prefill, self._cache)
+        return tokens_before(self._queue, described, prefill.num_computed_tokens, budget_tokens)
 
     def add_request(self, request: Request) -> None:
         self._forget(request.request_id)

@@ -6,26 +6,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scheduler_plugins.queue.waiting import MOST_SHARED, WaitingQueue
+from scheduler_plugins.queue.step_length import step_tokens
+from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.request_queue import OrderedRequests, qos_of, tokens_left
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-STEP_OVERHEAD = 0.1
-"""Where steps are kept short for a class that may come, the fixed cost of one is at most this part of
-what its prompt tokens cost: what the classes below it pay."""
-MOST_CUT = 4
-"""Such a step has at least this part of the tokens that vLLM allows: fits may miss the fixed cost."""
-
 
 class StepShape:
     """Lowers two of vLLM's limits while it puts a step together.
 
-    - The budget of the step, for a class that is owed and may come (`FairShare.expects_higher`).
-    - The tokens of each prefill that goes on, which vLLM schedules before anything that waits: so
-      many are left that the requests before it (`WaitingQueue.tokens_before`) start in this step.
+    - The budget of the step, while classes share the engine (`step_length.step_tokens`).
+    - The tokens of each prefill that goes on. vLLM schedules these before anything that waits, so the
+      limit leaves room for the requests that overtake them (`step_length.tokens_before`).
     """
 
     def __init__(self, scheduler: Scheduler, waiting: OrderedRequests, order: WaitingQueue) -> None:
@@ -46,7 +41,7 @@ class StepShape:
         if not self._may_cut:
             return
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
-        tokens = self._step_tokens(self._tokens, prefills)
+        tokens = self._step_tokens(prefills)
         scheduler.max_num_scheduled_tokens = tokens
         if prefills and (chunk := self._chunk_tokens(tokens, prefills)):
             config.long_prefill_token_threshold = min(chunk, self._chunk or chunk)
@@ -56,17 +51,12 @@ class StepShape:
         self._scheduler.max_num_scheduled_tokens = self._tokens
         self._scheduler.scheduler_config.long_prefill_token_threshold = self._chunk
 
-    def _step_tokens(self, most: int, prefills: Sequence[Request]) -> int:
-        """Fewer than vLLM allows where a class that is owed may have to wait for the step, but not
-        so few that its fixed cost counts."""
-        model = self._order.estimator.model
-        if not model.known:
-            return most
-        if not self._order.fair_share.expects_higher(qos_of(one) for one in prefills):
-            return most
+    def _step_tokens(self, prefills: Sequence[Request]) -> int:
+        """The budget of the step. Short steps are for prompts: what decodes has its tokens besides."""
+        classes = (qos_of(one) for one in prefills)
+        tokens = step_tokens(self._order, self._tokens, classes)
         decoding = len(self._scheduler.running) - len(prefills)
-        few = max(model.step_tokens(STEP_OVERHEAD), most // MOST_CUT)
-        return int(min(most, few + decoding * (1 + self._scheduler.num_spec_tokens)))
+        return int(min(self._tokens, tokens + decoding * (1 + self._scheduler.num_spec_tokens)))
 
     def _chunk_tokens(self, budget: int, prefills: Sequence[Request]) -> int:
         """Most tokens of a prefill; 0: no limit."""
@@ -74,7 +64,7 @@ class StepShape:
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return 0
         shortest = min(prefills, key=tokens_left)
-        wanted = self._waiting.tokens_before(shortest, budget // MOST_SHARED)
+        wanted = self._waiting.tokens_before(shortest, budget)
         if not wanted:
             return 0
         decoding = sum(map(_may_decode, scheduler.running)) - len(prefills)

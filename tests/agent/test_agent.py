@@ -7,12 +7,14 @@ import time
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from support.agents import (
     HALVES,
     KEY,
     LONG,
+    MODEL,
     SHORT,
     TOKENS,
     TRANSPORTS,
@@ -233,6 +235,26 @@ def test_a_consumer_that_does_not_take_the_welcome_has_no_page_kept_for_it(
     assert consumer.loaded("t").cause == Cause.VERSION
     assert producer.freed("t").cause == Cause.VERSION
     until(lambda: producer.gauge("leased_pages") == 0)
+
+
+@pytest.mark.parametrize(("said", "taken"), [(b"another", False), (MODEL, True), (b"", True)])
+def test_a_consumer_compares_the_model_too(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, said: bytes, taken: bool
+):
+    """A producer that does not, or lies; versions before this one do not say it."""
+    producer, consumer = ranks.pair(LONG)
+    encode = messages.encode
+
+    def changed(message: Any) -> bytes:
+        if isinstance(message, messages.Welcome):
+            message = msgspec.structs.replace(message, model=said)
+        return encode(message)
+
+    monkeypatch.setattr(messages, "encode", changed)
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [2])
+    assert consumer.loaded("t").cause == (None if taken else Cause.MODEL)
+    producer.freed("t")
 
 
 def test_another_engine_than_the_wanted_one_gets_no_session(ranks: Ranks):

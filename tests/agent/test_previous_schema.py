@@ -2,7 +2,6 @@
 """A rolling upgrade transfers: this version and the previous wire schema's hand over to each other, in two processes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from previous_schema import PreviousRank, unpack
-from support.agents import HALVES, KEY, LONG, Rank, Ranks, geometry_of, make_layers, ranks, views
+from support.agents import HALVES, KEY, Rank, Ranks, geometry_of, make_layers, ranks, views
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
@@ -24,6 +23,8 @@ PAGE_TOKENS = 16
 PROMPT_PAGES = 63
 WIDE: dict[str, Any] = {"page_size": PAGE_TOKENS, "key_dim": 64, "value_dim": 64}
 """1 KiB a token and layer: a prompt is several chunks, and its edges are cut up."""
+PATIENT: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
+"""Settings that both versions know."""
 ODD = PlanRules(
     chunk_tokens=96,
     min_chunk_tokens=32,
@@ -63,7 +64,7 @@ def previous(root: Path) -> Iterator[Previous]:
 
 
 def settings_of(transport: str, **changes: Any) -> dict[str, Any]:
-    return LONG | TRANSPORTS[transport] | changes
+    return PATIENT | TRANSPORTS[transport] | changes
 
 
 def as_tuples(settings: dict[str, Any]) -> dict[str, Any]:
@@ -252,6 +253,6 @@ def test_with_other_rules_than_the_previous_schema_has_transfers_would_fail(
     ranks: Ranks, previous: Previous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer constant alone, without a schema of its own, is what a rolling upgrade must not meet."""
-    monkeypatch.setitem(RULES, 2, replace(RULES[2], chunk_tokens=256, edge_pieces=2))
+    monkeypatch.setitem(RULES, 2, ODD)
     _, finished = from_previous(ranks, previous, "tcp", "double pages")
     assert finished.cause is Cause.CHUNK_MISMATCH

@@ -7,6 +7,8 @@ Nothing here is shared with the connector: what a page looks like is written dow
 import hashlib
 import re
 
+from pd_connector.vllm.extension import WorkerExtension
+
 
 class Probe:
     """Methods that vLLM's development route `/collective_rpc` can call on a worker."""
@@ -126,6 +128,18 @@ def _canonical(module, cache, table, tokens):
     for half in out.values():
         half.view(torch.uint8)[~kept] = 0
     return {**out, "kept": kept}
+
+
+class Trainer(Probe, WorkerExtension):
+    """A worker whose weights can be changed while it serves, and that is told so."""
+
+    def scale_weights(self, factor: float) -> None:
+        """Multiply weights of every layer, in place, as an update of a trainer's does. (Of others a CPU's
+        kernels have copies of their own.)"""
+        with _torch().no_grad():
+            for name, weight in self.model_runner.model.named_parameters():
+                if "norm" in name:
+                    weight.mul_(factor)
 
 
 def _torch():

@@ -51,7 +51,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 def posted(engine: Service) -> Posted:
     """What the engine's core has told last: its parent is the process that we started."""
     assert engine.family is not None
-    (path,) = default_folder().glob(f"*.{engine.family.pid}.dp0")
+    (path,) = default_folder().glob(f"*-{engine.family.pid}.dp0")
     found = read_post(path)
     assert found is not None
     return found

@@ -17,6 +17,9 @@ from recipes import MODEL
 WINDOW = 128
 """Tokens that a sliding window spans, the current one included."""
 
+LONG_FROM = 1024
+"""Tokens of the longest sequence that `long` rotates by its short factors."""
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 259,
     "hidden_size": 128,
@@ -69,7 +72,32 @@ def _latent() -> Any:
     )
 
 
-KINDS: dict[str, Callable[[], Any]] = {"window": _window, "hybrid": _hybrid, "latent": _latent}
+def _long() -> Any:
+    """Rotation by other factors where sequences may be longer than `LONG_FROM` tokens."""
+    from transformers import Phi3Config
+
+    return Phi3Config(
+        **{**_COMMON, "max_position_embeddings": 4 * LONG_FROM},
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        original_max_position_embeddings=LONG_FROM,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0 + 2 * i for i in range(16)],
+            "original_max_position_embeddings": LONG_FROM,
+            "partial_rotary_factor": 1.0,
+        },
+    )
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "window": _window,
+    "hybrid": _hybrid,
+    "latent": _latent,
+    "long": _long,
+}
 
 
 def build(kind: str, folder: Path) -> Path:

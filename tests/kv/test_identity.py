@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.kv.identity import FINGERPRINT_BYTES, model_fingerprint, token_fingerprint
+from pd_connector.kv.identity import FINGERPRINT_BYTES, schema2_fingerprint, token_fingerprint
 
 _tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 _parts = st.tuples(
@@ -70,14 +70,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_model_is_the_same_wherever_it_lies(checkpoint: Path) -> None:
-    before = model_fingerprint(CONFIG, checkpoint)
+    before = schema2_fingerprint(CONFIG, checkpoint)
     moved = checkpoint.rename(checkpoint.parent / "elsewhere")
     config = {
         **dict(reversed(CONFIG.items())),
         "_name_or_path": str(moved),
         "transformers_version": "9.9",
     }
-    assert model_fingerprint(config, moved) == before
+    assert schema2_fingerprint(config, moved) == before
 
 
 def _with(change: dict[str, Any]) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def _with(change: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_part_of_a_model_counts(checkpoint: Path) -> None:
     fingerprints = [
-        model_fingerprint(CONFIG, checkpoint),
-        model_fingerprint(CONFIG, None),
-        model_fingerprint(CONFIG, None, seed=0),
-        model_fingerprint(CONFIG, None, seed=1),
-        model_fingerprint(_with({"hidden_size": 512}), checkpoint),
-        model_fingerprint(_with({"rope": {"theta": 1e6}}), checkpoint),
-        model_fingerprint(_with({"extra": None}), checkpoint),
+        schema2_fingerprint(CONFIG, checkpoint),
+        schema2_fingerprint(CONFIG, None),
+        schema2_fingerprint(CONFIG, None, seed=0),
+        schema2_fingerprint(CONFIG, None, seed=1),
+        schema2_fingerprint(_with({"hidden_size": 512}), checkpoint),
+        schema2_fingerprint(_with({"rope": {"theta": 1e6}}), checkpoint),
+        schema2_fingerprint(_with({"extra": None}), checkpoint),
     ]
     assert len(set(fingerprints)) == len(fingerprints)
 
@@ -101,34 +101,34 @@ def test_every_part_of_a_model_counts(checkpoint: Path) -> None:
 def test_weights_that_differ_at_a_sampled_place_are_another_model(
     checkpoint: Path, place: int
 ) -> None:
-    before = model_fingerprint(CONFIG, checkpoint)
+    before = schema2_fingerprint(CONFIG, checkpoint)
     file = checkpoint / "a.safetensors"
     data = bytearray(file.read_bytes())
     data[place] ^= 1
     file.write_bytes(data)
-    assert model_fingerprint(CONFIG, checkpoint) != before
+    assert schema2_fingerprint(CONFIG, checkpoint) != before
 
 
 def test_a_change_in_a_small_file_its_name_or_its_size_counts(checkpoint: Path) -> None:
     small = checkpoint / "b.safetensors"
-    seen = [model_fingerprint(CONFIG, checkpoint)]
+    seen = [schema2_fingerprint(CONFIG, checkpoint)]
     small.write_bytes(b"smalL")
-    seen.append(model_fingerprint(CONFIG, checkpoint))
+    seen.append(schema2_fingerprint(CONFIG, checkpoint))
     small.write_bytes(b"small\0")
-    seen.append(model_fingerprint(CONFIG, checkpoint))
+    seen.append(schema2_fingerprint(CONFIG, checkpoint))
     small.rename(checkpoint / "c.safetensors")
-    seen.append(model_fingerprint(CONFIG, checkpoint))
+    seen.append(schema2_fingerprint(CONFIG, checkpoint))
     assert all(a != b for a, b in itertools.combinations(seen, 2))
 
 
 def test_files_beside_the_weights_do_not_count(checkpoint: Path) -> None:
-    before = model_fingerprint(CONFIG, checkpoint)
+    before = schema2_fingerprint(CONFIG, checkpoint)
     (checkpoint / "README.md").write_text("words")
     (checkpoint / "pytorch_model.bin").write_bytes(b"an older copy of the weights")
-    assert model_fingerprint(CONFIG, checkpoint) == before
+    assert schema2_fingerprint(CONFIG, checkpoint) == before
 
 
 def test_a_large_checkpoint_is_sampled_and_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge.safetensors").open("wb") as stream:
         stream.truncate(1 << 40)  # sparse: a terabyte of zeros
-    assert len(model_fingerprint(CONFIG, tmp_path)) == FINGERPRINT_BYTES
+    assert len(schema2_fingerprint(CONFIG, tmp_path)) == FINGERPRINT_BYTES

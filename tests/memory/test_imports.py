@@ -31,6 +31,9 @@ importlib.import_module(sys.argv[1])
         "pd_connector.memory.slab",
         "pd_connector.control.addresses",
         "pd_connector.control.keys",
+        "pd_connector.control.sockets",
+        "pd_connector.remedies",
+        "pd_connector.transport.registry",
         "pd_connector.transport.shm.transport",
     ],
 )

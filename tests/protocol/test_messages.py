@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pd_connector.config import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.model import LayerFacts, ModelFacts
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol import messages
 from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
@@ -19,6 +20,9 @@ from pd_connector.protocol.header import ChunkHeader, decode_header, encode_head
 
 GROUP = Group("attention", (0, 1, 2, 3), 4, 64, 64, 32, 0, "bfloat16", "NHD", True)
 GEOMETRY = Geometry(Shard(0, 4, 0, 1), (GROUP,))
+FACTS = ModelFacts(
+    b"config", b"weights", layers=(LayerFacts((0, 1), "model/attention", "scale 1", b"rotation"),)
+)
 HELLO = messages.Hello(
     2, 2, "engine", "", b"model", GEOMETRY, ["raw"], {"tcp": b"address"}, ["shm"]
 )
@@ -35,7 +39,11 @@ DECODERS = [
 
 def _values(kind: Any) -> st.SearchStrategy[Any]:
     """Values that a field's annotation permits."""
-    return st.just(GEOMETRY) if kind is Geometry else _of(msgspec.inspect.type_info(kind))
+    if kind is Geometry:
+        return st.just(GEOMETRY)
+    if kind == ModelFacts | None:
+        return st.sampled_from([None, FACTS])
+    return _of(msgspec.inspect.type_info(kind))
 
 
 def _of(info: Any) -> st.SearchStrategy[Any]:

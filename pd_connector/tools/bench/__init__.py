@@ -18,4 +18,5 @@ The benchmarks, one folder or file each:
 - `reshard`: gather and scatter between engines that cut a model up differently
 - `codec`: coding on one core
 - `overhead`: what a request costs in Python
+- `peers`: what many sessions and waiting requests cost an agent
 """

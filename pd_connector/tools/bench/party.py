@@ -67,7 +67,7 @@ class Party(abc.ABC):
             self.mover = None
 
 
-def obey(party: Party, path: str) -> None:
+def obey(party: object, path: str) -> None:
     """Serve calls on the Unix socket at `path`, for ever."""
     calls: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     calls.bind(f"ipc://{path}")

@@ -8,6 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import zmq
 
@@ -19,7 +20,8 @@ from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.tools.bench.sample import BenchError
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.transport import ShmTransport
 
 SESSIONS = 256
@@ -88,7 +90,7 @@ def _agent() -> Agent:
     pages = LayerPages(
         layer[..., :keys].unflatten(2, (group.page_size, group.key_dim)),
         layer[..., keys:].unflatten(2, (group.page_size, group.value_dim)),
-        layer.view(torch.uint8),
+        (layer.view(torch.uint8),),
     )
     config = Config(transports=("shm",), slot_mib=1, slots=4, wait_timeout_s=3600.0)
     cache = PagedCache({0: pages}, _GEOMETRY)
@@ -182,10 +184,6 @@ def _welcome() -> messages.Welcome:
 
 
 def _shm_address() -> bytes:
-    import msgspec
-
-    from pd_connector.transport.shm.address import ShmAddress
-
     return msgspec.msgpack.encode(
         ShmAddress("nobody", secrets.token_bytes(16), 4, 1 << 20, 4, 1 << 20)
     )

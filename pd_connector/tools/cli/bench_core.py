@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need no engine: `wire`, `reshard`, `codec` and `overhead`."""
+"""The benchmarks that need no engine: `wire`, `reshard`, `codec`, `overhead` and `peers`."""
 
 from __future__ import annotations
 
@@ -139,6 +139,28 @@ def overhead(json: Json = None) -> None:
             "overhead", {"side": side}, Sample((spent_ms,)), Sample((BUDGET_MS,)), "ms", bar=1.0
         )
         for side, spent_ms in spent.items()
+    ]
+    report([("budget", comparisons)], [note], json)
+
+
+def peers(json: Json = None) -> None:
+    """CPU time of an agent with sessions with 256 producers, over which 8,000 requests wait.
+
+    Exit code 1 when its thread needs more than 1 ms a second at rest, or 0.2 ms a message.
+    """
+    from pd_connector.tools.bench.peers import MESSAGE_BUDGET_MS, REST_BUDGET_MS, measure
+
+    with exit_codes(Console(stderr=True)):
+        noise = Noise([])
+        found = measure()
+        note = noise_note(noise.cores())
+    spent = (
+        ("a second at rest", found.rest_ms, REST_BUDGET_MS),
+        ("a message", found.message_ms, MESSAGE_BUDGET_MS),
+    )
+    comparisons = [
+        Comparison("peers", {"cost of": what}, Sample((ms,)), Sample((budget_ms,)), "ms", bar=1.0)
+        for what, ms, budget_ms in spent
     ]
     report([("budget", comparisons)], [note], json)
 

@@ -135,16 +135,19 @@ class Got:
 class Bench:
     """A middleware between a client and a server, with everything at hand."""
 
-    def __init__(self, folder: Path | None, *, settings: str = SETTINGS, cache: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None, *, settings: str = SETTINGS, cache: int = 0, ranks: int = 1
+    ) -> None:
         self.clock = Clock()
-        self.board = FakeBoard(self.clock)
+        self.boards = [FakeBoard(self.clock) for _ in range(ranks)]
+        self.board = self.boards[0]
         self.server = Server(self.clock)
         self.settings = None
         if folder is not None:
             self.settings = folder / "settings.yaml"
             self.settings.write_text(settings)
         self.gate = AdmissionGate(
-            self.board,
+            self.boards,
             metrics(),
             settings=self.settings,
             cache_tokens=cache,

@@ -60,7 +60,7 @@ def test_the_length_in_the_header_is_that_of_the_new_body(bench: Bench) -> None:
     assert lengths == [str(len(bench.server.bodies[-1])).encode()]
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/completions/x"])
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/v1/completions/x"])
 def test_other_paths_pass_untouched(bench: Bench, path: str) -> None:
     raw = b'{ "prompt" : "a" }'
     bench.post(raw, path, PREMIUM)

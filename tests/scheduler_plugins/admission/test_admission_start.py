@@ -22,7 +22,13 @@ def config(settings: Path | None) -> Any:
     return SimpleNamespace(
         additional_config={"pd_scheduler": str(settings)} if settings else {},
         instance_id="nobody",
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_size_local=1,
+            data_parallel_external_lb=False,
+            data_parallel_hybrid_lb=False,
+        ),
         cache_config=SimpleNamespace(
             enable_prefix_caching=True, num_gpu_blocks=10, block_size=16, kv_cache_size_tokens=None
         ),

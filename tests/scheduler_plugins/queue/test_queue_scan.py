@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -11,6 +11,12 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
+from scheduler_plugins.queue.step_length import (
+    MOST_CUT,
+    STEP_OVERHEAD,
+    step_tokens,
+    tokens_before,
+)
 from scheduler_plugins.queue.waiting import WaitingQueue
 
 MODEL = CostModel(a=1e-3)
@@ -172,16 +178,16 @@ def test_a_prefill_yields_to_a_class_that_is_owed_and_is_not_paid_twice() -> Non
     assert queue.fair_share.balance_s("free") == pytest.approx(before_s + earned_s)
 
 
-GUARDING = (
+SHARING = (
     QosClass(name="gold", reserved_fraction=0.5, priority=2),
     QosClass(name="free", reserved_fraction=0.5, priority=1),
 )
 
 
-def guarding(*ids: str) -> WaitingQueue:
+def sharing(*ids: str) -> WaitingQueue:
     """A queue whose class `gold` is owed, with requests g.. of it and others of `free`."""
     queue = queue_of()
-    queue.set_classes(GUARDING)
+    queue.set_classes(SHARING)
     queue.add(request("paid", 1000, qos="free"))
     queue.begin_scan()
     queue.pop()
@@ -192,47 +198,40 @@ def guarding(*ids: str) -> WaitingQueue:
     return queue
 
 
-def test_nothing_of_lower_priority_joins_the_step_of_what_is_owed() -> None:
-    queue = guarding("g1", "f1")
-    assert queue.pop().id == "g1"
-    assert queue.may_end_early
-    assert queue.peek() is None
-    queue.add(request("g2", 10, qos="gold"))
-    assert queue.pop().id == "g2", "its own class may join"
-    queue.begin_scan(prefilling=["g1", "g2"])
-    assert queue.peek() is None, "nor a later step of its prefill"
-    queue.begin_scan(prefilling=["other"])
-    assert queue.pop().id == "f1"
+@pytest.mark.parametrize(
+    ("waiting", "prefilling", "short"),
+    [
+        ((), ["free"], True),  # its next request would wait for the step
+        (("f1",), [], True),
+        (("g1", "f1"), [], True),  # it shares the step
+        (("f1",), ["gold"], True),
+        ((), ["gold", "free"], True),
+        (("g1",), ["gold"], False),  # it has the engine for itself
+        ((), [], False),
+    ],
+)
+def test_steps_are_short_where_an_owed_class_has_others_beside_it(
+    waiting: tuple[str, ...], prefilling: list[str], short: bool
+) -> None:
+    assert sharing(*waiting).fair_share.wants_short_steps(prefilling) is short
 
 
-def test_full_batches_where_the_class_has_a_queue() -> None:
-    queue = guarding("g1", "g2", "f1")
-    queue.add(request("g3", 4000, qos="gold"))
-    assert queue.pop().id == "g1"
-    assert not queue.may_end_early
+def test_steps_are_long_where_nobody_is_owed() -> None:
+    queue = sharing("f1", "g1")
+    queue.fair_share._shares._balances = {"gold": 0.0, "free": 1.0}
+    assert not queue.fair_share.wants_short_steps(["free"])
+    assert not queue_of().fair_share.wants_short_steps(["default"]), "there is one class only"
 
 
-def test_full_batches_beside_what_is_lent_or_was_not_started() -> None:
-    queue = guarding("g1", "f1")
-    queue.pop()
-    queue.skipped("g1")
-    assert queue.pop().id == "f1"
-    lent = queue_of()
-    lent.set_classes(GUARDING)
-    lent.add(request("g1", 10, qos="gold"))
-    lent.add(request("f1", 10, qos="free"))
-    lent.begin_scan()
-    assert [lent.pop().id for _ in range(2)] == ["g1", "f1"]
-
-
-def test_a_class_that_is_owed_is_expected_unless_it_is_here() -> None:
-    queue = guarding("f1")
-    assert queue.fair_share.expects_higher([])
-    assert queue.fair_share.expects_higher(["free"])
-    assert not queue.fair_share.expects_higher(["gold"]), "it is being prefilled"
-    queue.add(request("g1", 10, qos="gold"))
-    assert not queue.fair_share.expects_higher(["free"])
-    assert not queue_of().fair_share.expects_higher(["default"]), "there is one class only"
+def test_a_short_step_has_as_many_tokens_as_its_fixed_cost_allows() -> None:
+    queue = sharing("f1")
+    model = queue.estimator.model
+    for tokens, short in ((24, 24), (2, 64 // MOST_CUT), (500, 64)):
+        queue.estimator.model = replace(model, c=tokens * model.a * STEP_OVERHEAD)
+        assert step_tokens(queue, 64, ["free"]) == short
+        assert step_tokens(queue, 64, ["gold"]) == short
+    queue.estimator.model = replace(model, known=False)
+    assert step_tokens(queue, 64, ["free"]) == 64, "what a step costs must be known"
 
 
 def test_tokens_before_a_prefill_are_those_of_the_shorter_requests_in_order() -> None:
@@ -242,15 +241,15 @@ def test_tokens_before_a_prefill_are_those_of_the_shorter_requests_in_order() ->
     for name, tokens, hashes in (("a", 10, ()), ("b", 11, ("x", "y")), ("c", 50, ()), ("d", 5, ())):
         queue.add(request(name, tokens, hashes))
     queue.begin_scan()
-    assert queue.tokens_before(prefill, 0, 1000) == 3 + 5 + 10 + 50
-    assert queue.tokens_before(prefill, 0, 67) == 3 + 5 + 10
-    assert queue.tokens_before(prefill, 60, 1000) == 3 + 5 + 10
-    assert queue.tokens_before(prefill, 97, 1000) == 0
-    assert queue.tokens_before(prefill, 0, 2) == 0
+    assert tokens_before(queue, prefill, 0, 2000) == 3 + 5 + 10 + 50
+    assert tokens_before(queue, prefill, 0, 134) == 3 + 5 + 10
+    assert tokens_before(queue, prefill, 60, 2000) == 3 + 5 + 10
+    assert tokens_before(queue, prefill, 97, 2000) == 0
+    assert tokens_before(queue, prefill, 0, 4) == 0
     cached.clear()  # b is dearer than it was thought to be
     queue.removed()
     queue.begin_scan()
-    assert queue.tokens_before(prefill, 0, 20) == 5 + 10
+    assert tokens_before(queue, prefill, 0, 40) == 5 + 10
     assert [queue.pop().id for _ in range(2)] == ["d", "a"]
 
 
@@ -259,4 +258,4 @@ def test_policies_that_say_nothing_of_what_is_left_let_prefills_go_on(policy: st
     queue = queue_of(policy)
     queue.add(request("short", 1))
     queue.begin_scan()
-    assert queue.tokens_before(request("running", 100), 0, 1000) == 0
+    assert tokens_before(queue, request("running", 100), 0, 2000) == 0

@@ -157,6 +157,7 @@ class FakeEngine:
         self.headers: list[CIMultiDictProxy[str]] = []
         self.probes = 0
         self.health_checks = 0
+        self.metrics = ""
         self.cancelled = 0
         self.running = 0
         self.port = 0
@@ -173,6 +174,7 @@ class FakeEngine:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -208,6 +210,9 @@ class FakeEngine:
         if self.hung:
             await forever()
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": "m"}, {"id": "adapter"}]})

@@ -152,7 +152,9 @@ class Rig:
         )
         if seconds_per_token and isinstance(self.scheduler, PrefixAwareScheduler):
             # Times of a worker that takes none teach nothing.
-            fixed = CostModel(a=seconds_per_token)
+            # With several classes a step costs so much by itself that none is kept short.
+            shared = len(self.scheduler._live.classes) > 1
+            fixed = CostModel(a=seconds_per_token, c=shared * seconds_per_token * budget / 10)
             self.scheduler._steps.fit = SimpleNamespace(
                 model=fixed, note=lambda *_: None, catch_up=lambda: None
             )

@@ -29,7 +29,7 @@ REPORT = LoadReport(
     0.25,
     {"default": ClassLoad(2, 300, (0.0, 1.5), (0.0, 0.1), -0.5)},
     (Decoding(1.0, 400),),
-    16.0,
+    decode_tokens=16.0,
 )
 
 
@@ -145,10 +145,10 @@ def test_an_api_server_with_an_instance_id_of_its_own_finds_its_sibling(
 ) -> None:
     post(writer)
     assert Board("another", folder=folder).read() == REPORT
-    stranger = writer.path.with_name("17.1.dp0")
-    writer.path.rename(stranger)
+    elsewhere = writer.path.with_name("17.1-1.dp0")
+    writer.path.rename(elsewhere)
     assert Board("another", folder=folder).read() is None
-    stranger.unlink()
+    elsewhere.unlink()
 
 
 def test_ranks_have_boards_of_their_own(folder: Path, writer: BoardWriter) -> None:
@@ -213,7 +213,7 @@ def test_a_busy_engine_posts_now_and_then_and_an_idle_one_once(writer: BoardWrit
     assert writer.due(1.0, idle=True)
     writer.write(REPORT, 1.0, idle=True)
     assert not writer.due(9.0, idle=True)
-    assert writer.due(1.0, idle=False), "work begins: a short gust must be seen"
+    assert writer.due(1.0, idle=False), "work begins: a short burst must be seen"
 
 
 def test_a_histogram_counts_each_duration_once() -> None:

@@ -11,8 +11,12 @@ import pytest
 from sched_connectors import Loads
 from sched_rig import BLOCK, Rig, words
 from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
+
+from scheduler_plugins.qos.request_id import with_class
+from scheduler_plugins.vllm.request_queue import qos_of
 
 CLASSES = """
   qos_classes:
@@ -275,7 +279,7 @@ def test_a_long_prefill_gives_way_to_a_class_that_is_owed_and_computes_nothing_t
 @pytest.mark.parametrize(
     ("left", "owed", "step"),
     [
-        (48, 60, {"owed": 60}),
+        (48, 60, {"owed": 60, "long": 4}),
         (48, 16, {"long": 48, "owed": 16}),  # it fits beside the rest
         (32, 60, {"long": 32, "owed": 32}),  # so little is left that it would be computed again
     ],
@@ -349,3 +353,21 @@ def test_a_request_that_is_added_again_takes_the_place_of_itself() -> None:
     del rig._asked["b"]
     rig.run()
     rig.assert_served()
+
+
+def test_a_pooling_request_has_the_class_in_its_id(section) -> None:
+    rig = Rig(additional=section("  policy: fcfs" + CLASSES))
+    for name, qos in (("a", "free"), ("b", "premium"), ("c", "none")):
+        generation = rig.request(name, words(ord(name), 20))
+        del rig._asked[name]
+        request = Request(
+            request_id=f"embd-{with_class(name, qos)}-0-1a2b3c4d",
+            prompt_token_ids=list(generation.prompt_token_ids),
+            sampling_params=None,
+            pooling_params=PoolingParams(task="embed"),
+            arrival_time=generation.arrival_time,
+        )
+        assert qos_of(request) == qos
+        rig.scheduler.waiting.add_request(request)
+    rig.scheduler._order.fair_share._shares._balances["premium"] = 1.0
+    assert "premium" in rig.scheduler.waiting.peek_request().request_id

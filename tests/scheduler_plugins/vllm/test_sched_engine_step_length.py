@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps are short while a class that is owed may come, and as long as vLLM allows otherwise."""
+"""Steps are short while classes share the engine, and as long as vLLM allows otherwise."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from sched_rig import Rig, words
+
+from scheduler_plugins.queue.step_length import MOST_CUT
 
 BUDGET = 64
 CLASSES = """scheduler:
@@ -42,7 +44,7 @@ def rig(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("qos", ["standard", "free"])
-@pytest.mark.parametrize(("tokens", "step"), [(24, 24), (2, BUDGET // 4), (500, BUDGET)])
+@pytest.mark.parametrize(("tokens", "step"), [(24, 24), (2, BUDGET // MOST_CUT), (500, BUDGET)])
 def test_steps_are_as_short_as_their_fixed_cost_allows(
     rig: Make, qos: str, tokens: float, step: int
 ) -> None:
@@ -62,8 +64,16 @@ def test_a_class_that_is_owed_nothing_shortens_no_steps(rig: Make) -> None:
     assert engine.step() == {"long": BUDGET}
 
 
-def test_a_class_that_is_here_shortens_no_steps(rig: Make) -> None:
+def test_a_class_that_is_owed_shares_short_steps(rig: Make) -> None:
     engine = rig("free")
+    engine.add("here", words(2, 100), qos="premium")
+    assert engine.step() == {"here": 24}
+    engine.run()
+    engine.assert_served()
+
+
+def test_a_class_that_has_the_engine_for_itself_gets_whole_steps(rig: Make) -> None:
+    engine = rig("premium")
     engine.add("here", words(2, 100), qos="premium")
     assert sum(engine.step().values()) == BUDGET
 
@@ -82,7 +92,7 @@ def test_what_decodes_is_not_held_up(rig: Make, depth: int) -> None:
     engine.add("another", words(3, 300), qos="free")
     engine.scheduler._order.fair_share._shares._balances["premium"] = 1.0
     step = engine.step()
-    assert step.pop("another") == BUDGET // 4
+    assert step.pop("another") == BUDGET // MOST_CUT
     assert sorted(step.values()) == [1] * 20
     engine.run()
     engine.assert_served()

@@ -314,6 +314,32 @@ def test_a_peer_that_cannot_hand_over_fails_where_it_goes_wrong(findings, name, 
     assert finding.advice
 
 
+OUTAGE = """
+pd_connector:failing_ranks{engine="0"} 2.0
+pd_connector:failed_transfers_total{cause="unreachable",engine="0"} 41.0
+pd_connector:failed_transfers_total{cause="stalled",engine="0"} 1.0
+"""
+
+
+def test_a_decode_engine_at_which_no_kv_arrives_fails_with_what_to_set():
+    finding = only(visit(params=None, metrics=OUTAGE), "transfers")
+    assert finding.status is Status.FAIL
+    assert "no KV has arrived there for a minute" in finding.found
+    assert "unreachable 41, stalled 1" in finding.found
+    assert "VLLM_HOST_IP" in finding.advice
+    good = OUTAGE.replace("2.0", "0.0")
+    assert worst(visit(params=None, metrics=good)) is Status.OK
+
+
+def test_vllms_own_host_is_looked_at_and_named_where_it_cannot_be_used():
+    environment = {"VLLM_HOST_IP": "10.0.0.7"}
+    assert network.configured_host(environment) == "127.0.0.1"
+    with_key = environment | {"PD_CONNECTOR_KEY": "a secret of sixteen characters"}
+    assert network.configured_host(with_key) == "10.0.0.7"
+    facts = replace(HEALTHY, environment=environment)
+    assert "VLLM_HOST_IP=10.0.0.7 is not used without a key" in network.settings(facts).found
+
+
 def test_loopback_is_right_for_a_peer_on_this_machine():
     findings = visit(
         url="http://127.0.0.1:8100", params={**DESCRIPTION, "remote_host": "127.0.0.1"}

@@ -129,21 +129,21 @@ class PartyProcess:
     def __init__(
         self, family: Family, context: zmq.Context[zmq.Socket[bytes]], path: Path, log: Path
     ) -> None:
-        self._family = family
+        self.family = family
         self._log = log
         self._calls = context.socket(zmq.REQ)
         self._calls.connect(f"ipc://{path}")
 
     @property
     def pid(self) -> int:
-        return self._family.pid
+        return self.family.pid
 
     def call(self, name: str, timeout_s: float = CALL_S, **arguments: Any) -> Any:
         """Raises BenchError: the call failed, was not answered, or the process has ended."""
         self._calls.send(msgspec.msgpack.encode([name, arguments]))
         deadline = time.monotonic() + timeout_s
         while not self._calls.poll(_POLL_MS):
-            if self._family.returncode is not None:
+            if self.family.returncode is not None:
                 raise BenchError(f"process ended during {name}: {self._last_lines()}")
             if time.monotonic() > deadline:
                 raise BenchError(f"no answer to {name} within {timeout_s:g} s")
@@ -162,7 +162,7 @@ class PartyProcess:
         trace: TracebackType | None,
     ) -> None:
         # It has nothing to tidy up: a polite end would only take longer.
-        self._family.kill()
+        self.family.kill()
 
     def _last_lines(self) -> str:
         return " | ".join(self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:])

@@ -3,7 +3,13 @@
 
 from collections.abc import Mapping
 
-from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config, is_loopback
+from pd_connector.config import (
+    ENGINE_HOST_VARIABLE,
+    HOST_VARIABLE,
+    KEY_VARIABLE,
+    Config,
+    is_loopback,
+)
 from pd_connector.errors import ConfigError
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
@@ -21,7 +27,10 @@ def check(facts: Facts) -> list[Finding]:
 
 def configured_host(environment: Mapping[str, str]) -> str:
     """The host engines started from here use, unless their config names another."""
-    return environment.get(HOST_VARIABLE) or Config().host
+    try:
+        return Config.load({}, environment).host
+    except ConfigError:
+        return environment.get(HOST_VARIABLE) or Config().host
 
 
 def addresses(facts: Facts) -> Finding:
@@ -71,11 +80,13 @@ def settings(facts: Facts) -> Finding:
         return Finding(AREA, "host and key", Status.FAIL, str(error))
     if key:
         return Finding(AREA, "host and key", Status.OK, f"{host}, authenticated and encrypted")
+    unused = facts.environment.get(ENGINE_HOST_VARIABLE, "")
+    note = f" ({ENGINE_HOST_VARIABLE}={unused} is not used without a key)" if unused else ""
     return Finding(
         AREA,
         "host and key",
         Status.OK,
-        f"{host}, no key: engines on this machine only",
+        f"{host}, no key: engines on this machine only{note}",
         f"for two machines set {HOST_VARIABLE} on each, and the same {KEY_VARIABLE} "
         "(`pd-connector key` makes one)",
     )

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, is_loopback
+from pd_connector.remedies import outage_in
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 TIMEOUT_S = 10.0
@@ -56,7 +57,7 @@ def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
         findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
         return findings
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
-    return [*findings, *_connector(url, params, ask, connect)]
+    return [*findings, *_connector(url, params, ask, connect), *_transfers(url, ask)]
 
 
 def _version(url: str, ask: Ask) -> Finding:
@@ -71,6 +72,15 @@ def _version(url: str, ask: Ask) -> Finding:
             "is this URL a vLLM engine's, not a proxy's?",
         )
     return Finding(url, "vLLM", Status.OK, version)
+
+
+def _transfers(url: str, ask: Ask) -> list[Finding]:
+    """Whether KV arrives there, if it is an engine that fetches KV."""
+    try:
+        outage = outage_in(ask("/metrics", None))
+    except PeerError:
+        return []
+    return [Finding(url, "transfers", Status.FAIL, *outage)] if outage else []
 
 
 def _connector(url: str, params: Any, ask: Ask, connect: Connect) -> list[Finding]:

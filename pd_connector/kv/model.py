@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model an engine serves, as it is loaded, and whether two engines serve the same one.
+
+KV may be used in place of a computation only if the answer is yes. What was not hashed is not
+believed: see `weights_problem`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from pd_connector.kv.geometry import DRAFT_LAYERS, Layers
+from pd_connector.kv.rotation import Rotation
+
+FINGERPRINT_BYTES = 16
+# Where an engine put the checkpoint, and what it wrote on reading it, say nothing of the KV.
+_LOCAL_KEYS = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
+)
+
+_Print = Annotated[bytes, msgspec.Meta(max_length=64)]
+_Name = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class LayerFacts(msgspec.Struct, frozen=True):
+    """What some layers do, as they are loaded.
+
+    Attributes:
+        layers: their numbers, ascending.
+        label: which cache of which part of the model these are, such as `model/self_attn.attn`.
+            Layers of the same number and unlike labels are not the same.
+        attention: scale, soft cap and window, as text.
+        rotation: fingerprint of the rotation of keys; empty where there is none or it is not known.
+        rotated: the rotation in a few words, for messages.
+    """
+
+    layers: Layers
+    label: _Name
+    attention: _Name
+    rotation: _Print = b""
+    rotated: _Name = ""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """A model as one rank has loaded it. An empty fingerprint: not known.
+
+    Attributes:
+        config: of the model's config, the dtype it computes in, and its quantisation.
+        weights: of samples of every tensor on disk.
+        weights_full: of all bytes on disk.
+        loaded: of samples of every parameter in memory. Ranks can be compared by it if they hold the
+            same part of the model.
+        held: which part that is.
+        model_id: what the operator calls the model (config key `model_id`).
+        updates: how often the weights were found to have changed since the engine started.
+        version: what the operator calls the weights that it changed to.
+        draft: of the draft model's weights; layers from `DRAFT_LAYERS` on are of this model.
+        layers: what the layers do.
+    """
+
+    config: _Print
+    weights: _Print = b""
+    weights_full: _Print = b""
+    loaded: _Print = b""
+    held: _Name = ""
+    model_id: _Name = ""
+    updates: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    version: _Name = ""
+    draft: _Print = b""
+    layers: Annotated[tuple[LayerFacts, ...], msgspec.Meta(max_length=4096)] = ()
+
+
+def config_fingerprint(config: Mapping[str, Any], **served: str | int | None) -> bytes:
+    """Fingerprint of a model's config.
+
+    Args:
+        config: `config.json` as plain data, with what the operator overrides.
+        served: how the engine serves it, such as `dtype="bfloat16"`.
+    """
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-config")
+    digest.update(json.dumps(_kept(config), sort_keys=True, default=str).encode())
+    told = {name: value for name, value in served.items() if value is not None}
+    digest.update(json.dumps(told, sort_keys=True).encode())
+    return digest.digest()
+
+
+def rotation_fingerprint(rotation: Rotation | str) -> bytes:
+    """Fingerprint of a rotation, or of the text that describes one of a kind that is not known here."""
+    text = rotation.text if isinstance(rotation, Rotation) else rotation
+    return hashlib.blake2b(
+        text.encode(), digest_size=FINGERPRINT_BYTES, person=b"pd-rotation"
+    ).digest()
+
+
+def model_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
+    """Why KV of the producer is not KV of the consumer's model, and what to do; empty if it is."""
+    if producer.model_id and consumer.model_id and producer.model_id != consumer.model_id:
+        return (
+            f"model_id {producer.model_id!r} at the producer, {consumer.model_id!r} at the consumer: "
+            "must be the same (config key model_id)"
+        )
+    if producer.config != consumer.config:
+        return (
+            f"config fingerprint {_hex(producer.config)} at the producer, {_hex(consumer.config)} at "
+            "the consumer: both engines must serve the same config.json in the same dtype and "
+            "quantisation"
+        )
+    return weights_problem(producer, consumer) or _layers_problem(producer, consumer)
+
+
+def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
+    """Why the weights of two engines are not known to be the same; empty if they are."""
+    if producer.version != consumer.version:
+        return (
+            f"weights of version {producer.version!r} at the producer, {consumer.version!r} at the "
+            "consumer: update both engines to the same version"
+        )
+    if producer.version:
+        return ""
+    alike = producer.held == consumer.held and producer.loaded and consumer.loaded
+    if producer.updates or consumer.updates:
+        if alike and producer.loaded == consumer.loaded:
+            return ""
+        return (
+            f"weights have changed while the engines served ({producer.updates} times at the "
+            f"producer, {consumer.updates} at the consumer), and are not known to be the same now: "
+            "tell both engines the version of their weights (docs/configuration.md, weights that change)"
+        )
+    for kind, name in (
+        ("weights_full", "all bytes"),
+        ("weights", "samples"),
+        ("loaded", "samples"),
+    ):
+        ours, theirs = getattr(producer, kind), getattr(consumer, kind)
+        if not ours or not theirs or (kind == "loaded" and not alike):
+            continue
+        if ours == theirs:
+            return ""
+        return (
+            f"weights fingerprint ({name}) {_hex(ours)} at the producer, {_hex(theirs)} at the "
+            "consumer: both engines must serve the same weights"
+        )
+    if producer.model_id and producer.model_id == consumer.model_id:
+        return ""
+    lacking = "producer" if not producer.weights else "consumer"
+    return (
+        f"the weights of the {lacking} were not found on its disk, so that nothing shows that both "
+        "serve the same: give both engines the same name of the model (config key model_id)"
+    )
+
+
+def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
+    """Whether KV of the draft model may pass, too. Where it may not, the consumer drafts without."""
+    return bool(producer.draft) and producer.draft == consumer.draft
+
+
+def _layers_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
+    there = _by_layer(producer)
+    for number, facts in _by_layer(consumer).items():
+        other = there.get(number)
+        if other is None or number >= DRAFT_LAYERS:
+            continue
+        if other.label != facts.label:
+            return (
+                f"layer {number} is {other.label!r} at the producer and {facts.label!r} at the "
+                "consumer: both engines must cache the same parts of the model"
+            )
+        if other.attention != facts.attention:
+            return (
+                f"layer {number} attends with {other.attention} at the producer, with "
+                f"{facts.attention} at the consumer"
+            )
+        if other.rotation != facts.rotation:
+            return (
+                f"layer {number} rotates keys by {other.rotated or 'nothing'} at the producer, by "
+                f"{facts.rotated or 'nothing'} at the consumer: rotation may depend on the longest "
+                "sequence (--max-model-len) and on overrides of the config"
+            )
+    return ""
+
+
+def _by_layer(facts: ModelFacts) -> dict[int, LayerFacts]:
+    return {number: each for each in facts.layers for number in each.layers}
+
+
+def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what says nothing of the KV, at any depth, and without nulls: engines write
+    them for what is not there."""
+    return {
+        name: _kept(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in _LOCAL_KEYS and value is not None
+    }
+
+
+def _hex(fingerprint: bytes) -> str:
+    return fingerprint.hex() or "(none)"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to set where no KV arrives: by the cause of the failures, and as an engine's metrics tell it."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pd_connector.errors import Cause
+
+FAILING_GAUGE = "failing_ranks"
+"""The gauge (without prefix) that is above 0 while no KV arrives."""
+_SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
+_CAUSE = re.compile(r'cause="(\w+)"')
+
+_REACH = (
+    "set `host` (config key, or PD_CONNECTOR_HOST, or VLLM_HOST_IP) of the prefill engine to an address that the "
+    "decode engine reaches, the same PD_CONNECTOR_KEY on both, and let its TCP ports through the firewall"
+)
+_REMEDIES: dict[Cause, str] = {
+    Cause.UNREACHABLE: _REACH,
+    Cause.SESSION_LOST: _REACH,
+    Cause.AUTHENTICATION: "set PD_CONNECTOR_KEY to one secret on every engine",
+    Cause.INSECURE_ADDRESS: (
+        "set PD_CONNECTOR_KEY to one secret on every engine (`pd-connector key` makes one), or "
+        "`insecure: true` on every engine if the network is trusted"
+    ),
+    Cause.NO_TRANSPORT: "name a transport in `transports` of both engines that joins them, such as tcp",
+    Cause.TRANSPORT: "look for the transport's error in both engines' logs; take it out of `transports` if it stays",
+    Cause.MODEL: "serve the same weights and configuration with both engines",
+    Cause.GEOMETRY: "start both engines with settings that fit together; the message names those that do not",
+    Cause.VERSION: "upgrade the older engine: one schema apart works",
+    Cause.UNKNOWN_TRANSFER: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
+    Cause.LEASE_EXPIRED: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
+    Cause.STALLED: "raise `stall_timeout_s` if the link is slow; else look for the link's errors",
+    Cause.WAIT_TIMEOUT: "raise `wait_timeout_s`, or send the prefill engine fewer prompts",
+}
+
+
+class Outage(NamedTuple):
+    """No KV arrives at an engine.
+
+    Attributes:
+        found: what its metrics say, in a sentence.
+        advice: what to do.
+    """
+
+    found: str
+    advice: str
+
+
+def remedy(cause: Cause) -> str:
+    """What to set, or to do, where transfers fail for this cause."""
+    return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
+
+
+def told(causes: Mapping[Cause, int]) -> str:
+    """Counts by cause as text, most first, such as `unreachable 40, stalled 2`."""
+    ordered = sorted(causes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{cause} {count}" for cause, count in ordered)
+
+
+def outage_in(metrics: str) -> Outage | None:
+    """What is wrong at a decode engine, by its `/metrics` (Prometheus' text); None if KV arrives there, if
+    none was asked for, or if the engine has no connector of ours."""
+    failing, failed = False, Counter[Cause]()
+    for name, labels, value in _SAMPLE.findall(metrics):
+        failing |= name == FAILING_GAUGE and float(value) > 0
+        cause = _CAUSE.search(labels) if name == "failed_transfers" else None
+        if cause and cause[1] in list(Cause):
+            failed[Cause(cause[1])] += int(float(value))
+    if not failing:
+        return None
+    worst = max(failed, key=lambda cause: failed[cause], default=Cause.INTERNAL)
+    found = (
+        f"no KV has arrived there for a minute; transfers failed since its start: {told(failed)}"
+    )
+    return Outage(found, remedy(worst))

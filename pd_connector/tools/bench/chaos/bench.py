@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench chaos`: every fault over every transport, and first the control: a bench that cannot see is no bench."""
+
+import importlib.util
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from pd_connector.tools.bench.chaos.campaign import Campaign, Limits
+from pd_connector.tools.bench.chaos.faults import Fault
+from pd_connector.tools.bench.chaos.ledger import Ledger
+from pd_connector.tools.bench.chaos.ranks import SETUPS, Ranks, Setup
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.launch.netns import Bed, available
+
+CONTROL_FAULTS = 20
+_NEEDS = {"nixl": "nixl", "ucx": "ucxx"}
+_CUTTABLE = ("tcp",)
+"""Setups with which a link is cut: one transport is enough, for what is tested are sessions."""
+
+
+@dataclass(frozen=True)
+class ChaosBench:
+    """What is done.
+
+    Args:
+        setups: names of `SETUPS`.
+        faults: kinds.
+        limits: of each cell.
+        seed: of everything that is drawn.
+    """
+
+    setups: Sequence[str]
+    faults: Sequence[Fault]
+    limits: Limits
+    seed: int
+
+    def run(self, say: Callable[[str], None]) -> Iterator[Ledger]:
+        """Yield each cell when it has ended.
+
+        Raises:
+            BenchError: the control found nothing wrong, although it was.
+        """
+        control(self.seed)
+        say(f"control: without checksums wrong pages are found; seed {self.seed}")
+        for name in self.setups:
+            for fault in self.faults:
+                if why := skipped(name, fault):
+                    say(f"{fault} over {name}: not run ({why})")
+                    continue
+                say(f"{fault} over {name}")
+                yield self._cell(SETUPS[name], fault)
+
+    def _cell(self, setup: Setup, fault: Fault) -> Ledger:
+        seed = random.Random(f"{self.seed} {setup.name} {fault}").randrange(1 << 31)
+        with ExitStack() as stack:
+            if fault is not Fault.PARTITION:
+                ranks = stack.enter_context(Ranks(setup, seed))
+                return Campaign(ranks, fault, seed).run(self.limits)
+            sides = stack.enter_context(Bed()).namespaces
+            key = secrets.token_hex(32)
+            ranks = stack.enter_context(Ranks(setup, seed, namespaces=sides, key=key))
+            return Campaign(ranks, fault, seed, link=sides[0]).run(self.limits)
+
+
+def control(seed: int) -> Ledger:
+    """Damage chunks of a consumer that does not compare checksums.
+
+    Returns:
+        What was found: wrong pages.
+
+    Raises:
+        BenchError: nothing was found.
+    """
+    with Ranks(SETUPS["tcp"], seed, credulous=True) as ranks:
+        found = Campaign(ranks, Fault.CORRUPT, seed).run(Limits(CONTROL_FAULTS))
+    if not found.wrong:
+        raise BenchError(
+            f"the bench is blind: {found.injected} chunks were damaged, no checksum was compared, and no "
+            f"page was found wrong ({found.note})"
+        )
+    return found
+
+
+def skipped(setup: str, fault: Fault) -> str:
+    """Why a cell is not run here; empty if it is."""
+    (transport,) = SETUPS[setup].config["transports"]
+    module = _NEEDS.get(transport)
+    if module and importlib.util.find_spec(module) is None:
+        return f"{module} is not installed"
+    if fault is Fault.PARTITION:
+        return available() if setup in _CUTTABLE else "links are cut over tcp only"
+    return ""

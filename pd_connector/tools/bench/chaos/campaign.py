@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of one kind over one transport: in rounds of a few transfers each, every one compared."""
+
+import itertools
+import random
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pd_connector.tools.bench.chaos.faults import DEADLINE_S, HELD_S, RECOVERY_S, Fault
+from pd_connector.tools.bench.chaos.ledger import Ledger
+from pd_connector.tools.bench.chaos.ranks import Ranks
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.wire.pair import PartyProcess
+from pd_connector.tools.launch.netns import LINK, Namespace
+
+TRANSFERS = 6
+"""At once, in a round."""
+MOST_PAGES = 14
+LIES = 40
+"""Messages of one liar."""
+_PAGES = 96
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done in one cell.
+
+    Args:
+        faults: that are injected.
+        seconds: after which it ends, whatever was injected.
+    """
+
+    faults: int
+    seconds: float = float("inf")
+
+
+class Campaign:
+    """One cell of the table.
+
+    Args:
+        ranks: running, and used by nobody else.
+        fault: what is injected.
+        seed: of what is drawn here. With the same seed the same faults hit the same transfers, as far as
+            the machine lets processes run alike.
+        link: the producer's side of a link that can be cut, for `Fault.PARTITION`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, fault: Fault, seed: int, link: Namespace | None = None
+    ) -> None:
+        self._ranks = ranks
+        self._fault = fault
+        self._random = random.Random(seed)
+        self._link = link
+        self._numbers = itertools.count()
+        self._ledger = Ledger(fault, ranks.setup.name)
+
+    def run(self, limits: Limits) -> Ledger:
+        """Inject, compare, and count."""
+        ledger, began = self._ledger, time.monotonic()
+        try:
+            self._recover()
+            ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
+            before = self._census()
+            while ledger.injected < limits.faults and time.monotonic() - began < limits.seconds:
+                self._round(limits.faults - ledger.injected)
+                self._recover()
+            ledger.held = self._held()
+            ledger.growth = self._growth(before)
+        except BenchError as error:
+            ledger.lost += 1
+            ledger.note = str(error)
+        ledger.seconds = time.monotonic() - began
+        return ledger
+
+    def _round(self, left: int) -> None:
+        """A few transfers, and faults while they are under way."""
+        if self._fault.on_chunks:
+            for consumer in self._ranks.consumers:
+                consumer.call("arm", fault=self._fault, count=min(left, TRANSFERS), share=0.5)
+            expected = self._begin(TRANSFERS)
+            self._collect(expected)
+            injected = sum(one.call("disarm") for one in self._ranks.consumers)
+            self._ledger.injected += injected
+            return
+        for consumer in self._ranks.consumers:  # so that chunks are under way when it happens
+            consumer.call("arm", fault=Fault.DELAY, count=1000, share=0.7)
+        if self._random.random() < 0.5:
+            expected = self._begin(TRANSFERS)
+            time.sleep(self._random.uniform(0, 0.02))
+            self._ledger.injected += self._injectors[self._fault](expected)
+        else:  # before there is anything to send
+            expected, offer = self._await(TRANSFERS)
+            time.sleep(self._random.uniform(0, 0.01))
+            self._ledger.injected += self._injectors[self._fault](expected)
+            offer()
+        self._collect(expected)
+        for consumer in self._ranks.consumers:
+            consumer.call("disarm")
+
+    def _recover(self) -> None:
+        """Transfers until one arrives. Notes how long that took."""
+        began = time.monotonic()
+        while True:
+            before = self._ledger.ok
+            self._collect(self._begin(1))
+            if self._ledger.ok - before == self._ranks.setup.tp:
+                break
+            if time.monotonic() - began > RECOVERY_S:
+                self._ledger.lost += 1
+                raise BenchError(f"nothing has arrived for {RECOVERY_S:g} s")
+        self._ledger.slowest_s = max(self._ledger.slowest_s, time.monotonic() - began)
+
+    def _begin(self, count: int) -> list[set[str]]:
+        """Offer and load so many transfers; returns the names that each consumer must report."""
+        draws = self._draw(count)
+        self._offer(draws)
+        return self._load(draws, wait=False)
+
+    def _await(self, count: int) -> tuple[list[set[str]], Callable[[], None]]:
+        """Load so many transfers, of prefills that have not begun; also returns what offers them."""
+        draws = self._draw(count)
+        return self._load(draws, wait=True), lambda: self._offer(draws)
+
+    def _draw(self, count: int) -> list[tuple[str, list[int], list[int]]]:
+        """Names, the producer's pages, and the pages to fill."""
+        free = iter(self._random.sample(range(_PAGES), _PAGES))
+        draws = []
+        for _ in range(count):
+            size = self._random.randrange(1, MOST_PAGES + 1)
+            theirs, ours = self._random.sample(range(_PAGES), size), [*itertools.islice(free, size)]
+            draws.append((f"transfer {next(self._numbers)}", theirs, ours))
+        return draws
+
+    def _offer(self, draws: Sequence[tuple[str, list[int], list[int]]]) -> None:
+        for producer in self._ranks.producers:
+            producer.call("offer", transfers=[draw[:2] for draw in draws])
+
+    def _load(
+        self, draws: Sequence[tuple[str, list[int], list[int]]], *, wait: bool
+    ) -> list[set[str]]:
+        host, ports = self._ranks.hosts[0], self._ranks.ports
+        for consumer in self._ranks.consumers:
+            consumer.call("load", transfers=draws, host=host, ports=ports, wait=wait)
+        return [{name for name, _, _ in draws} for _ in self._ranks.consumers]
+
+    def _collect(self, expected: list[set[str]]) -> None:
+        """Wait for all loads to end; those without an outcome are lost."""
+        deadline = time.monotonic() + DEADLINE_S
+        for consumer, names in zip(self._ranks.consumers, expected, strict=True):
+            while names:
+                left_s = deadline - time.monotonic()
+                for name, cause, right in consumer.call("outcomes", within_s=max(0.0, left_s)):
+                    if name in names:
+                        names.remove(name)
+                        self._ledger.count(cause, right)
+                if left_s < 0:
+                    self._ledger.lost += len(names)
+                    break
+        for producer in self._ranks.producers:
+            producer.call("outcomes", within_s=0.0)
+
+    def _held(self) -> int:
+        """What is still held when nobody wants anything any more and every lease has ended."""
+        deadline = time.monotonic() + HELD_S
+        while True:
+            held = [one.call("held") for one in self._ranks.all]
+            count = round(sum(sum(one.values()) for one in held))
+            if not count or time.monotonic() > deadline:
+                if count:
+                    self._ledger.note = f"held: {[one for one in held if one]}"
+                return count
+            time.sleep(0.1)
+
+    def _census(self) -> dict[int, tuple[int, int, int]]:
+        return {one.pid: tuple(one.call("census")) for one in self._ranks.all}
+
+    def _growth(self, before: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
+        """Of processes that have lived since; when nothing is open, but sessions."""
+        now = {pid: counts for pid, counts in self._census().items() if pid in before}
+        rows = [[n - b for n, b in zip(now[pid], before[pid], strict=True)] for pid in now]
+        files, threads, kib = (
+            (max(column) for column in zip(*rows, strict=True)) if rows else (0, 0, 0)
+        )
+        return files, threads, kib
+
+    def _anyone(self) -> PartyProcess:
+        return self._random.choice(self._ranks.all)
+
+    @property
+    def _injectors(self) -> dict[Fault, Callable[[list[set[str]]], int]]:
+        """Each returns how many faults it has injected."""
+        return {
+            Fault.LIE_MESSAGE: self._lie,
+            Fault.RESET: lambda _: bool(self._anyone().call("reset")),
+            Fault.HALF_OPEN: lambda _: bool(self._anyone().call("silence")),
+            Fault.SLOW_READER: self._read_slowly,
+            Fault.STOP: self._stop,
+            Fault.KILL: self._kill,
+            Fault.DESCRIPTORS: self._exhaust,
+            Fault.CLOCK: self._jump,
+            Fault.PARTITION: self._part,
+        }
+
+    def _lie(self, expected: list[set[str]]) -> int:
+        teller, port = (
+            self._random.choice(self._ranks.consumers),
+            self._random.choice(self._ranks.ports),
+        )
+        names = sorted(expected[0])
+        host = self._ranks.hosts[0]
+        return int(teller.call("lie", host=host, port=port, names=names, count=LIES))
+
+    def _read_slowly(self, expected: list[set[str]]) -> int:
+        consumer = self._random.choice(self._ranks.consumers)
+        for _ in range(10):
+            consumer.family.pause()
+            time.sleep(0.02)
+            consumer.family.resume()
+            time.sleep(0.002)
+        return 1
+
+    def _stop(self, expected: list[set[str]]) -> int:
+        family = self._anyone().family
+        family.pause()
+        time.sleep(self._random.choice((0.05, 0.3, 0.8, 1.5, 3.0)))
+        family.resume()
+        return 1
+
+    def _kill(self, expected: list[set[str]]) -> int:
+        process = self._anyone()
+        if process in self._ranks.consumers:  # its engine, and its requests, died with it
+            expected[self._ranks.consumers.index(process)].clear()
+        self._ranks.restart(process)
+        return 1
+
+    def _exhaust(self, expected: list[set[str]]) -> int:
+        """Without descriptors, and with connections that must be opened anew."""
+        process = self._anyone()
+        process.call("exhaust")
+        process.call("reset")
+        self._collect(expected)
+        self._collect(self._begin(1))
+        process.call("relieve")
+        return 1
+
+    def _jump(self, expected: list[set[str]]) -> int:
+        self._anyone().call("jump", seconds=self._random.choice((0.1, 1.0, 5.0, 3600.0)))
+        return 1
+
+    def _part(self, expected: list[set[str]]) -> int:
+        assert self._link is not None
+        set_link = ["ip", "-n", self._link.name, "link", "set", LINK]
+        subprocess.run([*set_link, "down"], check=True, capture_output=True)
+        time.sleep(self._random.choice((0.05, 0.3, 0.8, 1.5)))
+        subprocess.run([*set_link, "up"], check=True, capture_output=True)
+        return 1

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine, a decode engine and the router under load, with faults, every answer compared.
+
+The reference is what the prefill engine answers by itself, before any fault. In float32 an engine gives the same greedy
+tokens whether it computed the prompt's KV or received it. A request that fails, or is answered with other tokens,
+breaks a promise, whatever was done to the engines meanwhile: clients retry nothing here.
+"""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pd_connector.tools.bench.chaos.ledger import Ledger
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.demo import MODEL_DIR
+from pd_connector.tools.launch import (
+    Census,
+    Client,
+    HttpError,
+    RouterProcess,
+    Service,
+    VllmEngine,
+    stop_services,
+    wait_all,
+)
+from pd_connector.tools.launch.service import log_folder
+
+PROMPTS = 24
+CLIENTS = 3
+DECODED_TOKENS = 8
+REQUEST_S = 120.0
+"""A request without an answer after this is lost. The longest fault is a prefill engine that starts again."""
+QUIET_S = 60.0
+"""When there is no load any more, everything must be free within this."""
+CONFIG = {
+    "transports": ["tcp"],
+    "lease_s": 6,
+    "heartbeat_s": 0.5,
+    "session_timeout_s": 3,
+    "stall_timeout_s": 6,
+    "connect_timeout_s": 4,
+    "wait_timeout_s": 60,
+}
+_GAUGES = (
+    "leased_pages",
+    "incoming_transfers",
+    "outgoing_transfers",
+    "landing_slots",
+    "send_slots",
+)
+
+
+class EnginesBench:
+    """All faults in turn, in random order, for so long.
+
+    Args:
+        seconds: of load with faults; starting engines comes before.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, seconds: float, seed: int) -> None:
+        self._seconds = seconds
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._expected: dict[str, str] = {}
+        self._current = "none"
+        self._ledgers: dict[str, Ledger] = {}
+
+    def run(self, say: Callable[[str], None]) -> list[Ledger]:
+        """A ledger for each fault; the one named `none` has requests that no fault was near.
+
+        Raises:
+            StartError: an engine does not start.
+        """
+        logs = log_folder()
+        say(f"logs in {logs}")
+        roles = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+        prefill, decode = (
+            VllmEngine(
+                MODEL_DIR,
+                role,  # type: ignore[arg-type]
+                extra_config=CONFIG,
+                name=name,
+                args=["--dtype", "float32", "--enforce-eager"],
+                log_path=logs / f"{name}.log",
+            )
+            for name, role in roles
+        )
+        router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
+        services: list[Service] = [prefill, decode, router]
+        try:
+            for service in services:
+                service.start()
+            wait_all(services)
+            self._ask_references(prefill)
+            self._under_load(prefill, decode, router, say)
+        finally:
+            self._over.set()
+            stop_services(services)
+        return list(self._ledgers.values())
+
+    def _under_load(
+        self,
+        prefill: VllmEngine,
+        decode: VllmEngine,
+        router: RouterProcess,
+        say: Callable[[str], None],
+    ) -> None:
+        census = {one.name: Census.of(one.family) for one in (prefill, decode) if one.family}
+        moved = decode.metrics()
+        threads = [
+            threading.Thread(target=self._ask, args=(router.client, number), daemon=True)
+            for number in range(CLIENTS)
+        ]
+        for thread in threads:
+            thread.start()
+        faults: list[tuple[str, Callable[[], None]]] = [
+            ("prefill SIGSTOP", lambda: self._stop(prefill)),
+            ("decode SIGSTOP", lambda: self._stop(decode)),
+            ("prefill SIGKILL", lambda: self._kill(prefill)),
+            ("clients leave", lambda: self._leave(router.client)),
+        ]
+        end = time.monotonic() + self._seconds
+        while time.monotonic() < end:
+            name, inject = self._random.choice(faults)
+            with self._during(name):
+                say(f"{name}, {max(0.0, end - time.monotonic()):.0f} s left")
+                inject()
+                self._ledger(name).injected += 1
+                time.sleep(2.0)  # requests that it may have hit end
+            time.sleep(self._random.uniform(0.5, 4.0))
+        self._over.set()
+        for thread in threads:
+            thread.join(REQUEST_S)
+        grown = decode.metrics().since(moved)
+        last = self._ledger("none")
+        last.held = self._held(prefill, decode)
+        for key, value in grown.items():
+            name, labels = key
+            if name == "pd_connector:failed_transfers_total" and value > 0:
+                last.recomputed[dict(labels).get("cause", "")] += round(value)
+        received = grown.total("pd_connector:received_transfers_total")
+        if not received:
+            raise BenchError("no transfer has arrived: nothing was tested")
+        decode_now = Census.of(decode.family) if decode.family else census["decode"]
+        was = census["decode"]
+        last.growth = decode_now.files - was.files, decode_now.threads - was.threads, 0
+        last.note = f"{received:.0f} transfers arrived; growth is the decode engine's"
+
+    def _ask_references(self, engine: VllmEngine) -> None:
+        text = "Nobody knew what the seven quiet machines were counting, or why they had begun. "
+        for number in range(PROMPTS):
+            size = self._random.randrange(40, 1500)
+            prompt = f"{number}: " + "".join(self._random.choices(text, k=size))
+            self._expected[prompt] = _answer(engine.client, prompt)
+
+    def _ask(self, client: Client, number: int) -> None:
+        """One client: asks, compares, asks again."""
+        choices = random.Random(number)
+        prompts = list(self._expected)
+        while not self._over.is_set():
+            prompt = choices.choice(prompts)
+            with self._lock:
+                before = self._current
+            try:
+                right = _answer(client, prompt) == self._expected[prompt]
+                problem = ""
+            except (HttpError, OSError) as error:
+                right, problem = False, repr(error)[:300]
+            with self._lock:
+                ledger = self._ledger(self._current if before == "none" else before)
+                if problem:
+                    ledger.lost += 1
+                    ledger.note = problem
+                else:
+                    ledger.count("", right)
+
+    def _ledger(self, name: str) -> Ledger:
+        return self._ledgers.setdefault(name, Ledger(name, "engines, tcp"))
+
+    @contextmanager
+    def _during(self, name: str) -> Iterator[None]:
+        with self._lock:
+            self._current = name
+        began = time.monotonic()
+        yield
+        with self._lock:
+            self._current = "none"
+            ledger = self._ledger(name)
+            ledger.seconds += time.monotonic() - began
+
+    def _stop(self, engine: VllmEngine) -> None:
+        engine.pause()
+        time.sleep(self._random.choice((0.2, 1.0, 4.0)))
+        engine.resume()
+
+    def _kill(self, engine: VllmEngine) -> None:
+        began = time.monotonic()
+        engine.kill()
+        engine.start()
+        engine.wait_ready()
+        ledger = self._ledger("prefill SIGKILL")
+        ledger.slowest_s = max(ledger.slowest_s, time.monotonic() - began)
+
+    def _leave(self, client: Client) -> None:
+        """Clients that hang up in the middle of their answers, or before they begin."""
+        for _ in range(3):
+            prompt = self._random.choice(list(self._expected))
+            stream = client.stream("/v1/completions", _body(client, prompt), REQUEST_S)
+            for _event in itertools.islice(stream, self._random.randrange(1, 3)):
+                pass
+            stream.close()  # type: ignore[attr-defined]
+
+    def _held(self, *engines: VllmEngine) -> int:
+        deadline = time.monotonic() + QUIET_S
+        while True:
+            held = [
+                one.metrics().total(f"pd_connector:{name}") for one in engines for name in _GAUGES
+            ]
+            if not any(held) or time.monotonic() > deadline:
+                return round(sum(held))
+            time.sleep(0.5)
+
+
+_models: dict[str, str] = {}
+
+
+def _body(client: Client, prompt: str) -> dict[str, object]:
+    model = _models.setdefault(client.base_url, "") or client.model()
+    _models[client.base_url] = model
+    body = {"model": model, "prompt": prompt, "max_tokens": DECODED_TOKENS, "temperature": 0}
+    return {**body, "ignore_eos": True, "cache_salt": str(random.random())}
+
+
+def _answer(client: Client, prompt: str) -> str:
+    answer = client.post("/v1/completions", _body(client, prompt), REQUEST_S)
+    return str(answer["choices"][0]["text"])

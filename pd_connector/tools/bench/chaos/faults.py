@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of faults, and how long recovery may take."""
+
+from enum import StrEnum
+
+SETTINGS = {
+    "slots": 8,
+    "slot_mib": 1,
+    "heartbeat_s": 0.1,
+    "lease_s": 2.0,
+    "session_timeout_s": 1.0,
+    "connect_timeout_s": 1.0,
+    "stall_timeout_s": 0.5,
+    "wait_timeout_s": 2.0,
+}
+"""Of every agent. Timeouts are short, so that ten thousand faults pass in hours and not in weeks."""
+
+DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + 1.0
+"""A load that has no outcome after this is lost. No config value lets it wait longer than the first two
+together; the rest is for a busy machine."""
+RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S
+"""When the cause of a fault is over, a transfer must succeed within this: silence is noticed, a session
+is opened anew, and one more load may fail meanwhile."""
+HELD_S = SETTINGS["lease_s"] + SETTINGS["session_timeout_s"] + DEADLINE_S
+"""When nobody wants anything any more, every slot and page must be free within this."""
+
+
+class Fault(StrEnum):
+    """What is done. Those up to `LIE_HEADER` are done to one chunk that has arrived."""
+
+    DROP = "drop"
+    DELAY = "delay"
+    DUPLICATE = "duplicate"
+    TRUNCATE = "truncate"
+    CORRUPT = "corrupt"
+    REORDER = "reorder"
+    LIE_HEADER = "lying header"
+    LIE_MESSAGE = "lying peer"
+    RESET = "reset"
+    HALF_OPEN = "half-open"
+    SLOW_READER = "slow reader"
+    STOP = "SIGSTOP"
+    KILL = "SIGKILL"
+    DESCRIPTORS = "descriptors"
+    CLOCK = "clock jump"
+    PARTITION = "partition"
+
+    @property
+    def on_chunks(self) -> bool:
+        """Whether a chunk is hit on its way, by `tampering`."""
+        return self in CHUNK_FAULTS
+
+
+CHUNK_FAULTS = (
+    Fault.DROP,
+    Fault.DELAY,
+    Fault.DUPLICATE,
+    Fault.TRUNCATE,
+    Fault.CORRUPT,
+    Fault.REORDER,
+    Fault.LIE_HEADER,
+)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the faults of one kind over one transport."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Ledger:
+    """One cell of the table.
+
+    Attributes:
+        injected: faults.
+        ok: transfers that arrived, every byte of them right.
+        recomputed: transfers that failed, by cause: an engine computes these prompts itself.
+        wrong: transfers that were reported as arrived with a wrong byte in them.
+        lost: loads without any outcome within their deadline, and agents that never served again.
+        held: slots, pages and transfers that were not free at the end.
+        slowest_s: longest time from the end of a fault to the next transfer that arrived.
+        growth: of descriptors, threads and memory (KiB) over the cell, the largest of its processes.
+        note: why the cell ended early, or was not run.
+    """
+
+    fault: str
+    transport: str
+    injected: int = 0
+    ok: int = 0
+    recomputed: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+    lost: int = 0
+    held: int = 0
+    slowest_s: float = 0.0
+    growth: tuple[int, int, int] = (0, 0, 0)
+    seconds: float = 0.0
+    note: str = ""
+
+    def count(self, cause: str, right: bool) -> None:
+        """A load has ended."""
+        if cause:
+            self.recomputed[cause] += 1
+        elif right:
+            self.ok += 1
+        else:
+            self.wrong += 1
+
+    @property
+    def good(self) -> bool:
+        """Whether no promise was broken."""
+        return not (self.wrong or self.lost or self.held)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer whose messages fit the schema and are not true."""
+
+import random
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from pd_connector.kv.geometry import Geometry
+from pd_connector.protocol import messages
+
+_HUGE = (1 << 63) - 1
+
+
+class Liar:
+    """One connection to a producer's control port, for a `with` block.
+
+    Args:
+        geometry: with which a session can be had, so that lies are also told inside one.
+        choices: what is drawn from.
+    """
+
+    def __init__(self, host: str, port: int, geometry: Geometry, choices: random.Random) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(f"tcp://{host}:{port}")
+        self._geometry = geometry
+        self._random = choices
+
+    def tell(self, names: Sequence[str], count: int) -> int:
+        """Tell this many lies, also about transfers of these names, which are not its own."""
+        for _ in range(count):
+            self._socket.send(messages.encode(self._lie([*names, "none", ""])))
+            if self._random.random() < 0.05:  # bytes that fit no schema
+                self._socket.send(self._random.randbytes(self._random.randrange(1, 400)))
+        end = time.monotonic() + 0.05
+        while self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
+            self._socket.recv()
+        return count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    def _lie(self, names: Sequence[str]) -> messages.Message:
+        name = self._random.choice(names)
+        number = self._random.choice((0, 1, 7, 1 << 20, 1 << 31))
+        slots = [
+            self._random.choice((0, 1, 63, 1 << 31)) for _ in range(self._random.randrange(1, 6))
+        ]
+        lies = (
+            self._hello,
+            lambda: messages.Watch(name),
+            lambda: messages.Open(
+                transfer=name,
+                identity=name.encode(),
+                first_token=self._random.choice((0, 5, _HUGE)),
+                stop_token=self._random.choice((0, 16, 1 << 40, _HUGE)),
+                wait=self._random.random() < 0.5,
+                slots=slots,
+                chunk_bytes=self._random.choice((0, 1, 1 << 20, _HUGE)),
+                readers=self._random.choice((1, 2, 1 << 16)),
+                bytes_per_s=number,
+                direct=self._random.random() < 0.5,
+            ),
+            lambda: messages.Credit(name, slots),
+            lambda: messages.Taken(number),
+            lambda: messages.Done(name),
+            lambda: messages.Cancel(name, self._random.choice(("aborted", "no such cause"))),
+            lambda: messages.Heartbeat([name] * self._random.randrange(1, 50)),
+        )
+        return self._random.choice(lies)()
+
+    def _hello(self) -> messages.Message:
+        good = self._random.random() < 0.5
+        return messages.Hello(
+            newest=messages.SCHEMA if good else self._random.choice((0, _HUGE)),
+            oldest=messages.OLDEST_SCHEMA if good else 0,
+            engine_id="liar",
+            expected_engine_id="",
+            model=b"model" if good else b"",
+            geometry=self._geometry,
+            codecs=["raw"],
+            transports={"tcp": self._random.randbytes(30), "shm": self._random.randbytes(30)},
+            readable=["shm", "tcp", "nixl"],
+        )

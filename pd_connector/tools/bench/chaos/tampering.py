@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport that hands everything on, but for chunks that a fault is to hit."""
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+
+import msgspec
+
+from pd_connector.errors import TransportError
+from pd_connector.memory.pieces import Pieces
+from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
+from pd_connector.tools.bench.chaos.faults import Fault
+from pd_connector.transport.base import Landed, Link, Transport, Written
+
+DELAY_S = 0.02
+"""How long a delayed chunk waits. One that is reordered waits for the next chunk, or as long."""
+
+
+class Tampering:
+    """What is to be hit, shared by the transports of an agent. Armed by one thread, used by another."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._fault: Fault | None = None
+        self._share = 0.0
+        self._left = 0
+        self.injected = 0
+
+    def arm(self, fault: Fault, count: int, share: float) -> None:
+        """Hit this part of the chunks that come from now on, and so many at most."""
+        with self._lock:
+            self._fault, self._left, self._share = fault, count, share
+
+    def disarm(self) -> int:
+        """Hit nothing any more; returns how many have been hit since the last call."""
+        with self._lock:
+            injected, self.injected, self._left = self.injected, 0, 0
+            return injected
+
+    def draw(self) -> Fault | None:
+        """What happens to the chunk that has come now; None for nothing."""
+        with self._lock:
+            if not self._left or self._random.random() >= self._share:
+                return None
+            self._left -= 1
+            self.injected += 1
+            return self._fault
+
+    def number(self, below: int) -> int:
+        return self._random.randrange(below)
+
+
+class TamperingTransport(Transport):
+    """Wraps `inner`, with its name and manners. Chunks are hit where they arrive."""
+
+    def __init__(self, inner: Transport, tampering: Tampering) -> None:
+        self.inner = inner
+        self.name = inner.name  # type: ignore[misc]
+        self.one_sided = inner.one_sided  # type: ignore[misc]
+        self.copies = inner.copies  # type: ignore[misc]
+        self.readable = inner.readable  # type: ignore[misc]
+        self._tampering = tampering
+        self._later: deque[tuple[float, Landed]] = deque()
+
+    def address(self) -> bytes:
+        return self.inner.address()
+
+    def connect(self, consumer: bytes) -> Link:
+        return self.inner.connect(consumer)
+
+    def disconnect(self, link: Link) -> None:
+        self.inner.disconnect(link)
+
+    def expect(self, producer: bytes) -> Hashable:
+        return self.inner.expect(producer)
+
+    def dismiss(self, source: Hashable) -> None:
+        self.inner.dismiss(source)
+
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        return self.inner.write(link, header, payload, slot)
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        self.inner.read(source, send_slot, nbytes, slot, header)
+
+    def direct(self, source: Hashable) -> bool:
+        return self.inner.direct(source)
+
+    def silenced(self, source: Hashable) -> bool:
+        return self.inner.silenced(source)
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        found = self.inner.pull(source, theirs, ours)
+        match self._tampering.draw():
+            case None:
+                return found
+            case Fault.DELAY | Fault.REORDER:
+                time.sleep(DELAY_S)
+                return found
+            case Fault.DUPLICATE:
+                return self.inner.pull(source, theirs, ours)
+            case Fault.DROP | Fault.TRUNCATE:
+                raise TransportError("injected: not all of it could be copied")
+            case _:  # a byte of what lies in our pages now is not what was sent
+                damage(ours, self._tampering.number(ours.nbytes))
+                return ours.checksum()
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        written, arrived = self.inner.poll()
+        landed: list[Landed] = []
+        for one in arrived:
+            landed += self._hit(one)
+        now = time.monotonic()
+        while self._later and (landed or self._later[0][0] <= now):
+            landed.append(self._later.popleft()[1])
+        return written, landed
+
+    @property
+    def pollables(self) -> list[object]:
+        return self.inner.pollables
+
+    @property
+    def restless(self) -> bool:
+        return bool(self._later) or self.inner.restless
+
+    def close(self) -> None:
+        self._later.clear()
+        self.inner.close()
+
+    def _hit(self, landed: Landed) -> list[Landed]:
+        """What arrives in place of this chunk."""
+        match self._tampering.draw():
+            case None:
+                return [landed]
+            case Fault.DROP:
+                return []
+            case Fault.DELAY:
+                self._later.append((time.monotonic() + DELAY_S, landed))
+                return []
+            case Fault.REORDER:
+                self._later.append((time.monotonic() + DELAY_S, landed))
+                return []
+            case Fault.DUPLICATE:
+                return [landed, landed]
+            case Fault.TRUNCATE:
+                return [landed._replace(payload=landed.payload[: len(landed.payload) // 2])]
+            case Fault.CORRUPT:
+                copy = bytearray(landed.payload)
+                if copy:
+                    copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
+                return [landed._replace(payload=memoryview(copy))]
+            case _:
+                return [self._mislabelled(landed)]
+
+    def _mislabelled(self, landed: Landed) -> Landed:
+        """With a header, or a slot, that says something else."""
+        header = decode_header(landed.header)
+        lies: list[ChunkHeader] = [
+            msgspec.structs.replace(header, epoch=header.epoch ^ 1),
+            msgspec.structs.replace(header, transfer=header.transfer + "x"),
+            msgspec.structs.replace(header, sequence=header.sequence + 1),
+            msgspec.structs.replace(header, identity=header.identity[::-1]),
+            msgspec.structs.replace(header, first_token=header.first_token + 1),
+            msgspec.structs.replace(header, stop_layer=header.stop_layer + 1),
+            msgspec.structs.replace(header, nbytes=header.nbytes * 2 + 1),
+            msgspec.structs.replace(header, route=header.route + 1),
+        ]
+        choice = self._tampering.number(len(lies) + 2)
+        if choice == len(lies):
+            return landed._replace(slot=landed.slot + 1)
+        if choice > len(lies):
+            return landed._replace(header=landed.header[: len(landed.header) // 2])
+        return landed._replace(header=encode_header(lies[choice]))
+
+
+def damage(pieces: Pieces, place: int) -> None:
+    """Invert a bit of the byte at this place of the pieces, in this process's memory."""
+    number, offset = divmod(place, pieces.piece_bytes)
+    address = int(pieces.addresses[number]) + offset
+    byte = ctypes.cast(address, ctypes.POINTER(ctypes.c_ubyte))
+    byte[0] ^= 1

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector bench chaos`: faults, counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pd_connector.tools.cli.bench_report import exit_codes
+from pd_connector.tools.launch.signals import terminate_as_interrupt
+
+BROKEN = 1
+"""Exit code if a promise was broken."""
+
+
+def chaos(
+    faults: Annotated[int, typer.Option(min=1, help="Faults of each kind and transport.")] = 10_000,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--fault", metavar="KIND", help="May be repeated.  [default: all]"),
+    ] = None,
+    transports: Annotated[
+        list[str] | None,
+        typer.Option("--transport", metavar="NAME", help="May be repeated.  [default: all]"),
+    ] = None,
+    limit_s: Annotated[
+        float, typer.Option(min=1.0, help="End each kind and transport after so long.")
+    ] = float("inf"),
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="On real engines behind the router, under load.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long, with --engines.")] = 10.0,
+    json: Annotated[Path | None, typer.Option(help="Write the counts to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
+) -> None:
+    """Do faults to agents, or to engines, and compare every page, or every answer.
+
+    Wrong, lost and held must be 0; exit code 1 if they are not. First a control: with checksums not
+    compared, wrong pages must be found.
+    """
+    # torch takes seconds to import.
+    from pd_connector.tools.bench.chaos import report
+    from pd_connector.tools.bench.chaos.bench import ChaosBench
+    from pd_connector.tools.bench.chaos.campaign import Limits
+    from pd_connector.tools.bench.chaos.engines import EnginesBench
+    from pd_connector.tools.bench.chaos.faults import Fault
+    from pd_connector.tools.bench.chaos.ledger import Ledger
+    from pd_connector.tools.bench.chaos.ranks import SETUPS
+
+    stdout, stderr = Console(), Console(stderr=True)
+    chosen = [Fault(kind) for kind in _known(kinds, [*Fault], "--fault")]
+    names = _known(transports, [*SETUPS], "--transport")
+
+    def say(line: str) -> None:
+        stderr.print(line, markup=False, highlight=False)
+
+    ledgers: list[Ledger] = []
+    with exit_codes(stderr), terminate_as_interrupt():
+        try:
+            if engines:
+                ledgers += EnginesBench(minutes * 60, seed).run(say)
+            else:
+                bench = ChaosBench(names, chosen, Limits(faults, limit_s), seed)
+                for ledger in bench.run(say):
+                    ledgers.append(ledger)
+        finally:  # of a long run that was interrupted, what there is
+            stdout.print(report.table(ledgers))
+            if json:
+                report.write_json(json, ledgers)
+            if markdown:
+                markdown.write_text(report.markdown(ledgers))
+    for ledger in ledgers:
+        if ledger.note:
+            say(f"{ledger.fault} over {ledger.transport}: {ledger.note}")
+    if not all(ledger.good for ledger in ledgers):
+        raise typer.Exit(BROKEN)
+
+
+def _known(given: list[str] | None, known: list[str], option: str) -> list[str]:
+    for name in given or ():
+        if name not in known:
+            problem = f"{name!r}: must be one of {', '.join(known)}"
+            raise typer.BadParameter(problem, param_hint=option)
+    return list(dict.fromkeys(given or known))

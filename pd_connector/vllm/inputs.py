@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the KV of a prompt depends on beside its tokens: adapters, and images and the like, by content."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pd_connector.kv.identity import adapter_fingerprint, token_fingerprint
+from pd_connector.vllm.checkpoint import in_cache
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_MOST_INPUTS = 4096
+"""Images and the like whose hashes are remembered."""
+
+
+class RequestIdentity:
+    """Fingerprints of requests' prompts. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[tuple[int, str], str] = {}
+        self._inputs: OrderedDict[str, str] = OrderedDict()
+
+    def of(self, request: "Request") -> bytes:
+        """Fingerprint of everything that the KV of a request's prompt depends on.
+
+        Raises:
+            OSError: the files of its adapter cannot be read.
+        """
+        assert request.prompt_token_ids is not None
+        features = request.mm_features or []
+        return token_fingerprint(
+            request.prompt_token_ids,
+            salt=request.cache_salt or "",
+            adapter=self._adapter(request.lora_request) if request.lora_request else "",
+            inputs=[f"{self._input(feature)}@{feature.mm_position.offset}" for feature in features],
+        )
+
+    def _adapter(self, lora: Any) -> str:
+        """Name and content of an adapter. Its files are read once, unless vLLM is told to load it
+        again under its number."""
+        key = int(lora.lora_int_id), str(lora.lora_path)
+        if key not in self._adapters or getattr(lora, "load_inplace", False):
+            path = Path(lora.lora_path).expanduser()
+            folder = path if path.is_dir() else in_cache(str(lora.lora_path), None) or path
+            self._adapters[key] = adapter_fingerprint(folder)
+        return f"{lora.lora_name} {self._adapters[key]}"
+
+    def _input(self, feature: Any) -> str:
+        """Hash of what the model is given for an image or the like: of what the engine's processor
+        made of it, so that the processor's settings count, and the model's path does not, which is
+        in vLLM's own identifier."""
+        known = str(feature.identifier)
+        if known in self._inputs:
+            self._inputs.move_to_end(known)
+        elif feature.data is None:  # processed elsewhere: vLLM's identifier is all there is
+            return f"{feature.modality} {known}"
+        else:
+            self._inputs[known] = f"{feature.modality} {_content(feature.data)}"
+            if len(self._inputs) > _MOST_INPUTS:
+                self._inputs.popitem(last=False)
+        return self._inputs[known]
+
+
+def _content(data: Mapping[str, Any]) -> str:
+    """Hash of processed data, as hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16, person=b"pd-inputs")
+    for name in sorted(data):
+        element = data[name]
+        digest.update(f"\0{name}\0".encode())
+        _add(digest, getattr(element, "data", element))
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib.blake2b", value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)}\0".encode())
+        whole = value.detach().cpu().contiguous()
+        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        digest.update(f"array {value.dtype} {value.shape}\0".encode() + value.tobytes())
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        digest.update(f"list {len(value)}\0".encode())
+        for each in value:
+            _add(digest, each)
+    else:
+        digest.update(f"{type(value).__name__} {value!r}\0".encode())

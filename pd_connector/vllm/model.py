@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model a rank of vLLM serves, as it is loaded."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pd_connector.config import Config
+from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import (
+    LayerFacts,
+    ModelFacts,
+    config_fingerprint,
+    rotation_fingerprint,
+)
+from pd_connector.vllm.checkpoint import read_config, read_model_weights
+from pd_connector.vllm.layers import CacheId, draft_names, identify
+from pd_connector.vllm.loaded import loaded_fingerprint
+from pd_connector.vllm.owners import model_of
+from pd_connector.vllm.rotary import rotation_text
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_MOST_TEXT = 200
+_ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def identify_caches(vllm_config: "VllmConfig", names: list[str]) -> dict[str, CacheId]:
+    """Number and label of each cache of this rank, those of a draft model apart."""
+    if vllm_config.speculative_config is None:
+        return identify(names)
+    modules = _modules(vllm_config)
+    ordered = [name for name in modules if name in set(names)]
+    models = {name: _model_number(modules[name]) for name in ordered}
+    layers = int(vllm_config.model_config.get_total_num_hidden_layers())
+    rest = [name for name in names if name not in models]
+    return identify(names, draft_names([*ordered, *rest], layers, models))
+
+
+def model_facts(
+    vllm_config: "VllmConfig", config: Config, caches: Mapping[str, CacheId], shard: Shard
+) -> ModelFacts:
+    """Everything that peers compare of the model of this rank.
+
+    Args:
+        caches: of this rank.
+        shard: what it holds of the model.
+    """
+    model = vllm_config.model_config
+    served = read_config(model)
+    dummy = vllm_config.load_config.load_format == "dummy"
+    seed = model.seed if dummy else None
+    weights = None if dummy else read_model_weights(model, full=config.weights == "full")
+    if dummy:
+        sampled, whole = _made_up(seed), b""
+    elif weights is not None:
+        sampled, whole = weights
+    else:
+        sampled, whole = b"", b""
+    loaded = loaded_weights(vllm_config)
+    if not sampled:
+        logger.warning(
+            "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
+        )
+    return ModelFacts(
+        config=config_fingerprint(
+            served,
+            dtype=str(model.dtype),
+            quantization=None if "quantization_config" in served else _plain(model.quantization),
+        ),
+        weights=sampled,
+        weights_full=whole,
+        loaded=loaded,
+        held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
+        model_id=config.model_id,
+        draft=_draft(vllm_config),
+        layers=_layer_facts(vllm_config, caches, served),
+    )
+
+
+def loaded_weights(vllm_config: "VllmConfig") -> bytes:
+    """Fingerprint of the parameters in memory; empty where the model cannot be reached, or where the
+    engine moves experts from rank to rank as it serves."""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        return b""
+    for module in _modules(vllm_config).values():
+        model = model_of(module)
+        return b"" if model is None else loaded_fingerprint(model)
+    return b""
+
+
+def _what_then(loaded: bytes, config: Config) -> str:
+    if config.model_id:
+        return f"engines with model_id {config.model_id!r} are taken for the same"
+    if loaded:
+        return (
+            "parameters in memory are compared instead, which needs the same parallelism on both "
+            "sides, or the same model_id (config key model_id)"
+        )
+    return "no session is opened unless both engines have the same model_id (config key model_id)"
+
+
+def _modules(vllm_config: "VllmConfig") -> dict[str, torch.nn.Module]:
+    """Attention layers by name, in the order in which vLLM made them: the model's own first."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {
+        name: module for name, module in context.items() if hasattr(module, "get_kv_cache_spec")
+    }
+
+
+def _model_number(module: torch.nn.Module) -> int | None:
+    model = model_of(module)
+    return None if model is None else id(model)
+
+
+def _made_up(seed: int | None) -> bytes:
+    return hashlib.blake2b(f"dummy weights of seed {seed}".encode(), digest_size=16).digest()
+
+
+def _plain(quantization: str | None) -> str | None:
+    """A quantisation method without the name of the kernel that a device has for it."""
+    return None if quantization is None else str(quantization).removesuffix("_marlin")
+
+
+def _draft(vllm_config: "VllmConfig") -> bytes:
+    """Fingerprint of the draft model; empty where there is none, or it is not on this disk."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or speculative is None:
+        return b""
+    try:
+        weights = read_model_weights(draft, full=False)
+        told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
+        config = config_fingerprint(read_config(draft), **told)
+    except Exception as error:  # a draft is optional, whatever it is
+        logger.warning("KV of the draft model is not moved: %r", error)
+        return b""
+    if weights is None:
+        return b""
+    return hashlib.blake2b(config + weights.sampled, digest_size=16).digest()
+
+
+def _layer_facts(
+    vllm_config: "VllmConfig", caches: Mapping[str, CacheId], served: Mapping[str, Any]
+) -> tuple[LayerFacts, ...]:
+    modules = _modules(vllm_config)
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for name, (number, label) in caches.items():
+        module = modules.get(name)
+        attention = "" if module is None else _attention_text(module)
+        rotation = None if module is None else rotation_text(module)
+        if rotation is None:
+            rotation = _configured_rotation(vllm_config, served)
+        alike.setdefault((label, attention, rotation), []).append(number)
+    return tuple(
+        LayerFacts(
+            layers=tuple(sorted(numbers)),
+            label=label,
+            attention=attention,
+            rotation=rotation_fingerprint(rotation) if rotation else b"",
+            rotated=rotation[:_MOST_TEXT],
+        )
+        for (label, attention, rotation), numbers in alike.items()
+    )
+
+
+def _attention_text(module: torch.nn.Module) -> str:
+    """What a layer attends with, as its kernels are told."""
+    impl = getattr(module, "impl", module)
+    scale = float(getattr(impl, "scale", getattr(module, "scale", 0.0)) or 0.0)
+    cap = float(getattr(impl, "logits_soft_cap", 0.0) or 0.0)
+    window = getattr(module, "sliding_window", None) or 0
+    parts = [f"scale {scale:.6g}", f"soft cap {cap:.6g}", f"window {window}"]
+    if getattr(impl, "alibi_slopes", None) is not None:
+        parts.append("ALiBi")
+    if getattr(module, "has_sink", False) or getattr(impl, "sinks", None) is not None:
+        parts.append("sinks")
+    return ", ".join(parts)
+
+
+def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
+    """What the config says of rotation, where the layer's own module is not known; empty where it
+    says nothing."""
+    told = {name: served[name] for name in _ROTARY_KEYS if served.get(name) is not None}
+    if not told:
+        return ""
+    longest = vllm_config.model_config.max_model_len
+    return json.dumps({**told, "max_model_len": longest}, sort_keys=True, default=str)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module of a model has which other as a part.
+
+vLLM gives a connector its attention layers, but not the modules that these are parts of, which know how
+keys are rotated and hold the weights. PyTorch tells whoever asks when a module becomes a part of
+another; this asks before vLLM builds its model.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+_owners: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Module]]" = (
+    weakref.WeakKeyDictionary()
+)
+_watching: list[Any] = []
+
+
+def watch() -> None:
+    """Note the owner of every module that is made from now on. Harmless to repeat."""
+    if not _watching:
+        _watching.append(register_module_module_registration_hook(_note))
+
+
+def owners(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The module that this one is a part of, the one that that is a part of, and so on to the model.
+    Nothing where `watch` was not called before the model was built."""
+    seen = {id(module)}
+    while (owner := _owners.get(module)) is not None and (found := owner()) is not None:
+        if id(found) in seen:
+            return
+        seen.add(id(found))
+        yield found
+        module = found
+
+
+def model_of(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The whole model that a module is a part of, if that is known."""
+    above = list(owners(module))
+    return above[-1] if above else None
+
+
+def _note(owner: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
+    if isinstance(part, torch.nn.Module):
+        _owners[part] = weakref.ref(owner)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines that are started unlike: KV passes only where both compute the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+from harness import assert_same_logprobs, completion, fresh_salt, two_step
+from pairs import EnginePool, Pair, Setup
+from recipes import MODEL
+from test_handoff import prompt_of
+from tiny_models import LONG_FROM, build
+from tools import TOLERANCE, delta, probe_all
+
+DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("long", tmp_path_factory.mktemp("models") / "long")
+
+
+def test_a_rotation_that_depends_on_the_longest_sequence_is_another_one(
+    engines: EnginePool, long: Path
+) -> None:
+    pair = engines.pair(
+        Setup.of(
+            model=long,
+            prefill_args=["--max-model-len", str(LONG_FROM)],
+            decode_args=["--max-model-len", str(4 * LONG_FROM)],
+        )
+    )
+    prompt = prompt_of(200)
+    with delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused:
+        answer = two_step(pair.p, pair.d, prompt)
+    assert refused.amount == 1
+    assert_same_logprobs(answer, completion(pair.d, prompt, cache_salt=fresh_salt()), TOLERANCE)
+    pair.assert_idle()
+
+
+TRAINED = {"args": ["--worker-extension-cls", "probe.Trainer"]}
+
+
+def update(engine, factor: float) -> None:
+    """What a trainer does: the engine forgets its KV, and its weights change in place."""
+    forget = Request(f"{engine.base_url}/reset_prefix_cache?reset_external=true", method="POST")
+    with urlopen(forget) as answer:
+        assert answer.status == 200
+    probe_all(engine, "scale_weights", factor)
+
+
+def test_weights_that_change_in_place_are_other_weights(engines: EnginePool) -> None:
+    pair = engines.pair(Setup.of(**TRAINED))
+    prompt = prompt_of(200)
+
+    def handed_over() -> bool:
+        with delta(pair.d, "pd_connector:received_transfers_total") as received:
+            answer = two_step(pair.p, pair.d, prompt)
+        wanted = completion(pair.d, prompt, cache_salt=fresh_salt())
+        assert_same_logprobs(answer, wanted, TOLERANCE)
+        return received.amount == 1
+
+    assert handed_over()
+    update(pair.p, 1.25)
+    completion(pair.p, "a step", 1)
+    assert not handed_over(), "the decode engine has the old ones"
+    update(pair.d, 1.25)
+    completion(pair.d, "a step", 1)
+    assert handed_over(), "both have the same again"
+    for engine in pair.engines:
+        probe_all(engine, "set_weights_version", "step 7")
+    assert handed_over()
+    pair.assert_idle()
+
+
+def test_a_draft_model_on_one_side_moves_no_layer(engines: EnginePool, reference) -> None:
+    pair: Pair = engines.pair(Setup.of(decode_args=["--speculative-config", json.dumps(DRAFTS)]))
+    prompt = prompt_of(200)
+    with (
+        delta(pair.d, "pd_connector:received_transfers_total") as received,
+        delta(pair.d, "pd_connector:received_bytes_total") as moved,
+    ):
+        answer = two_step(pair.p, pair.d, prompt)
+    assert received.amount == 1
+    assert moved.amount > 0
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    pair.assert_idle()

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines serve one model only if everything that was hashed says so, and enough was."""
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_connector.kv.geometry import DRAFT_LAYERS
+from pd_connector.kv.model import (
+    LayerFacts,
+    ModelFacts,
+    config_fingerprint,
+    drafts_alike,
+    model_problem,
+)
+
+LAYERS = (LayerFacts((0, 1, 2, 3), "model/attention", "scale 0.125", b"plain", "plain"),)
+DISK = ModelFacts(b"config", b"sampled", b"", b"loaded", "rank 0 of 1", layers=LAYERS)
+BARE = msgspec.structs.replace(DISK, weights=b"", loaded=b"")
+
+
+def other(facts: ModelFacts = DISK, **changes: Any) -> ModelFacts:
+    return msgspec.structs.replace(facts, **changes)
+
+
+def layers(**changes: Any) -> tuple[LayerFacts, ...]:
+    return (msgspec.structs.replace(LAYERS[0], **changes),)
+
+
+def test_engines_that_say_the_same_serve_the_same():
+    assert model_problem(DISK, DISK) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"config": b"other"}, "config fingerprint 636f6e666967 at the producer"),
+        ({"weights": b"other"}, r"weights fingerprint \(samples\)"),
+        ({"layers": layers(label="model/indexer")}, "layer 0 is 'model/attention' at the producer"),
+        ({"layers": layers(attention="scale 1")}, "layer 0 attends with scale 0.125"),
+        (
+            {"layers": layers(rotation=b"x", rotated="long")},
+            "layer 0 rotates keys by plain .* by long",
+        ),
+        ({"version": "step 2"}, "version '' at the producer, 'step 2' at the consumer"),
+    ],
+)
+def test_any_difference_is_named(changes: dict[str, Any], named: str):
+    assert re.search(named, model_problem(DISK, other(**changes)))
+    assert model_problem(other(**changes), DISK)
+
+
+def test_all_bytes_decide_where_both_have_hashed_them():
+    ours = other(weights_full=b"all")
+    assert "(all bytes)" in model_problem(ours, other(weights_full=b"else"))
+    assert model_problem(ours, other(weights_full=b"all")) == ""
+    assert model_problem(ours, DISK) == "", "one has samples only"
+
+
+def test_without_files_parameters_in_memory_decide_if_the_ranks_hold_the_same():
+    memory = other(weights=b"")
+    assert model_problem(memory, memory) == ""
+    assert model_problem(memory, DISK) == ""
+    assert "weights fingerprint" in model_problem(memory, other(memory, loaded=b"else"))
+    assert "model_id" in model_problem(memory, other(memory, held="rank 0 of 2"))
+
+
+def test_what_was_not_hashed_is_not_believed():
+    for ours, theirs in ((BARE, BARE), (BARE, DISK), (DISK, BARE)):
+        assert "give both engines the same name of the model" in model_problem(ours, theirs)
+        named = [other(facts, model_id="llama") for facts in (ours, theirs)]
+        assert model_problem(*named) == ""
+        assert model_problem(named[0], theirs), "one name alone proves nothing"
+
+
+def test_a_name_never_outweighs_a_difference():
+    named = other(model_id="llama")
+    assert "model_id 'llama' at the producer" in model_problem(named, other(model_id="qwen"))
+    assert "weights" in model_problem(named, other(model_id="llama", weights=b"other"))
+
+
+def test_weights_that_changed_are_told_by_their_version():
+    changed = other(updates=1, loaded=b"new")
+    assert "weights have changed" in model_problem(changed, DISK)
+    assert "weights have changed" in model_problem(DISK, changed)
+    assert model_problem(changed, changed) == "", "both hold the same part, with the same content"
+    apart = other(changed, held="rank 0 of 2")
+    assert "tell both engines the version" in model_problem(changed, apart)
+    ours, theirs = (other(facts, version="step 7") for facts in (changed, apart))
+    assert model_problem(ours, theirs) == ""
+    assert "version 'step 7'" in model_problem(ours, other(theirs, version="step 8"))
+
+
+def test_draft_layers_are_never_a_reason_to_refuse():
+    draft = LayerFacts((DRAFT_LAYERS,), "draft/attention", "scale 1", b"x")
+    plain = other(layers=(*LAYERS, draft), draft=b"eagle")
+    elsewhere = other(
+        layers=(*LAYERS, msgspec.structs.replace(draft, rotation=b"y")), draft=b"eagle"
+    )
+    assert model_problem(plain, elsewhere) == ""
+    assert drafts_alike(plain, elsewhere)
+    assert not drafts_alike(plain, other(plain, draft=b"medusa"))
+    assert not drafts_alike(DISK, DISK), "a draft that was not hashed is not believed"
+
+
+def test_a_config_counts_in_all_but_where_it_lies():
+    base = config_fingerprint({"hidden_size": 8, "text_config": {"rope_theta": 1e4}}, dtype="bf16")
+    same = {
+        "_name_or_path": "/models/x",
+        "transformers_version": "9",
+        "torch_dtype": "bfloat16",
+        "text_config": {"rope_theta": 1e4, "torch_dtype": "bfloat16"},
+        "hidden_size": 8,
+        "sliding_window": None,
+    }
+    assert config_fingerprint(same, dtype="bf16", quantization=None) == base
+    assert config_fingerprint({**same, "hidden_size": 9}, dtype="bf16") != base
+    assert config_fingerprint({**same, "text_config": {"rope_theta": 1e6}}, dtype="bf16") != base
+    assert config_fingerprint(same, dtype="float32") != base
+    assert config_fingerprint(same, dtype="bf16", quantization="fp8") != base

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's fingerprint sees every tensor, and nothing but the tensors."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pd_connector.kv import weights as module
+from pd_connector.kv.weights import read_weights, weight_files
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def tensors(layers: int = 12) -> dict[str, np.ndarray]:
+    """A small model: large and small tensors of every layer."""
+    chance = np.random.default_rng(0)
+    made = {"embed": chance.random((1000, 64), np.float32)}
+    for layer in range(layers):
+        for name, shape in (("q_proj", (64, 64)), ("k_proj", (16, 64)), ("norm", (64,))):
+            made[f"layers.{layer}.{name}"] = chance.random(shape, np.float32)
+    return made
+
+
+def safetensors(made: Tensors, metadata: bool = False) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}} if metadata else {}
+    at = 0
+    for name, tensor in made.items():
+        span = [at, at + tensor.nbytes]
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": span}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(t.tobytes() for t in made.values())
+
+
+def save(folder: Path, made: Tensors, name: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(safetensors(made))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "model", tensors())
+
+
+def test_every_single_tensor_counts(tmp_path: Path, folder: Path) -> None:
+    before = read_weights(folder)
+    for name in tensors():
+        changed = tensors()
+        changed[name] = changed[name] * np.float32(1.5)
+        assert read_weights(save(tmp_path / "other", changed)) != before, name
+
+
+def test_all_k_projections_scaled_are_another_model(tmp_path: Path, folder: Path) -> None:
+    changed = {
+        name: tensor * np.float32(1.5) if "k_proj" in name else tensor
+        for name, tensor in tensors().items()
+    }
+    assert read_weights(save(tmp_path / "other", changed)) != read_weights(folder)
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "dtype", "missing"])
+def test_what_the_header_says_counts(tmp_path: Path, folder: Path, change: str) -> None:
+    made = tensors()
+    if change == "name":
+        made["layers.0.w"] = made.pop("layers.0.norm")
+    elif change == "shape":
+        made["layers.0.q_proj"] = made["layers.0.q_proj"].reshape(32, 128)
+    elif change == "missing":
+        del made["layers.0.norm"]
+    other = save(tmp_path / "other", made)
+    if change == "dtype":
+        file = other / "model.safetensors"
+        file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
+    assert read_weights(other) != read_weights(folder)
+
+
+def test_names_and_number_of_the_files_do_not_count(tmp_path: Path, folder: Path) -> None:
+    made = list(tensors().items())
+    other = save(tmp_path / "other", dict(reversed(made[:10])), "b.safetensors")
+    save(other, dict(made[10:]), "a.safetensors")
+    for full in (False, True):
+        assert read_weights(other, full=full) == read_weights(folder, full=full)
+
+
+def test_copies_beside_the_indexed_files_do_not_count(tmp_path: Path, folder: Path) -> None:
+    before = read_weights(folder)
+    index = {"weight_map": dict.fromkeys(tensors(), "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save(folder, tensors(1), "consolidated.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"an older copy")
+    assert read_weights(folder) == before
+
+
+def test_a_bit_between_samples_counts_only_if_all_bytes_are_read(
+    tmp_path: Path, folder: Path
+) -> None:
+    changed = tensors()
+    changed["embed"][300, 3] += 1
+    other = save(tmp_path / "other", changed)
+    ours, theirs = read_weights(folder, full=True), read_weights(other, full=True)
+    assert ours is not None
+    assert theirs is not None
+    assert ours.sampled == theirs.sampled, "so that the test tests what it says"
+    assert ours.full != theirs.full
+
+
+def test_whole_files_are_read_once_for_as_long_as_they_stay_as_they_are(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache" / "weights.json"
+    first = read_weights(folder, full=True, cache=cache)
+    read: list[Path] = []
+    whole = module._whole
+    monkeypatch.setattr(module, "_whole", lambda file: (read.append(file), whole(file))[1])
+    assert read_weights(folder, full=True, cache=cache) == first
+    assert read == []
+    moved = folder.rename(tmp_path / "elsewhere")
+    assert read_weights(moved, full=True, cache=cache) == first
+    assert read == [], "it is still the same file"
+    file = moved / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    os.utime(file, (1, 1))
+    assert read_weights(moved, full=True, cache=cache) != first
+    assert read == [file]
+
+
+@pytest.mark.parametrize("content", ["", "not JSON", "[]", '{"a": 7}'])
+def test_a_cache_that_cannot_be_read_is_written_anew(
+    tmp_path: Path, folder: Path, content: str
+) -> None:
+    cache = tmp_path / "weights.json"
+    cache.write_text(content)
+    first = read_weights(folder, full=True, cache=cache)
+    assert json.loads(cache.read_text())
+    assert read_weights(folder, full=True, cache=cache) == first
+
+
+def archive(entries: Mapping[str, bytes], name: str = "archive") -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as file:
+        for entry, content in entries.items():
+            file.writestr(zipfile.ZipInfo(f"{name}/{entry}"), content)
+    return made.getvalue()
+
+
+def test_every_byte_of_an_archive_of_torchs_counts(tmp_path: Path) -> None:
+    entries = {"data.pkl": b"names", "data/0": bytes(1 << 20), "data/1": bytes(1 << 20)}
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(archive(entries))
+    before = read_weights(tmp_path)
+    file.write_bytes(archive(entries, "other name"))
+    assert read_weights(tmp_path) == before
+    changed = bytearray(1 << 20)
+    changed[123_456] = 1
+    file.write_bytes(archive({**entries, "data/1": bytes(changed)}))
+    assert read_weights(tmp_path) != before
+
+
+def test_one_file_of_a_form_that_is_not_known_is_sampled(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    data = bytearray(os.urandom(3 << 20))
+    file.write_bytes(data)
+    before = read_weights(file)
+    assert before is not None
+    moved = file.rename(tmp_path / "other.gguf")
+    assert read_weights(moved) == before
+    data[: 1 << 16] = os.urandom(1 << 16)
+    moved.write_bytes(data)
+    assert read_weights(moved) != before
+
+
+def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "training_args.bin").write_bytes(b"x")
+    assert read_weights(tmp_path) is None
+    assert weight_files(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("kept", [0, 4, 40, -1])
+def test_a_file_that_is_cut_off_is_an_error(folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        read_weights(folder)
+
+
+def test_a_large_checkpoint_is_sampled_and_not_read(tmp_path: Path) -> None:
+    header = {"w": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}
+    text = json.dumps(header).encode()
+    with (tmp_path / "huge.safetensors").open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + (1 << 40))  # sparse: a terabyte of zeros
+    assert read_weights(tmp_path) is not None
+
+
+def test_of_ranks_that_begin_together_one_reads_all_bytes(tmp_path: Path, folder: Path) -> None:
+    cache = tmp_path / "cache" / "weights.json"
+    code = (
+        "import logging, sys; from pathlib import Path; from pd_connector.kv.weights import read_weights\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "print(read_weights(Path(sys.argv[1]), full=True, cache=Path(sys.argv[2])).full.hex())"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(cache)]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    said = [rank.communicate() for rank in ranks]
+    assert len({found for found, _ in said}) == 1
+    assert sum(log.count("hashing") for _, log in said) == 1, said
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, folder: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    found = read_weights(folder, full=True, cache=blocked / "weights.json")
+    assert found == read_weights(folder, full=True)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters and images count by content, not by name or path."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pd_connector.vllm.inputs import RequestIdentity
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def adapter(folder, scale=1.0, rank=8):
+    """A LoRA adapter as PEFT saves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    weights = {f"layers.{i}.lora_{side}": torch.randn(8, 16) for i in range(2) for side in "AB"}
+    weights["layers.1.lora_B"] *= scale
+    safetensors.save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    return folder
+
+
+def image(content, identifier, modality="image", offset=3):
+    data = None
+    if content is not None:
+        data = {
+            "pixel_values": SimpleNamespace(data=content),
+            "image_grid_thw": SimpleNamespace(data=torch.tensor([1, 2, 2])),
+        }
+    position = SimpleNamespace(offset=offset)
+    return SimpleNamespace(
+        data=data, modality=modality, identifier=identifier, mm_position=position
+    )
+
+
+def request(folder=None, name="sql", number=1, features=(), **options):
+    lora = folder and SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=str(folder), load_inplace=False
+    )
+    if lora:
+        vars(lora).update(options)
+    return SimpleNamespace(
+        prompt_token_ids=[1, 2, 3], cache_salt=None, lora_request=lora, mm_features=list(features)
+    )
+
+
+def of(*arguments, **options):
+    return RequestIdentity().of(request(*arguments, **options))
+
+
+def test_an_adapter_is_the_same_wherever_it_lies(tmp_path):
+    ours, theirs = adapter(tmp_path / "a"), adapter(tmp_path / "elsewhere" / "b")
+    assert of(ours) == of(theirs, number=7)
+    assert of(ours) != of()
+
+
+def test_an_adapter_of_the_same_name_and_other_content_is_another(tmp_path):
+    before = of(adapter(tmp_path / "a"))
+    assert of(adapter(tmp_path / "b", scale=1.5)) != before, "one tensor of it"
+    assert of(adapter(tmp_path / "c", rank=16)) != before, "its config"
+    assert of(adapter(tmp_path / "d"), name="other") != before
+
+
+def test_an_adapters_files_are_read_once_and_again_if_it_is_loaded_again(tmp_path):
+    identity, folder = RequestIdentity(), adapter(tmp_path / "a")
+    before = identity.of(request(folder))
+    adapter(folder, scale=2.0)
+    assert identity.of(request(folder)) == before, "vLLM has not loaded what lies there now"
+    after = identity.of(request(folder, load_inplace=True))
+    assert after != before
+    assert identity.of(request(folder)) == after
+
+
+def test_an_adapter_whose_files_are_not_there_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="no adapter's weights"):
+        of(tmp_path / "nowhere")
+
+
+def test_an_image_counts_by_what_the_model_is_given():
+    pixels = torch.arange(12.0).view(3, 4)
+    before = of(features=[image(pixels, "hash with /models/a in it")])
+    assert of(features=[image(pixels.clone(), "hash with /elsewhere in it")]) == before
+    others = [
+        image(pixels + 1, "x"),
+        image(pixels.view(4, 3), "x"),
+        image(pixels.bfloat16(), "x"),
+        image([pixels], "x"),
+        image(pixels, "x", modality="video"),
+        image(pixels, "x", offset=4),
+    ]
+    assert len({of(features=[other]) for other in others} - {before}) == len(others)
+
+
+def test_an_image_that_is_not_sent_again_is_known_by_its_identifier():
+    identity = RequestIdentity()
+    before = identity.of(request(features=[image(torch.ones(4), "a")]))
+    assert identity.of(request(features=[image(None, "a")])) == before
+    assert identity.of(request(features=[image(None, "b")])) != before

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a rotation is what vLLM's own module does to keys."""
+
+import pytest
+import torch
+from torch import nn
+
+rotary_embedding = pytest.importorskip("vllm.model_executor.layers.rotary_embedding")
+
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+
+from pd_connector.kv.rotation import rotation_of  # noqa: E402
+from pd_connector.vllm import owners, rotary  # noqa: E402
+
+PARAMETERS = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "large theta": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "max_trained_positions": 256,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 100 for i in range(32)],
+        "long_factor": [1.0 + i for i in range(32)],
+        "original_max_position_embeddings": 256,
+    },
+}
+
+
+def made(parameters, dtype=torch.float32, longest=1024):
+    """A module as vLLM makes it for an engine whose longest sequence has so many tokens."""
+    rotary_embedding._ROPE_DICT.clear()
+    config = VllmConfig()
+    config.model_config = type("Model", (), {"max_model_len": longest})()
+    with set_current_vllm_config(config):
+        return rotary_embedding.get_rope(64, 1024, True, dict(parameters), dtype)
+
+
+class Block(nn.Module):
+    """An attention block: a rotation, and the layer that vLLM tells a connector of."""
+
+    def __init__(self, rotation):
+        super().__init__()
+        self.rotary_emb = rotation
+        self.attn = nn.Identity()
+
+
+def told(rotation):
+    owners.watch()
+    block = Block(rotation)
+    return rotary.rotation_text(block.attn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_defining_values_are_those_of_vllms_table(name, dtype):
+    module = made(PARAMETERS[name], dtype)
+    parameters = rotary._made_with(module)
+    found = rotation_of(
+        parameters["parameters"],
+        dims=64,
+        interleaved=False,
+        max_positions=parameters["max_position"],
+        long=getattr(module, "use_long_rope", False),
+    )
+    assert len(found.frequencies) == 32
+    assert rotary.agrees(found, module)
+    other = found._replace(frequencies=tuple(f * 1.5 for f in found.frequencies))
+    assert not rotary.agrees(other, module), "the check bites"
+    assert told(module) == found.text
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_dtype_of_the_table_does_not_count(name):
+    texts = [told(made(PARAMETERS[name], dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    assert texts[0] == texts[1]
+
+
+def test_long_rope_differs_with_the_longest_sequence_of_the_engine():
+    short, long = (told(made(PARAMETERS["longrope"], longest=n)) for n in (256, 1024))
+    assert short != long
+    llama = [told(made(PARAMETERS["llama3"], longest=n)) for n in (256, 1024)]
+    assert llama[0] == llama[1]
+
+
+def test_a_table_that_was_changed_after_it_was_made_is_another_rotation():
+    module = made(PARAMETERS["default"])
+    before = told(module)
+    module.cos_sin_cache[1:] *= 1.5
+    assert told(module) != before
+
+
+def test_a_layer_without_rotation_has_none():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.Identity()
+
+    owners.watch()
+    block = Bare()
+    assert rotary.rotation_text(block.attn) is None
+
+
+def test_a_module_that_vllm_has_not_registered_is_told_by_its_table():
+    module = made(PARAMETERS["default"])
+    rotary_embedding._ROPE_DICT.clear()
+    assert told(module).startswith("RotaryEmbedding {")
