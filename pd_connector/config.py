@@ -18,6 +18,9 @@ from pd_connector.extensions import load_entry_points, unknown_name
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
+CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
+"""Where an engine has no argument for config keys: a JSON object of them, or `@` and the path of a
+file that holds one."""
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")

@@ -92,7 +92,7 @@ def test_without_the_gate_a_dropped_request_is_written_to(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control."""
-    monkeypatch.setattr(PageGate, "shut", lambda gate, request: None)
+    monkeypatch.setattr(PageGate, "shut", lambda gate, request, timeout_s: True)
     monkeypatch.setattr(PageGate, "open", lambda gate, request: None)
     pausing = Pausing(monkeypatch, "scatter")
     producer, consumer = ranks.pair(TCP)
