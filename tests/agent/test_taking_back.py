@@ -92,7 +92,7 @@ def test_without_the_gate_a_dropped_request_is_written_to(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control."""
-    monkeypatch.setattr(PageGate, "shut", lambda gate, request: None)
+    monkeypatch.setattr(PageGate, "shut", lambda gate, request, timeout_s: True)
     monkeypatch.setattr(PageGate, "open", lambda gate, request: None)
     pausing = Pausing(monkeypatch, "scatter")
     producer, consumer = ranks.pair(TCP)
@@ -113,7 +113,7 @@ def test_leased_pages_are_taken_back_and_whoever_comes_for_them_is_refused(ranks
     withdraw(producer)
     until(lambda: producer.gauge("leased_pages") == 0)
     consumer.load(producer.source, "t", PAGES)
-    assert consumer.loaded("t").cause is Cause.UNKNOWN_TRANSFER
+    assert consumer.loaded("t").cause is Cause.PREFILL_ENDED
     assert "offer of t" not in producer.look(), "who takes back need not be told"
 
 

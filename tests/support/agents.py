@@ -21,7 +21,7 @@ from support.waits import until
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
 
-KEY = "a key of more than sixteen characters"
+KEY = "0123456789abcdef" * 3 + "fedcba9876543210"  # in the form of `pd-connector key`
 WHOLE = Shard(0, 2, 0, 1)
 HALVES = (Shard(0, 2, 0, 2), Shard(0, 2, 1, 2))
 MODEL = b"model"
