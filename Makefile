@@ -22,9 +22,14 @@ lint: setup
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
 
+# The door to SGLang is tested with SGLang, which has an environment of its own.
+SGLANG := .venv-sglang/bin/python
+
 fast: setup
 	$(PYTEST) -m "not engine" --timeout=300 -n 2 $(COMPUTING)
 	$(PYTEST) -m "not engine" --timeout=300 $(COMPUTING:%=--ignore=%)
+	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
+		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
 engine: setup
 	$(PYTEST) -m engine --timeout=900

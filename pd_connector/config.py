@@ -18,6 +18,9 @@ from pd_connector.extensions import load_entry_points, unknown_name
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
+CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
+"""Where an engine has no argument for config keys: a JSON object of them, or `@` and the path of a
+file that holds one."""
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -54,7 +57,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     transports: tuple[str, ...] = ("shm", "tcp")
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
-    needs nothing installed, `nixl` and `ucx` need the extra of that name."""
+    needs nothing else installed, `nixl` and `ucx` need the extra of that name."""
     model_id: str = ""
     """The operator's own name for the model and its weights. If both engines have one, it must be the
     same; needed where weights are not files on disk, such as those of an object store."""

@@ -32,6 +32,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 
@@ -97,6 +98,7 @@ class Agent:
         self._closing = threading.Event()
         self._abandoned = False  # the agent hangs; the engine has given it up
         self._engine_stepped = time.monotonic()
+        self._ranks: tuple[Peer, ...] = ()
 
         def make_loop(port: int) -> Loop:
             return Loop(
@@ -110,6 +112,7 @@ class Agent:
                 self.telemetry,
                 self._owed.report,
                 lambda: time.monotonic() - self._engine_stepped,
+                lambda: self._ranks,
                 produces=produces,
                 consumes=consumes,
                 shards=shards,
@@ -127,6 +130,8 @@ class Agent:
         """Numeric address that consumers dial: they look up no name."""
         self.port = self._loop.port
         """Control port that consumers dial; 0 for a rank that does not produce."""
+        if self.port and len(shards) < 2:
+            self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
         self._turn_began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
@@ -152,6 +157,11 @@ class Agent:
                 self._facts = command.facts  # also of an agent that is started again
             self._owed.expect(command)
             self._commands.put(command, fence)
+
+    def introduce(self, ranks: Sequence[Peer]) -> None:
+        """These are all ranks of the engine, this one included: whoever asks any of them is told. The
+        only rank of an engine need not be introduced."""
+        self._ranks = tuple(ranks)
 
     def engine_steps(self) -> None:
         """The engine begins a step. If it makes none for too long, consumers do not wait for its

@@ -33,6 +33,7 @@ from pd_connector.protocol.incoming import (
     Held,
     Load,
     PlaceChunk,
+    Stalled,
     Tell,
 )
 from pd_connector.protocol.peers import Source
@@ -182,10 +183,17 @@ class ConsumerSide:
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it counts once it fits the plan and its checksum is right."""
-        self._arrived(landed.header, landed.slot, landed.payload, landed.problem, now)
+        self._arrived(*landed[:4], now, authentic=landed.authentic)
 
     def _arrived(
-        self, data: bytes, slot: int, payload: memoryview | Pieces, problem: str, now: float
+        self,
+        data: bytes,
+        slot: int,
+        payload: memoryview | Pieces,
+        problem: str,
+        now: float,
+        *,
+        authentic: bool = False,
     ) -> None:
         try:
             header = decode_header(data)
@@ -197,7 +205,9 @@ class ConsumerSide:
             return
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
-        actions = self._consumer.landed(header, slot, payload, now, problem=problem)
+        actions = self._consumer.landed(
+            header, slot, payload, now, problem=problem, authentic=authentic
+        )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
@@ -365,6 +375,8 @@ class ConsumerSide:
                         self._sessions.send(session, message)
                 case PlaceChunk() as place:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
+                case Stalled(source):
+                    self._stalled(source, now)
                 case Held(request, cause, detail) as held:
                     if cause is not None:
                         self._telemetry.count("failed_transfers", cause=cause)
@@ -374,6 +386,13 @@ class ConsumerSide:
                     self._report(held)
                 case Finished() as finished:
                     self._finished(finished, now)
+
+    def _stalled(self, source: Source, now: float) -> None:
+        """End the session, so that the next transfer gets a new connection: nobody may have told
+        that this one is dead. A peer that writes by itself has no such connection."""
+        session = self._sessions.get(source)
+        if session and session.path and not session.path.transport.one_sided:
+            self._end(session, Cause.STALLED, "no chunk within stall_timeout_s", now)
 
     def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         session = self._sessions.get(place.source)

@@ -81,7 +81,7 @@ class Dialler:
         logger.info(
             "session with %s:%d: transport %s, %s, codecs %s",
             *source[:2],
-            transport.name,
+            transport.label or transport.name,
             "read from pages" if direct else "read" if welcome.read else "written",
             ",".join(sorted({route.codec for route in routes})) or "none",
         )

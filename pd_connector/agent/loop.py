@@ -34,6 +34,7 @@ from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.registry import make_transports
@@ -54,6 +55,7 @@ class Loop:
         gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
         engine_age_s: how long ago the engine began its last step, in seconds.
+        ranks: all ranks of this engine, as far as it has introduced them.
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included.
@@ -74,6 +76,7 @@ class Loop:
         telemetry: Telemetry,
         report: Callable[[Outcome], None],
         engine_age_s: Callable[[], float],
+        ranks: Callable[[], Sequence[Peer]],
         *,
         produces: bool,
         consumes: bool,
@@ -111,6 +114,7 @@ class Loop:
                 telemetry=telemetry,
                 wake=commands.wake,
                 engine_age_s=engine_age_s,
+                ranks=ranks,
             )
             if produces:
                 self.producer_side = ProducerSide(

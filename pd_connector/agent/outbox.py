@@ -22,6 +22,10 @@ OFFERED = "offered"
 _MOST_OFFERS = 4
 """Chunks that are offered to one consumer at a time. With few, what was gathered is still in the
 processors' cache when it is read."""
+_MOST_WRITES = 3
+"""Chunks that are written to one consumer at a time, over a transport with send slots of its own.
+With few, what was gathered is still in the processor's cache when it is sealed, which halves the cost
+of gathering; and a consumer that takes nothing holds no more slots than these."""
 
 Key = tuple[str, int]
 """A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
@@ -43,6 +47,8 @@ class InFlight(NamedTuple):
     send_slot: int | None  # None: it is sent or read from where its pages lie
     nbytes: int
     deadline: float
+    most: float = float("inf")  # such chunks that its session may have at a time
+    in_order: bool = False  # it arrives after the chunks that were written to its session before it
 
 
 class Outbox:
@@ -59,6 +65,10 @@ class Outbox:
         self._in_flight: dict[Key, InFlight] = {}
         self._offers = itertools.count()
         self._backpressured: set[bytes] = set()
+        self._arrived: set[bytes] = (
+            set()
+        )  # sessions with a chunk in order, since the last `timed_out`
+        self._moving_until: dict[bytes, float] = {}  # sessions whose chunks in order arrive
         self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
 
@@ -78,7 +88,8 @@ class Outbox:
 
     @property
     def backpressured(self) -> Collection[bytes]:
-        """Sessions that have as many offers as they may; they get no more until they have read."""
+        """Sessions that have as many chunks under way as they may. They get no more until one of them
+        has ended."""
         return self._backpressured
 
     def fence(self, request: str, fence: Any) -> None:
@@ -110,9 +121,9 @@ class Outbox:
                 confirm()  # if the pages change from here on, the checksum tells
                 self._write(send, path, in_place, found, None, now)
                 return None
-            send_slot, payload = self._gather(send, confirm)
+            send_slot, payload = self._gather(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            found = self._cache.checksum or checksum(payload)
+            found = self._cache.checksum or self._checksum(payload, path)
             if path.read:
                 return self._offer_slot(send, payload, found, send_slot, now)
             self._write(send, path, payload, found, send_slot, now)
@@ -128,7 +139,9 @@ class Outbox:
             return None
         if chunk.send_slot is not None:
             self._free_slots.append(chunk.send_slot)
-        if key[0] == OFFERED and len(self.offers_to(chunk.session)) < _MOST_OFFERS:
+        if chunk.in_order:
+            self._arrived.add(chunk.session)
+        if not self._is_full(chunk.session):
             self._backpressured.discard(chunk.session)
         return chunk
 
@@ -142,12 +155,23 @@ class Outbox:
         return [k for k, m in self._in_flight.items() if m.session == session and k[0] == OFFERED]
 
     def timed_out(self, now: float) -> set[bytes]:
-        """Sessions with a chunk that was not moved within `stall_timeout_s`."""
-        return {chunk.session for chunk in self._in_flight.values() if chunk.deadline <= now}
+        """Sessions with a chunk that was not moved within `stall_timeout_s`. Chunks that arrive in
+        order wait for those before them, and that may take longer over a slow link: they are late if
+        none of their session has arrived for so long."""
+        until = now + self._config.stall_timeout_s
+        moving = {s: end for s, end in self._moving_until.items() if end > now}
+        self._moving_until = moving | dict.fromkeys(self._arrived, until)
+        self._arrived.clear()
+        return {
+            chunk.session
+            for chunk in self._in_flight.values()
+            if chunk.deadline <= now
+            and not (chunk.in_order and chunk.session in self._moving_until)
+        }
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every send slot is free or under way exactly once, and the
-        backpressured sessions are those with as many offers as they may have."""
+        backpressured sessions are those with as many chunks under way as they may have."""
         in_flight = [c.send_slot for c in self._in_flight.values() if c.send_slot is not None]
         if sorted([*self._free_slots, *in_flight]) != list(range(self._sending.slots)):
             raise RuntimeError(
@@ -155,11 +179,28 @@ class Outbox:
                 f"wanted each of 0-{self._sending.slots - 1} once"
             )
         sessions = {chunk.session for chunk in self._in_flight.values()}
-        full = {session for session in sessions if len(self.offers_to(session)) >= _MOST_OFFERS}
+        full = {session for session in sessions if self._is_full(session)}
         if full != set(self._backpressured):
             raise RuntimeError(f"backpressured {self._backpressured}, wanted {full}")
 
-    def _gather(self, send: Send, confirm: Callable[[], None]) -> tuple[int, memoryview]:
+    def _is_full(self, session: bytes) -> bool:
+        """Whether the session has as many chunks under way as it may have."""
+        chunks = [chunk for chunk in self._in_flight.values() if chunk.session == session]
+        return any(len(chunks) >= chunk.most for chunk in chunks)
+
+    def _begin(self, key: Key, chunk: InFlight) -> None:
+        """Note a chunk that is under way from now on."""
+        self._in_flight[key] = chunk
+        if self._is_full(chunk.session):
+            self._backpressured.add(chunk.session)
+
+    def _checksum(self, payload: memoryview, path: SendPath) -> bytes:
+        """That of a gathered chunk; empty if its transport authenticates every byte."""
+        return b"" if path.transport.authenticates and not path.read else checksum(payload)
+
+    def _gather(
+        self, send: Send, path: SendPath, confirm: Callable[[], None]
+    ) -> tuple[int, memoryview]:
         """Gather a chunk into a send slot; returns the slot and the payload in it.
 
         It is never gathered straight into the landing slot: a producer that was given up may still
@@ -167,7 +208,8 @@ class Outbox:
         """
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
-            slot, fence = self._sending.slot(send_slot), self._fences.get(send.request)
+            slab = None if path.read else path.transport.sends_from
+            slot, fence = (slab or self._sending).slot(send_slot), self._fences.get(send.request)
             payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
             confirm()
         except BaseException:
@@ -196,15 +238,16 @@ class Outbox:
         """Write a payload, whose checksum is `found`; without a `send_slot` it lies in pages."""
         header = self._header(send, len(payload), found)
         token = path.transport.write(path.link, header, payload, send.slot)
-        self._in_flight[path.transport.name, token] = self._begun(
-            send, send_slot, len(payload), now
-        )
+        chunk = self._chunk(send, send_slot, len(payload), now)
+        if path.transport.sends_from is not None:
+            chunk = chunk._replace(most=_MOST_WRITES, in_order=True)
+        self._begin((path.transport.name, token), chunk)
 
     def _offer_slot(
         self, send: Send, payload: memoryview, found: bytes, send_slot: int, now: float
     ) -> messages.Message:
         header = self._header(send, len(payload), found)
-        offer = self._offer(self._begun(send, send_slot, len(payload), now))
+        offer = self._offer(self._chunk(send, send_slot, len(payload), now))
         return messages.Offered(
             transfer=send.transfer,
             offer=offer,
@@ -218,7 +261,7 @@ class Outbox:
         self, send: Send, pieces: Pieces, found: bytes, now: float
     ) -> messages.Message:
         header = self._header(send, pieces.nbytes, found)
-        offer = self._offer(self._begun(send, None, pieces.nbytes, now))
+        offer = self._offer(self._chunk(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
         return messages.OfferedPages(
             transfer=send.transfer,
@@ -232,12 +275,10 @@ class Outbox:
     def _offer(self, chunk: InFlight) -> int:
         """Note an offer; returns its number."""
         offer = next(self._offers)
-        self._in_flight[OFFERED, offer] = chunk
-        if len(self.offers_to(chunk.session)) >= _MOST_OFFERS:
-            self._backpressured.add(chunk.session)
+        self._begin((OFFERED, offer), chunk._replace(most=_MOST_OFFERS))
         return offer
 
-    def _begun(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> InFlight:
+    def _chunk(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> InFlight:
         deadline = now + self._config.stall_timeout_s
         return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 

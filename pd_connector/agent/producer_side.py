@@ -55,6 +55,7 @@ class ProducerSide:
         self._identity = identity
         self._telemetry = resources.telemetry
         self._engine_age_s = resources.engine_age_s
+        self._ranks = resources.ranks
         self._gate = gate
         self._report = report
         self._producer = Producer(config, resources.cache.pages)
@@ -158,6 +159,8 @@ class ProducerSide:
             return self._reject(sender, Cause.MALFORMED_MESSAGE, str(error), now)
         if isinstance(message, messages.Hello):
             return self._greet(sender, message, now)
+        if isinstance(message, messages.AskRanks):
+            return self._tell_ranks(sender)
         session = self._sessions.get(sender)
         if session is not None:
             session.last_heard = now
@@ -167,6 +170,13 @@ class ProducerSide:
         else:
             self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first", now)
         return None
+
+    def _tell_ranks(self, sender: bytes) -> None:
+        ranks = [
+            messages.RankAddress(source.host, source.port, shard) for source, shard in self._ranks()
+        ]
+        answer = messages.Ranks(self._identity.engine_id, ranks)
+        self._listener.send(sender, messages.encode(answer))
 
     @contextlib.contextmanager
     def _ending_on_error(self, sender: bytes, now: float) -> Iterator[None]:

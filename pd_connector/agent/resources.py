@@ -9,6 +9,7 @@ from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Context
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 
@@ -23,6 +24,7 @@ class RankResources:
         transports: in the order in which they are preferred.
         wake: makes the agent's thread look again; may be called by any thread.
         engine_age_s: how long ago the engine began its last step, in seconds.
+        ranks: all ranks of this engine, as far as it has introduced them.
     """
 
     config: Config
@@ -34,3 +36,4 @@ class RankResources:
     telemetry: Telemetry
     wake: Callable[[], None]
     engine_age_s: Callable[[], float]
+    ranks: Callable[[], Sequence[Peer]]

@@ -24,6 +24,7 @@ from pd_connector.protocol.incoming import (
     Load,
     PlaceChunk,
     ProducerSession,
+    Stalled,
     Tell,
 )
 from pd_connector.protocol.incoming_transfer import IncomingTransfer, streams
@@ -235,6 +236,7 @@ class Consumer:
         now: float,
         *,
         problem: str = "",
+        authentic: bool = False,
     ) -> list[Action]:
         """A chunk has landed. Its bytes are used only if its header fits the plan.
 
@@ -244,6 +246,7 @@ class Consumer:
         Args:
             payload: the bytes in the slot, or the producer's pages, from which they can be read.
             problem: why the chunk will not come, if so.
+            authentic: as in `transport.base.Landed`.
         """
         incoming = self._transfers.get(header.transfer)
         source = self._writer(header, slot)
@@ -258,7 +261,9 @@ class Consumer:
         load, session = incoming.load, self._sessions[source]
         route = session.routes[chunk.route]
         pages = load.pages_of(route, chunk)
-        place = PlaceChunk(source, header, route, chunk, pages, slot, payload, load.request)
+        place = PlaceChunk(
+            source, header, route, chunk, pages, slot, payload, load.request, authentic
+        )
         if wrong := place.problem(session.header(load, chunk, header.checksum)):
             return self._finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
@@ -291,11 +296,14 @@ class Consumer:
                 detail = "no KV within wait_timeout_s"
                 actions += self._finish(incoming, Cause.WAIT_TIMEOUT, detail, now)
                 continue
-            for stream in incoming.streams.values():
+            for source, stream in incoming.streams.items():
                 if stream.received or (stream.complete and not stream.slots):
                     stream.deadline = now + self._config.stall_timeout_s  # it waits for us
                 if stream.deadline <= now:
-                    actions += self._finish(incoming, *stream.timeout, now)
+                    cause, detail = stream.timeout
+                    actions += self._finish(incoming, cause, detail, now)
+                    if cause is Cause.STALLED:
+                        actions.append(Stalled(source))
                     break
             else:
                 self._transfers.schedule(incoming)

@@ -60,6 +60,7 @@ class PlaceChunk(NamedTuple):
     slot: int
     payload: memoryview | Pieces  # here, or in the producer's memory
     request: str  # whose pages they are
+    authentic: bool = False  # the transport has verified that the producer sent these bytes
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
@@ -92,7 +93,14 @@ class Finished(NamedTuple):
     words: LastWords | None = None  # what the producer's engine decided besides
 
 
-Action = Dial | Tell | PlaceChunk | Held | Finished
+class Stalled(NamedTuple):
+    """A producer that had chunks to send, and slots for them, has sent nothing for
+    `stall_timeout_s`. Its transfer has ended."""
+
+    source: Source
+
+
+Action = Dial | Tell | PlaceChunk | Held | Finished | Stalled
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from pd_connector.config import MAX_SLOTS
-from pd_connector.kv.geometry import Geometry
+from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.last_words import LastWords
@@ -220,9 +220,28 @@ class Pulse(Message, frozen=True):
     engine_age_ms: Count = 0
 
 
-ConsumerMessage = Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
+class AskRanks(Message, frozen=True):
+    """Anybody, without a session: who are the ranks of your engine?"""
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """Where a rank's control channel is, and what the rank holds."""
+
+    host: Name
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    shard: Shard
+
+
+class Ranks(Message, frozen=True):
+    """Producer: the answer, all ranks of the engine, this one included."""
+
+    engine_id: Name
+    ranks: Annotated[list[RankAddress], msgspec.Meta(max_length=4096)]
+
+
+ConsumerMessage = AskRanks | Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
 ProducerMessage = (
-    Welcome | Reject | Ready | Accept | Offered | OfferedPages | Refuse | Cancelled | Pulse
+    Ranks | Welcome | Reject | Ready | Accept | Offered | OfferedPages | Refuse | Cancelled | Pulse
 )
 
 _encoder = msgspec.msgpack.Encoder()

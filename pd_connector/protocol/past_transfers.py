@@ -25,6 +25,8 @@ class PastTransfers:
         """What to tell a consumer that asks for a transfer that is not here."""
         if self._ended.get(transfer) is Cause.LEASE_EVICTED:
             return Cause.LEASE_EVICTED, "its pages were needed for others while it waited"
+        if self._ended.get(transfer) is Cause.PREFILL_ENDED:  # its end has overtaken the question
+            return Cause.PREFILL_ENDED, "the prefill request ended early"
         return Cause.UNKNOWN_TRANSFER, "no such KV here (any more)"
 
     def is_unwanted(self, transfer: str) -> bool:

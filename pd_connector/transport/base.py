@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
 from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.slab import Slab
 
 Link = Hashable
 """A producer's handle of one consumer, from `connect` until `disconnect`."""
@@ -33,15 +34,19 @@ class Landed(NamedTuple):
         header: as given to `write` or `read`.
         slot: the landing slot that was named there.
         payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
-            granted again. Those of a read may lie in the producer's send slot; they are valid until
-            the producer is told that they were taken.
+            granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
+            Those of a read may lie in the producer's send slot; they are valid until the producer is
+            told that they were taken.
         problem: why a read failed, for the log; its payload is empty then.
+        authentic: the transport has verified, by keys that only the peer has, that these are the
+            bytes that the peer sent; and nobody but this process can write where they lie.
     """
 
     header: bytes
     slot: int
     payload: memoryview
     problem: str = ""
+    authentic: bool = False
 
 
 class Transport(abc.ABC):
@@ -56,6 +61,14 @@ class Transport(abc.ABC):
     not only in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
+    label: str = ""
+    """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
+    authenticates: bool = False
+    """Whether everything it delivers is `authentic`. Chunks need no checksum then."""
+    sends_from: Slab | None = None
+    """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
+    `authenticates` needs them: memory that no peer can write. Such a transport delivers the chunks of
+    one link in the order of their writes."""
 
     @abc.abstractmethod
     def address(self) -> bytes:
@@ -85,7 +98,10 @@ class Transport(abc.ABC):
         """Start to write `payload` into the consumer's landing slot; returns a token.
 
         `payload` must stay unchanged until the `Written` with this token is polled. Header and
-        payload arrive together, once, or not at all. Raises TransportError if it cannot start.
+        payload arrive together, once, or not at all. Unless the transport `copies`, a write is `ok`
+        only when the consumer has said that it landed. When a connection breaks, the writes that
+        are under way over it end as failed, and later ones wait for the next connection. Raises
+        TransportError if it cannot start.
         """
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:

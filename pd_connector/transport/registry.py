@@ -19,6 +19,8 @@ from pd_connector.memory.buffers import Buffers
 from pd_connector.transport.base import Transport
 from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
+from pd_connector.transport.tcp.connection import Pace
+from pd_connector.transport.tcp_v1 import TcpV1Transport
 
 
 class TransportParts(NamedTuple):
@@ -44,7 +46,8 @@ MakeTransport = Callable[[TransportParts], Transport]
 def make_transports(
     context: Context, config: Config, keys: CurveKeys | None, buffers: Buffers
 ) -> list[Transport]:
-    """The transports of `config.transports`, in that order.
+    """The transports of `config.transports`, in that order. `tcp` stands for two: the second is for
+    engines of the previous release.
 
     Raises:
         TransportError: one of them cannot work on this machine.
@@ -54,19 +57,24 @@ def make_transports(
     made: list[Transport] = []
     with contextlib.ExitStack() as undo:
         for name in config.transports:
-            transport = _make(name, parts)
-            undo.callback(transport.close)
-            made.append(transport)
+            for make in _makers(name):
+                transport = make(parts)
+                undo.callback(transport.close)
+                made.append(transport)
         undo.pop_all()
     return made
 
 
-def _make(name: str, parts: TransportParts) -> Transport:
-    make = _MAKERS.get(name)
-    if make is None:
-        added = load_entry_points(TRANSPORT_GROUP).get(name)
-        if added is None:
-            raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
+def _makers(name: str) -> tuple[MakeTransport, ...]:
+    return _MAKERS.get(name) or (_added_by_others(name),)
+
+
+def _added_by_others(name: str) -> MakeTransport:
+    added = load_entry_points(TRANSPORT_GROUP).get(name)
+    if added is None:
+        raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
+
+    def make(parts: TransportParts) -> Transport:
         made = added.load()(parts)
         if not isinstance(made, Transport) or made.name != name:
             raise TransportError(
@@ -75,7 +83,8 @@ def _make(name: str, parts: TransportParts) -> Transport:
                 f"is {name!r}"
             )
         return made
-    return make(parts)
+
+    return make
 
 
 def _make_shm(parts: TransportParts) -> Transport:
@@ -84,8 +93,22 @@ def _make_shm(parts: TransportParts) -> Transport:
 
 
 def _make_tcp(parts: TransportParts) -> Transport:
+    config, keys, buffers = parts.config, parts.keys, parts.buffers
+    # A dead connection is found, and its transfers fail, before its session counts as lost.
+    silence_s = max(config.session_timeout_s / 2, 2 * config.heartbeat_s)
+    return TcpTransport(
+        buffers.private_landing,
+        buffers.private_sending,
+        config.host,
+        config.permits,
+        shared=keys.server_secret + keys.client_secret if keys else b"",
+        pace=Pace(config.heartbeat_s, silence_s),
+    )
+
+
+def _make_tcp_v1(parts: TransportParts) -> Transport:
     config = parts.config
-    return TcpTransport(parts.context, config.host, config.slot_bytes, config.permits, parts.keys)
+    return TcpV1Transport(parts.context, config.slot_bytes, config.host, config.permits, parts.keys)
 
 
 def _make_nixl(parts: TransportParts) -> Transport:
@@ -100,9 +123,9 @@ def _make_ucx(parts: TransportParts) -> Transport:
     return UcxTransport(parts.config.slot_bytes, parts.config.host)
 
 
-_MAKERS: dict[str, MakeTransport] = {
-    "shm": _make_shm,
-    "tcp": _make_tcp,
-    "nixl": _make_nixl,
-    "ucx": _make_ucx,
+_MAKERS: dict[str, tuple[MakeTransport, ...]] = {
+    "shm": (_make_shm,),
+    "tcp": (_make_tcp, _make_tcp_v1),
+    "nixl": (_make_nixl,),
+    "ucx": (_make_ucx,),
 }

@@ -55,6 +55,8 @@ class SuffixDiscard:
         self._found: dict[int, BlockHashWithGroupId] = {}
         self._used: dict[int, int] = {}
         """When a request that held the block ended, by number of the block."""
+        self._freed: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash], int]] = []
+        """Requests that ended, and when, since `catch_up`."""
         self._ended: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash], int]] = []
         """Prefill-only requests that ended, when, and whose blocks have not been looked at yet."""
         self._spare: dict[int, tuple[BlockHashWithGroupId, int]] = {}
@@ -89,10 +91,7 @@ class SuffixDiscard:
     def evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
         """A block is no longer cached."""
         known = self._spare.get(block_id)
-        self._evicted.pop(key, None)
         self._evicted[key] = known is not None and known[0] == key
-        if len(self._evicted) > self._blocks // _GHOSTS:
-            del self._evicted[next(iter(self._evicted))]
 
     def ended(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
         """A request has ended. vLLM frees its blocks now, or when a step under way has ended.
@@ -101,10 +100,17 @@ class SuffixDiscard:
             blocks: what it holds, in the order of its prompt.
             hashes: what its full blocks are stored under; empty unless it was prefill-only.
         """
-        now = self._cache.stored_blocks
-        self._used.update(dict.fromkeys([block.block_id for block in blocks], now))
-        if hashes:
-            self._ended.append((tuple(blocks), hashes, now))
+        self._freed.append((tuple(blocks), hashes, self._cache.stored_blocks))
+
+    def catch_up(self) -> None:
+        """Take notes of the requests that ended. Call once between two steps."""
+        freed, self._freed = self._freed, []
+        for blocks, hashes, now in freed:
+            self._used.update(dict.fromkeys([block.block_id for block in blocks], now))
+            if hashes:
+                self._ended.append((blocks, hashes, now))
+        for _ in range(len(self._evicted) - self._blocks // _GHOSTS):
+            del self._evicted[next(iter(self._evicted))]
 
     def took(self, blocks: int | None) -> None:
         """A step took at most so many blocks from the front; None: it is not known."""
@@ -116,6 +122,7 @@ class SuffixDiscard:
 
     def make_room(self, blocks: int) -> None:
         """Put the front of the free queue in order, for `_AHEAD` steps that take `blocks` blocks each."""
+        self.catch_up()
         self._sort_out()
         queue = self._pool.free_block_queue
         count = min(_AHEAD * blocks, queue.num_free_blocks)

@@ -175,6 +175,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._cache.tell(self._order)
         self._order.refresh(LOOKS_PER_PEEK)
         if self._whole_cache:
+            self._discard.catch_up()
             requests = min(len(self.requests) + MAY_COME, self.max_num_running_reqs)
             blocks = self._most_blocks(self.max_num_scheduled_tokens, requests)
             if self._discard.lacks(blocks):

@@ -501,7 +501,7 @@ def test_a_request_is_told_once_that_there_will_be_nothing(ranks: Ranks, how: st
     assert (
         consumer.held("t").cause
         in {
-            "withdrawn": (Cause.PREFILL_ENDED, Cause.UNKNOWN_TRANSFER),
+            "withdrawn": (Cause.PREFILL_ENDED,),
             "silent": (Cause.WAIT_TIMEOUT,),
             "unknown": (Cause.UNKNOWN_TRANSFER, Cause.WAIT_TIMEOUT),
             "unreachable": (Cause.UNREACHABLE,),

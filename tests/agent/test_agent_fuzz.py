@@ -189,6 +189,11 @@ ADDRESSES: dict[str, bytes] = {
     "nobody": msgspec.msgpack.encode(("x" * 300, 2**63, b"")),
     "nobody of shm": msgspec.msgpack.encode(("x" * 300, b"", 2**63, 2**63)),
     "nothing of shm": msgspec.msgpack.encode(("", b"", 0, 0)),
+    "a name": msgspec.msgpack.encode(("host.invalid", 1, bytes(16), bytes(32), 1, 1 << 20, True)),
+    "nobody of tcp2": msgspec.msgpack.encode(
+        ("127.0.0.1", 1, bytes(16), bytes(32), 1, 1 << 20, True)
+    ),
+    "short secret": msgspec.msgpack.encode(("127.0.0.1", 1, bytes(16), b"", 1, 1 << 20, True)),
     "longer identity": msgspec.msgpack.encode(("127.0.0.1", 1, b"x" * 5000)),
 }
 
@@ -196,7 +201,8 @@ ADDRESSES: dict[str, bytes] = {
 def test_addresses_of_transports_that_are_none(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(SHORT, consumes=False)
     for name, data in ADDRESSES.items():
-        for offered in ({"tcp": data}, {"shm": data}, {"tcp": data, "shm": data}):
+        every = ("tcp2", "tcp", "shm")
+        for offered in (*({name: data} for name in every), dict.fromkeys(every, data)):
             liar = LyingConsumer(context, producer.agent.port)
             producer.offer("bait", [1, 2, 3, 4])
             liar.say(msgspec.structs.replace(HELLO, transports=offered))
@@ -271,7 +277,7 @@ def test_noise_on_every_port(ranks: Ranks, transport: str):
 
 def test_many_connections_at_once_and_no_memory_kept(ranks: Ranks):
     producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
-    ports = [producer.agent.port, producer.agent._loop._transports[0]._port]  # type: ignore[attr-defined]
+    ports = [producer.agent.port, producer.agent._loop._transports[0]._address.port]  # type: ignore[attr-defined]
     before = resident_bytes()
     for _ in range(2):
         crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(200)]
@@ -372,7 +378,7 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     )
     for name, data in ADDRESSES.items()
-    for transport in ("tcp", "shm")
+    for transport in ("tcp2", "tcp", "shm")
 }
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from previous_schema import PreviousRank, unpack
-from support.agents import HALVES, KEY, Rank, Ranks, geometry_of, make_layers, ranks, views
+from support.agents import HALVES, Rank, Ranks, geometry_of, make_layers, ranks, views
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
@@ -23,6 +23,9 @@ PAGE_TOKENS = 16
 PROMPT_PAGES = 63
 WIDE: dict[str, Any] = {"page_size": PAGE_TOKENS, "key_dim": 64, "value_dim": 64}
 """1 KiB a token and layer: a prompt is several chunks, and its edges are cut up."""
+KEY = "5f0c7b1de96a42388d14c37be0a95f26137be4d8092fa65cb37e18d4f0296ca1"
+"""As `pd-connector key` makes them. Keys that a person thought of are stretched since schema 3, and take no part in a
+rolling upgrade."""
 PATIENT: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1}
 """Settings that both versions know."""
 ODD = PlanRules(

@@ -115,7 +115,7 @@ def test_leased_pages_are_taken_back_and_whoever_comes_for_them_is_refused(ranks
     withdraw(producer)
     until(lambda: producer.gauge("leased_pages") == 0)
     consumer.load(producer.source, "t", PAGES)
-    assert consumer.loaded("t").cause is Cause.UNKNOWN_TRANSFER
+    assert consumer.loaded("t").cause is Cause.PREFILL_ENDED
     assert "offer of t" not in producer.look(), "who takes back need not be told"
 
 

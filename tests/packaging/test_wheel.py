@@ -34,6 +34,8 @@ def test_entry_points_are_registered_and_exist(wheel, root):
     with ZipFile(wheel) as archive:
         text = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
     assert "[vllm.general_plugins]\npd_connector = pd_connector.vllm.plugin:register" in text
+    assert "[sglang.srt.plugins]\npd_connector = pd_connector.sglang.plugin:register" in text
+    assert "\ndef register()" in (root / "pd_connector/sglang/plugin.py").read_text()
     assert "[console_scripts]\npd-connector = pd_connector.tools.cli.app:main" in text
     assert "\ndef register()" in (root / "pd_connector/vllm/plugin.py").read_text()
     assert "\ndef main()" in (root / "pd_connector/tools/cli/app.py").read_text()

@@ -34,6 +34,7 @@ from pd_connector.protocol.incoming import (
     Load,
     PlaceChunk,
     ProducerSession,
+    Stalled,
     Tell,
 )
 from pd_connector.protocol.peers import Peer, Source
@@ -249,9 +250,10 @@ def test_silence_fails_a_load_a_prefill_may_take_longer_than_a_chunk(
     if accepted:
         bench.consumer.accept(SOURCE, accepted, 0.0)
     assert bench.consumer.tick(patience - 0.1) == []
-    _, finished = bench.consumer.tick(patience)
+    _, finished, *stalled = bench.consumer.tick(patience)
     assert isinstance(finished, Finished)
     assert finished.cause == cause
+    assert stalled == ([Stalled(SOURCE)] if cause is Cause.STALLED else [])
 
 
 def test_a_load_without_a_session_fails_after_connect_timeout():
@@ -368,9 +370,10 @@ def test_the_stall_deadline_counts_from_when_the_prefill_has_ended():
     assert bench.consumer.tick(late) == []
     bench.accept(complete=True, now=late)
     assert bench.consumer.tick(late + CONFIG.stall_timeout_s - 0.1) == []
-    _, finished = bench.consumer.tick(late + CONFIG.stall_timeout_s)
+    _, finished, stalled = bench.consumer.tick(late + CONFIG.stall_timeout_s)
     assert isinstance(finished, Finished)
     assert finished.cause == Cause.STALLED
+    assert stalled == Stalled(SOURCE)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])

@@ -235,7 +235,7 @@ def test_an_opening_that_waits_is_told_that_the_prefill_ended_early(producer: Pr
 def test_an_opening_that_comes_after_the_end_does_not_wait(producer: Producer):
     producer.expect("t", 0.0)
     producer.withdraw("t", "request")
-    assert refused(producer.open(ONE, opening(wait=True), ROUTES, 0.0), Cause.UNKNOWN_TRANSFER)
+    assert refused(producer.open(ONE, opening(wait=True), ROUTES, 0.0), Cause.PREFILL_ENDED)
     producer.expect("t", 0.0)  # the name is used again
     assert producer.open(ONE, opening(wait=True), ROUTES, 0.0) == []
 
@@ -505,7 +505,7 @@ def test_a_watcher_is_refused_when_nothing_comes(producer: Producer):
     producer.expect("t", 0.0)
     producer.watch(ONE, "t", 0.0)
     assert refused(producer.withdraw("t", "request"), Cause.PREFILL_ENDED)
-    assert refused(producer.watch(ONE, "t", 0.0), Cause.UNKNOWN_TRANSFER)
+    assert refused(producer.watch(ONE, "t", 0.0), Cause.PREFILL_ENDED), "it came too late"
     assert producer.watch(ONE, "u", 0.0) == []
     assert refused(producer.tick(CONFIG.lease_s), Cause.UNKNOWN_TRANSFER)
 

@@ -89,6 +89,9 @@ class FaultTransport(Transport):
         self.one_sided = inner.one_sided  # type: ignore[misc]
         self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
+        self.label = inner.label
+        self.authenticates = inner.authenticates
+        self.sends_from = inner.sends_from
         self._plan = plan
         self._connects = 0
         self._writes = 0
@@ -183,12 +186,16 @@ class FaultTransport(Transport):
                 copy = bytearray(landed.payload)
                 if not landed.problem:
                     copy[offset] ^= 0xFF
-                self._landed.add(landed._replace(payload=memoryview(copy)))
+                self._landed.add(landed._replace(payload=memoryview(copy), authentic=False))
             case Truncate(nbytes):
-                self._landed.add(landed._replace(payload=landed.payload[:nbytes]))
+                part = landed.payload[:nbytes]
+                self._landed.add(landed._replace(payload=part, authentic=False))
             case Fail():
                 problem = f"injected: landing {number} fails"
                 self._landed.add(landed._replace(payload=memoryview(b""), problem=problem))
+            case Delay() as delay:  # what lies in the transport's memory does not stay there
+                kept = memoryview(bytes(landed.payload))
+                self._landed.deliver(landed._replace(payload=kept), delay)
             case fault:
                 self._landed.deliver(landed, fault)
 

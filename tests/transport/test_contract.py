@@ -83,7 +83,8 @@ def test_a_write_before_the_consumer_has_dialled_waits_for_it(kind: str, make_en
     for number in range(3):
         producer.send(route, b"%d" % number, b"early" * 100, slot=number)
         producer.poll()
-    producer.sending.slot(0)[:] = bytes(SLOT_BYTES)
+    if producer.transport.copies:
+        producer.sending.slot(0)[:] = bytes(SLOT_BYTES)
     consumer.transport.expect(producer.transport.address())
     drive(producer, consumer, until=lambda: len(consumer.landed) == 3)
     assert consumer.landed == [Arrival(b"%d" % n, n, b"early" * 100) for n in range(3)]

@@ -333,7 +333,7 @@ class TestOverSharedMemory:
         assert len(os.listdir("/proc/self/fd")) <= before + 1, "the mapping's own"
 
 
-@pytest.mark.parametrize("which", ["tcp", "tcp+curve"])
+@pytest.mark.parametrize("which", ["tcp", "tcp+key"])
 def test_a_transport_that_cannot_read_says_so(which: str) -> None:
     end = End(which)
     try:

@@ -13,11 +13,15 @@ from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Transport, Written
 from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
+from pd_connector.transport.tcp.connection import Pace
+from pd_connector.transport.tcp_v1 import TcpV1Transport
 
 KEY = "a shared secret of some length"
 SLOTS = 8
 SLOT_BYTES = 256 * 1024
 DEADLINE_S = 120.0
+PACE = Pace(0.2, 60.0)
+"""Nothing is silent for that long, however slow the machine."""
 
 
 class Arrival(NamedTuple):
@@ -30,20 +34,28 @@ class Arrival(NamedTuple):
 
 
 class End:
-    """A transport of one `kind`: shm, tcp, tcp+curve, nixl or ucx.
+    """A transport of one `kind`: shm, tcp, tcp+key, tcp-v1, tcp-v1+key, nixl or ucx.
 
     Args:
-        key: for tcp+curve, the shared secret; empty for an end that has none.
+        key: for those with a key, the shared secret; empty for an end that has none.
+        pace: heartbeats of tcp.
     """
 
     def __init__(
-        self, kind: str, *, key: str = KEY, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
+        self,
+        kind: str,
+        *,
+        key: str = KEY,
+        slots: int = SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+        pace: Pace = PACE,
     ) -> None:
+        self._pace = pace
         self.kind = kind
         self.landing = Slab(slots, slot_bytes, shared=kind == "shm")
         self.sending = Slab(slots, slot_bytes, shared=kind == "shm")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.keys = CurveKeys.derive(key) if kind == "tcp+curve" and key else None
+        self.keys = CurveKeys.derive(key) if kind.endswith("+key") and key else None
         self.gatekeeper = Gatekeeper(self.context, self.keys) if self.keys else None
         self.transport = self._make()
         self.written: list[Written] = []
@@ -65,7 +77,7 @@ class End:
             self.gatekeeper.answer()
         written, landed = self.transport.poll()
         self.written += written
-        self.landed += [a._replace(payload=bytes(a.payload)) for a in map(Arrival._make, landed)]
+        self.landed += [Arrival(a.header, a.slot, bytes(a.payload), a.problem) for a in landed]
 
     def close(self) -> None:
         self.transport.close()
@@ -86,9 +98,12 @@ class End:
             from pd_connector.transport.ucx import UcxTransport
 
             return UcxTransport(self.landing.slot_bytes)
-        return TcpTransport(
-            self.context, "127.0.0.1", self.landing.slot_bytes, is_loopback, self.keys
-        )
+        if self.kind.startswith("tcp-v1"):
+            where = self.landing.slot_bytes, "127.0.0.1", is_loopback
+            return TcpV1Transport(self.context, *where, self.keys)
+        shared = self.keys.server_secret + self.keys.client_secret if self.keys else b""
+        memory = self.landing, self.sending
+        return TcpTransport(*memory, "127.0.0.1", is_loopback, shared, self._pace)
 
 
 def drive(*ends: End, until: Callable[[], bool]) -> None:

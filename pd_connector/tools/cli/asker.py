@@ -76,7 +76,7 @@ class Asker:
             stepped.first_token_s,
             int(moved.total("pd_connector:received_bytes_total")),
             int(moved.total("pd_connector:received_chunks_total")),
-            max(_difference(reply, alone) for reply in (routed, stepped)),
+            max(difference(reply, alone) for reply in (routed, stepped)),
         )
 
     def _two_steps(self, prompt: str) -> StreamedAnswer:
@@ -132,18 +132,18 @@ class Asker:
             if time.monotonic() > deadline:
                 raise DemoError(
                     "the decode engine received no KV and computed the prompt itself; "
-                    f"its failure counters: {_failures(grown)}"
+                    f"its failure counters: {failures(grown)}"
                 )
             time.sleep(0.1)
 
 
-def _difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:
+def difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:
     if reply.tokens != reference.tokens:
         return math.inf
     return max(abs(a - b) for a, b in zip(reply.logprobs, reference.logprobs, strict=True))
 
 
-def _failures(grown: Samples) -> str:
+def failures(grown: Samples) -> str:
     """Counters of failures that have grown, with their causes."""
     found = [
         f"{name.removeprefix('pd_connector:')}{sorted(v for k, v in labels if k == 'cause')}"

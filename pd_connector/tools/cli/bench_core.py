@@ -57,8 +57,9 @@ def wire(
     """Move KV between two processes without engines, beside NIXL with one descriptor per page.
 
     32 layers x 8 KV heads x 128 in bfloat16, in pages of 16 tokens that lie in random order; on one
-    machine, and between two network namespaces joined by a limited link (needs root). Exit code
-    1 when a bar is missed, 2 when nothing was measured.
+    machine, and between two network namespaces joined by a limited link (needs root), with a key
+    and without. CPU is that of both processes together. Exit code 1 when a bar is missed, 2 when
+    nothing was measured.
     """
     for name, volume in (("--mib", mib), ("--link-mib", link_mib)):
         if volume % STEP_MIB:
@@ -194,7 +195,10 @@ def _over_link(
     codecs: Sequence[str], mib: int, mbit: float, runs: int, warm_ups: int, console: Console
 ) -> wires.WireFindings:
     contenders = [
-        wires.link_contender(transport, codec) for transport in LINK_TRANSPORTS for codec in codecs
+        make(transport, codec)
+        for transport in LINK_TRANSPORTS
+        for codec in codecs
+        for make in (wires.link_contender, wires.insecure_contender)
     ]
     tokens = mib * TOKENS_PER_MIB
     env = {KEY_VARIABLE: secrets.token_hex(32)}

@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from shutil import rmtree
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,9 +18,11 @@ from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.asker import DECODED_TOKENS, Asker, PromptResult
+from pd_connector.tools.cli.sglang_asker import SglangAsker
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     RouterProcess,
+    Service,
     VllmEngine,
     stop_services,
     terminate_as_interrupt,
@@ -28,6 +30,12 @@ from pd_connector.tools.launch import (
 )
 from pd_connector.tools.launch.engine import Role, on_cpu
 from pd_connector.tools.launch.service import log_folder
+from pd_connector.tools.launch.sglang import (
+    SglangEngine,
+    SglangRole,
+    sglang_on_cpu,
+    sglang_python,
+)
 
 PROMPT_TOKENS = (5, 32, 300, 1000, 3000)
 
@@ -48,6 +56,22 @@ TWO_HOSTS = (
 )
 
 
+TWO_SGLANG_HOSTS = (
+    "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
+    "PD_CONNECTOR_HOST=<the host's own name>`, then on A `python -m sglang.launch_server "
+    "--model-path MODEL --host 0.0.0.0 --disaggregation-mode prefill "
+    "--disaggregation-transfer-backend pd_connector`, on B the same with decode, and SGLang's "
+    "own router in front of both."
+)
+
+
+class EngineName(StrEnum):
+    """Engines that the demo can start."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
 class TransportName(StrEnum):
     """Transports of PDConnector."""
 
@@ -57,6 +81,7 @@ class TransportName(StrEnum):
 
 
 def demo(
+    engine: Annotated[EngineName, typer.Option(help="Which engines.")] = EngineName.VLLM,
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL_DIR,
     transport: Annotated[
         TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")
@@ -70,7 +95,7 @@ def demo(
     logs = log_folder()
     try:
         with terminate_as_interrupt():
-            rows = _run(model, transport, logs, stderr)
+            rows = _run(engine, model, transport, logs, stderr)
     except KeyboardInterrupt:
         rmtree(logs, ignore_errors=True)
         stderr.print("interrupted; all processes have been ended")
@@ -85,36 +110,32 @@ def demo(
         stderr.print(f"logprobs differ for prompts of {differing} tokens; logs: {logs}")
     else:
         rmtree(logs, ignore_errors=True)
-    stdout.print(TWO_HOSTS, soft_wrap=True, markup=False, highlight=False)
+    two_hosts = TWO_HOSTS if engine is EngineName.VLLM else TWO_SGLANG_HOSTS
+    stdout.print(two_hosts, soft_wrap=True, markup=False, highlight=False)
     if differing:
         raise typer.Exit(FAILED)
 
 
 def _run(
-    model: Path, transport: TransportName | None, logs: Path, console: Console
+    engine: EngineName,
+    model: Path,
+    transport: TransportName | None,
+    logs: Path,
+    console: Console,
 ) -> list[PromptResult]:
     """Start everything, ask every prompt, and end everything, whatever happens."""
     config = {} if transport is None else {"transports": [str(transport)]}
-    # Two engines share a GPU where there is only one.
-    args = [] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
-
-    def engine(name: str, role: Role) -> VllmEngine:
-        log = logs / f"{name}.log"
-        return VllmEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
-
-    prefill, decode = engine("prefill", "kv_producer"), engine("decode", "kv_consumer")
-    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
-    services = [prefill, decode, router]
+    make = _vllm if engine is EngineName.VLLM else _sglang
+    services, asker_of_them = make(model, config, logs)
+    names = ", ".join(service.name for service in services)
     console.print(
-        "Starting a prefill engine, a decode engine and a router on this machine, half a minute "
-        f"or more. Logs: {logs}",
-        highlight=False,
+        f"Starting {names} on this machine, half a minute or more. Logs: {logs}", highlight=False
     )
     try:
         for service in services:
             service.start()
         wait_all(services, console=console)
-        asker = Asker(prefill.client, decode.client, router.client)
+        asker = asker_of_them()
         with console.status("warming up") as status:
             asker.warm_up()
             rows = []
@@ -124,6 +145,39 @@ def _run(
         return rows
     finally:
         stop_services(services)
+
+
+def _vllm(
+    model: Path, config: dict[str, Any], logs: Path
+) -> tuple[list[Service], Callable[[], Asker]]:
+    """A pair of vLLM engines and a router, and what asks them once they run."""
+    # Two engines share a GPU where there is only one.
+    args = [] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
+
+    def engine(name: str, role: Role) -> VllmEngine:
+        log = logs / f"{name}.log"
+        return VllmEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
+
+    prefill, decode = engine("prefill", "kv_producer"), engine("decode", "kv_consumer")
+    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
+    return [prefill, decode, router], lambda: Asker(prefill.client, decode.client, router.client)
+
+
+def _sglang(
+    model: Path, config: dict[str, Any], logs: Path
+) -> tuple[list[Service], Callable[[], SglangAsker]]:
+    """A pair of SGLang engines and one that works alone, and what asks them once they run."""
+    cpu = sglang_on_cpu(sglang_python())
+    # Three engines share a GPU where there is only one. In bfloat16 tokens may tie.
+    args = ["--dtype", "float32"] if cpu else ["--mem-fraction-static", "0.25"]
+
+    def engine(name: str, role: SglangRole | None) -> SglangEngine:
+        log = logs / f"{name}.log"
+        return SglangEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
+
+    prefill, decode = engine("prefill", "prefill"), engine("decode", "decode")
+    reference = engine("reference", None)
+    return [prefill, decode, reference], lambda: SglangAsker(prefill, decode, reference)
 
 
 def _prompts(lengths: Iterable[int]) -> list[str]:

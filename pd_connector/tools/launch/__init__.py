@@ -7,7 +7,7 @@
 - `ports`: ports that nobody else takes between choosing and listening
 - `service`: an HTTP server that is such a family: readiness, log, start again
 - `causes`: what its log says about a failed start
-- `engine`, `router`: the two services there are
+- `engine`, `sglang`, `router`: the services there are
 - `census`: what a family has open
 - `client`: HTTP requests to them, and their metrics
 - `progress`: what a person sees while they start

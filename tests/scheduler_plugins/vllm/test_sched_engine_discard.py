@@ -175,6 +175,7 @@ def _spare_blocks(rig: Rig) -> list[object]:
     discard = rig.scheduler._discard
     rig.scheduler._cache.tell(rig.scheduler._order)
     rig.scheduler._order.refresh(100)
+    discard.catch_up()
     discard._sort_out()
     pool = rig.scheduler.kv_cache_manager.block_pool
     return [pool.blocks[n] for n in discard._spare]

@@ -24,6 +24,7 @@ from pd_connector.tools.bench.wire.measure import (
     LINE,
     PAGES,
     WireContender,
+    insecure_contender,
     link_contender,
     local_contender,
 )
@@ -109,7 +110,7 @@ def test_over_a_link_nothing_is_faster_than_the_link():
     rate_mbit = 500.0
     env = {"PD_CONNECTOR_KEY": "a key of more than sixteen characters"}
     with Bed(rate_mbit) as bed, WirePair(4 * TOKENS, env, bed.namespaces) as pair:
-        for way in (LINE, link_contender("tcp", "raw")):
+        for way in (LINE, link_contender("tcp", "raw"), insecure_contender("tcp", "raw")):
             pair.open(way.kind, way.settings)
             run = pair.run(way.lossy)
             # What a burst lets pass at once is less than a hundredth of this.
@@ -162,6 +163,13 @@ def test_over_a_link_codecs_must_nearly_double_its_rate():
     assert missed(good) == []
     _, bad = measured("link", ways, **rates | {"raw": 0.115, "fp8_e4m3": 0.22})
     assert [one.name for one in missed(bad)] == ["link capacity"] * 2
+
+
+def test_what_is_moved_without_a_key_has_a_row_of_its_own():
+    ways = [link_contender("tcp", "raw"), insecure_contender("tcp", "raw")]
+    _, found = measured("link", ways, plain=0.12, pages=0.2, raw=0.118)
+    named = {one.params["transport"] for one in found if one.name == "link CPU"}
+    assert named == {"tcp", "tcp, insecure"}
 
 
 @pytest.mark.parametrize("tps", [(1, 1), (1, 4), (8, 2)])

@@ -70,8 +70,8 @@ def test_an_interrupt_exits_with_130(run, tmp_path):
 
 def test_other_tokens_are_infinitely_far_apart():
     reply = StreamedAnswer(("token_id:1",), (-0.5,), 5, 0.1)
-    assert asker._difference(reply, reply._replace(tokens=("token_id:2",))) == math.inf
-    assert asker._difference(reply, reply._replace(logprobs=(-0.75,))) == 0.25
+    assert asker.difference(reply, reply._replace(tokens=("token_id:2",))) == math.inf
+    assert asker.difference(reply, reply._replace(logprobs=(-0.75,))) == 0.25
 
 
 def test_failures_are_named_with_their_causes():
@@ -80,4 +80,4 @@ def test_failures_are_named_with_their_causes():
         'pd_connector:failed_transfers_created{engine="0",cause="checksum"} 1e9\n'
         'pd_connector:lost_sessions_total{engine="0",cause="timeout"} 0\n'
     )
-    assert asker._failures(grown) == "failed_transfers_total['checksum']"
+    assert asker.failures(grown) == "failed_transfers_total['checksum']"

@@ -55,6 +55,12 @@ def with_software(**changes) -> Facts:
     return replace(HEALTHY, software=replace(HEALTHY.software, **changes))
 
 
+SGLANG = with_software(
+    versions={"sglang": "0.5.23", "torch": "2.13.0"},
+    sglang_plugins=("pd_connector.sglang.plugin:register",),
+)
+
+
 def with_transports(**changes) -> Facts:
     return replace(HEALTHY, transports=replace(HEALTHY.transports, **changes))
 
@@ -110,7 +116,19 @@ def test_a_machine_without_settings_is_healthy_for_engines_on_one_machine():
             Status.FAIL,
             "uninstall",
         ),
-        (with_software(versions={"sglang": "0.5.23"}), "SGLang", Status.WARN, "vLLM only"),
+        (with_software(versions={"sglang": "0.5.22"}), "SGLang", Status.WARN, "0.5.23"),
+        (
+            with_software(versions={"sglang": "0.5.23"}),
+            "SGLang plug-in",
+            Status.FAIL,
+            "pip install",
+        ),
+        (
+            replace(SGLANG, environment={"SGLANG_PLUGINS": "a, b"}),
+            "SGLang plug-in",
+            Status.FAIL,
+            "add pd_connector",
+        ),
         (with_software(versions={"vllm": "0.32.0"}), "torch", Status.FAIL, "reinstall vLLM"),
         (with_software(torch_cuda=None), "torch", Status.WARN, "CUDA build"),
         (with_software(plugins=()), "vLLM plug-in", Status.FAIL, "kv_connector_module_path"),
@@ -137,6 +155,12 @@ def test_software_that_does_not_fit_is_named_with_what_to_do(facts, name, status
     finding = only(software.check(facts), name)
     assert finding.status is status
     assert advice in finding.advice
+
+
+def test_sglang_as_it_should_be_is_fine():
+    for plugins in ({}, {"SGLANG_PLUGINS": "a, pd_connector"}):
+        findings = software.check(replace(SGLANG, environment=plugins))
+        assert [only(findings, n).status for n in ("SGLang", "SGLang plug-in")] == [Status.OK] * 2
 
 
 def test_a_list_of_plugins_that_names_ours_is_fine():

@@ -64,6 +64,9 @@ class TamperingTransport(Transport):
         self.one_sided = inner.one_sided  # type: ignore[misc]
         self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
+        self.label = inner.label
+        self.authenticates = inner.authenticates
+        self.sends_from = inner.sends_from
         self._tampering = tampering
         self._later: deque[tuple[float, Landed]] = deque()
 
@@ -139,21 +142,21 @@ class TamperingTransport(Transport):
                 return [landed]
             case Fault.DROP:
                 return []
-            case Fault.DELAY:
-                self._later.append((time.monotonic() + DELAY_S, landed))
-                return []
-            case Fault.REORDER:
+            case Fault.DELAY | Fault.REORDER:
+                if not self.inner.one_sided:  # its memory is the transport's from the next poll on
+                    landed = landed._replace(payload=memoryview(bytes(landed.payload)))
                 self._later.append((time.monotonic() + DELAY_S, landed))
                 return []
             case Fault.DUPLICATE:
                 return [landed, landed]
             case Fault.TRUNCATE:
-                return [landed._replace(payload=landed.payload[: len(landed.payload) // 2])]
+                half = landed.payload[: len(landed.payload) // 2]
+                return [landed._replace(payload=half, authentic=False)]
             case Fault.CORRUPT:
                 copy = bytearray(landed.payload)
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
-                return [landed._replace(payload=memoryview(copy))]
+                return [landed._replace(payload=memoryview(copy), authentic=False)]
             case _:
                 return [self._mislabelled(landed)]
 

@@ -51,7 +51,9 @@ class WireContender:
 
     @property
     def params(self) -> dict[str, Param]:
-        return {"transport": self.settings["transports"][0], "codec": self.settings["codec"]}
+        transport = self.settings["transports"][0]
+        plain = ", insecure" if self.settings.get("insecure") else ""
+        return {"transport": f"{transport}{plain}", "codec": self.settings["codec"]}
 
 
 PAGES = WireContender("NIXL pages", "pages")
@@ -70,6 +72,13 @@ def local_contender(transport: str, codec: str) -> WireContender:
 def link_contender(transport: str, codec: str) -> WireContender:
     """Ours over a link."""
     return _ours(transport, codec, _CODEC_BARS[codec] if transport == "tcp" else None)
+
+
+def insecure_contender(transport: str, codec: str) -> WireContender:
+    """Ours over a link without a key: what encryption costs is the difference to `link_contender`."""
+    contender = link_contender(transport, codec)
+    settings = {**contender.settings, "key": "", "insecure": True}
+    return replace(contender, name=f"{contender.name}, insecure", settings=settings)
 
 
 class WireFindings(NamedTuple):

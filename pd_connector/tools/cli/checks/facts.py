@@ -23,6 +23,8 @@ class Software:
     """Installed version by distribution, of those the doctor knows; absent if not installed."""
     plugins: tuple[str, ...] = ()
     """Values of the entry points called `pd_connector` in the group `vllm.general_plugins`."""
+    sglang_plugins: tuple[str, ...] = ()
+    """The same in the group `sglang.srt.plugins`."""
     torch_cuda: str | None = None
     """CUDA version torch was built for; None for a CPU build or no torch."""
     gpus: tuple[str, ...] = ()

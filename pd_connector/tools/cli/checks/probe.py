@@ -90,11 +90,13 @@ def _software() -> Software:
         except metadata.PackageNotFoundError:
             continue
     plugins = metadata.entry_points(group="vllm.general_plugins", name=PLUGIN)
+    sglang_plugins = metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
     gpus, gpu_error = _gpus()
     return Software(
         python=sys.version_info[:3],
         versions=versions,
         plugins=tuple(plugin.value for plugin in plugins),
+        sglang_plugins=tuple(plugin.value for plugin in sglang_plugins),
         torch_cuda=_torch_cuda(),
         gpus=gpus,
         gpu_error=gpu_error,

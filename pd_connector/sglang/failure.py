@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How failures are told to SGLang, which ends the whole engine for an exception it does not expect."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol
+
+from pd_connector.errors import Cause
+
+logger = logging.getLogger("pd_connector.sglang")
+
+P = ParamSpec("P")
+
+
+class TransferError(Exception):
+    """Why a request's KV did not come, or was not taken. SGLang reads these three attributes.
+
+    Without a failure of its own this rank stopped because another did.
+    """
+
+    def __init__(self, room: int, failure: tuple[Cause, str] | None) -> None:
+        self.bootstrap_room = room
+        self.is_from_another_rank = failure is None
+        cause, detail = failure or ("", "another rank failed")
+        self.failure_reason = f"{cause}: {detail}" if cause else detail
+        super().__init__(self.failure_reason)
+
+
+class _Failing(Protocol):
+    def fail(self, cause: Cause, detail: str) -> None: ...
+
+
+def contained(
+    method: Callable[Concatenate[Any, P], None],
+) -> Callable[Concatenate[Any, P], None]:
+    """Whatever the method raises ends its request, with cause `internal`, and not the engine."""
+
+    @functools.wraps(method)
+    def call(self: _Failing, /, *args: P.args, **options: P.kwargs) -> None:
+        try:
+            method(self, *args, **options)
+        except Exception as error:
+            logger.exception("%s failed: its request ends", method.__qualname__)
+            self.fail(Cause.INTERNAL, repr(error))
+
+    return call

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `--disaggregation-transfer-backend pd_connector` known to SGLang.
+
+SGLang calls `register` (entry point group `sglang.srt.plugins`) in each of its processes, before it
+reads its arguments.
+"""
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from pd_connector.errors import PDConnectorError
+
+logger = logging.getLogger("pd_connector.sglang")
+
+BACKEND = "pd_connector"
+KNOWN_VERSIONS = ("0.5.23",)
+_DISAGGREGATION = "sglang.srt.disaggregation"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+class _Hook(NamedTuple):
+    """A function of SGLang's, the parameters it must have, and what is done around it."""
+
+    target: str
+    parameters: tuple[str, ...]
+    around: Callable[..., Any]
+
+
+def register() -> None:
+    """Add the backend's name and classes, and the hooks that hand engine objects to them.
+
+    SGLang logs what a plugin raises and goes on: its argument parser would then call the backend's
+    name invalid. So the reason is logged here, with what to do.
+    """
+    try:
+        _register()
+    except Exception as error:
+        logger.exception(
+            "PDConnector cannot be registered with SGLang %s, so `%s` will not be known as a "
+            "transfer backend: %s. Known to work: SGLang %s",
+            *(_installed(), BACKEND, error, ", ".join(KNOWN_VERSIONS)),
+        )
+        raise
+
+
+def _register() -> None:
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    found = _installed()
+    if found not in KNOWN_VERSIONS:
+        logger.warning(
+            "SGLang %s has not been tried with PDConnector (%s has): its hooks look right, which is "
+            "all that was checked",
+            *(found, ", ".join(KNOWN_VERSIONS)),
+        )
+    for hook in _HOOKS:
+        _check(hook)
+    if not _add_member():
+        return  # registered before
+    add_disagg_transfer_backend_choices([BACKEND])
+    for hook in _HOOKS:
+        HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+
+
+def _installed() -> str:
+    return version("sglang")
+
+
+def _check(hook: _Hook) -> None:
+    """Raises PDConnectorError where SGLang's function is not the one that is known."""
+    try:
+        function = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        raise PDConnectorError(f"SGLang has no {hook.target}: {error}") from error
+    found = tuple(inspect.signature(function).parameters)
+    if found[: len(hook.parameters)] != hook.parameters:
+        raise PDConnectorError(
+            f"{hook.target} has the parameters {found}: wanted {hook.parameters}"
+        )
+
+
+def _add_member() -> bool:
+    """Add the backend to SGLang's `TransferBackend`, a closed enumeration that it looks names up in.
+    Returns whether it was not there before."""
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    if BACKEND in TransferBackend._value2member_map_:
+        return False
+    member = object.__new__(TransferBackend)
+    name = BACKEND.upper()
+    member._value_ = BACKEND
+    member._name_ = name
+    member.__objclass__ = TransferBackend
+    member._sort_order_ = len(TransferBackend._member_names_)
+    TransferBackend._member_names_.append(name)
+    TransferBackend._member_map_[name] = member
+    TransferBackend._value2member_map_[BACKEND] = member
+    type.__setattr__(TransferBackend, name, member)
+    return True
+
+
+def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """Our class for each of the backend's parts."""
+    if transfer_backend.value != BACKEND or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+    from pd_connector.sglang.manager import Manager
+    from pd_connector.sglang.receiver import Receiver
+    from pd_connector.sglang.sender import Sender
+
+    return {
+        "manager": Manager,
+        "sender": Sender,
+        "receiver": Receiver,
+        "bootstrap_server": CommonKVBootstrapServer,
+    }[class_type.value]
+
+
+def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **options: Any) -> Any:
+    """The queue has what a manager is not told: the pool, its buffers and the scheduler."""
+    manager = original(queue, *args, **options)
+    if _is_ours(queue):
+        manager.attach(queue)
+    return manager
+
+
+def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any) -> Any:
+    """Only requests with a usable transfer id come into a queue. SGLang's own health checks have
+    none: no KV passes for them."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    from pd_connector.sglang.requests import reject, room_problem
+
+    checked = _is_ours(queue) and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
+    if checked and (problem := room_problem(req.bootstrap_room)):
+        return reject(req, problem, queue.scheduler)
+    return original(queue, req, *args, **options)
+
+
+def _sender_made(
+    original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any
+) -> Any:
+    made = original(queue, req, *args, **options)
+    if made and _is_ours(queue) and hasattr(req.disagg_kv_sender, "bind"):  # SGLang's fake has not
+        req.disagg_kv_sender.bind(req)
+    return made
+
+
+def _receiver_made(
+    original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any
+) -> Any:
+    made = original(queue, req, *args, **options)
+    if _is_ours(queue) and hasattr(made.kv_receiver, "bind"):
+        made.kv_receiver.bind(req)
+    return made
+
+
+def _step(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **options: Any
+) -> Any:
+    manager = _manager_of(scheduler)
+    if manager is None:
+        return original(scheduler, batch, *args, **options)
+    with manager.step(batch):
+        return original(scheduler, batch, *args, **options)
+
+
+def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
+    result = original(scheduler)
+    manager = _manager_of(scheduler)
+    if manager is not None:
+        manager.idle()
+    return result
+
+
+def _manager_of(scheduler: Any) -> Any:
+    """Our manager of this scheduler, if it uses our backend."""
+    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+    return queue.kv_manager if queue is not None and _is_ours(queue) else None
+
+
+def _is_ours(queue: Any) -> bool:
+    return bool(queue.transfer_backend.value == BACKEND)
+
+
+_HOOKS = (
+    _Hook(f"{_DISAGGREGATION}.utils.get_kv_class", ("transfer_backend", "class_type"), _classes),
+    _Hook(
+        f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue._init_kv_manager",
+        ("self",),
+        _manager_made,
+    ),
+    _Hook(
+        f"{_DISAGGREGATION}.decode.DecodePreallocQueue._init_kv_manager", ("self",), _manager_made
+    ),
+    _Hook(f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.add", ("self", "req"), _admit),
+    _Hook(f"{_DISAGGREGATION}.decode.DecodePreallocQueue.add", ("self", "req"), _admit),
+    _Hook(
+        f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender",
+        ("self", "req"),
+        _sender_made,
+    ),
+    _Hook(
+        f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+        ("self", "req"),
+        _receiver_made,
+    ),
+    _Hook(f"{_SCHEDULER}.run_batch", ("self", "batch"), _step),
+    _Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
+)

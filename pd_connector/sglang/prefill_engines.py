@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where prefill engines are: from the address in a request to the ranks that have its KV.
+
+A request names its prefill engine by the host and port of SGLang's registry, a plain HTTP server that
+tells a rank's control port. Any rank tells all others over its own, authenticated control channel:
+the registry is believed for where to ask, and for nothing else. The address may also be a control
+port itself, which is how an engine that is not SGLang's is reached.
+
+Look-ups happen in threads of their own: the engine's thread never waits for a peer.
+"""
+
+import http
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from pd_connector.agent.discovery import ask_ranks
+from pd_connector.config import Config
+from pd_connector.errors import Cause, PDConnectorError
+from pd_connector.protocol.peers import Peer
+
+_QUERY = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+_RETRY_S = 0.2
+_GREETING = b"\xff"
+"""The first byte of ZeroMQ's protocol, which both sides send at once."""
+_GREETING_S = 0.1
+_AT_ONCE = 4
+_MAX_ANSWER_BYTES = 1 << 16
+
+
+class Found(NamedTuple):
+    """The end of a look-up: all ranks of the engine, or why they are not known."""
+
+    peers: tuple[Peer, ...]
+    problem: tuple[Cause, str] | None = None
+
+
+class PrefillEngines:
+    """Known ones, by address `host:port`. For the engine's thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="pd-discovery")
+        self._lookups: dict[str, Future[Found]] = {}
+
+    def look_up(self, address: str) -> Found | None:
+        """What is known of the engine at this address; None while it is being asked for."""
+        if address not in self._lookups:
+            self._lookups[address] = self._threads.submit(_find, address, self._config)
+        lookup = self._lookups[address]
+        return lookup.result() if lookup.done() else None
+
+    def forget(self, address: str) -> None:
+        """Ask anew next time."""
+        lookup = self._lookups.get(address)
+        if lookup is not None and lookup.done():
+            del self._lookups[address]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _find(address: str, config: Config) -> Found:
+    deadline = time.monotonic() + config.connect_timeout_s
+    try:
+        host, port = _split(address)
+        if problem := _forbidden(host, config):
+            return Found((), (Cause.INSECURE_ADDRESS, problem))
+        rank, control = _control_port(host, port, deadline)
+        if problem := _forbidden(rank, config):
+            return Found((), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}"))
+        return Found(ask_ranks(config, rank, control, deadline))
+    except PDConnectorError as error:
+        cause = getattr(error, "cause", Cause.UNREACHABLE)
+        return Found((), (cause, f"prefill engine at {address}: {error}"))
+    except Exception as error:  # a server that is none of ours may answer anything
+        return Found((), (Cause.UNREACHABLE, f"prefill engine at {address}: {error!r}"))
+
+
+def _forbidden(host: str, config: Config) -> str:
+    """Why this address is not asked; empty if it is. Neither a request nor a registry can make an
+    engine dial whatever they like."""
+    if not config.is_peer(host):
+        return f"prefill engine at {host!r}: not within {list(config.peers)} (config key peers)"
+    if not config.permits(host):
+        return f"prefill engine at {host!r}, and no key is set: only loopback is asked then"
+    return ""
+
+
+def _control_port(host: str, port: int, deadline: float) -> tuple[str, int]:
+    """Host and control port of one rank of the engine whose registry, or control port, is here.
+
+    Raises OSError if nobody is there until the deadline; ValueError if it is neither.
+    """
+    name = f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{port}/route?{_QUERY}"
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            if _greets(host, port, max(left_s, _RETRY_S)):
+                return host, port
+            with urllib.request.urlopen(url, timeout=max(left_s, _RETRY_S)) as answer:
+                row = json.loads(answer.read(_MAX_ANSWER_BYTES))
+            return str(row["rank_ip"]), int(row["rank_port"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it answers without rank_ip and rank_port: {error!r}") from None
+        except urllib.error.HTTPError as error:
+            if error.code != http.HTTPStatus.SERVICE_UNAVAILABLE or left_s <= 0:  # it is starting
+                raise
+        except OSError:
+            if left_s <= 0:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def _greets(host: str, port: int, timeout_s: float) -> bool:
+    """Whether who listens there speaks first, as a control channel does: an HTTP server waits."""
+    with socket.create_connection((host, port), timeout_s) as connection:
+        connection.settimeout(_GREETING_S)
+        try:
+            return connection.recv(1) == _GREETING
+        except TimeoutError:
+            return False
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

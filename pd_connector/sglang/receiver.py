@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request of a decode engine, as SGLang's queues see it.
+
+SGLang calls `init` when it knows the prefill engine, `send_metadata` when the request has pages, and
+`poll` each turn of its loop. `abort`, or `failure_exception` after a poll that said `Failed` on any
+rank, or `clear`, comes before it frees the request's pages.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, KVTransferDestination
+
+from pd_connector.agent.commands import Drop, Hold
+from pd_connector.errors import Cause
+from pd_connector.protocol.incoming import Finished, Held, Load
+from pd_connector.protocol.peers import Peer
+from pd_connector.sglang.failure import TransferError, contained
+from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.words import write_row
+
+if TYPE_CHECKING:
+    from pd_connector.sglang.manager import Manager
+
+logger = logging.getLogger("pd_connector.sglang")
+
+
+class Receiver(BaseKVReceiver):
+    """Made when the request comes into the decode engine; `bind` follows at once."""
+
+    require_staging = False
+    abort_notified = False
+
+    def __init__(
+        self, mgr: "Manager", bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:
+        assert bootstrap_room is not None  # such requests are not admitted
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        self._transfer = transfer_of(bootstrap_room)
+        self._request = ""
+        self._state = KVPoll.Bootstrapping
+        self._failure: tuple[Cause, str] | None = None
+        self._peers: tuple[Peer, ...] = ()
+        self._row = -1
+        self._asked = False  # the agent works for this request
+
+    @property
+    def conclude_state(self) -> int | None:
+        """How it has ended, if it has."""
+        if self._failure:
+            return int(KVPoll.Failed)
+        return int(KVPoll.Success) if self._state == KVPoll.Success else None
+
+    @contained
+    def bind(self, req: Any) -> None:
+        """The request, which a receiver is not told when it is made."""
+        self._prompt_tokens = len(req.origin_input_ids)
+        self._identity = fingerprint(req)
+        self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
+        self.kv_mgr.watch(self._request)
+
+    @contained
+    def init(self, prefill_dp_rank: int) -> None:
+        """The prefill engine is known: wait until its KV begins to come."""
+        found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
+        if found.problem is not None:
+            self.fail(*found.problem)
+            return
+        self._peers = found.peers
+        self._asked = True
+        self.kv_mgr.agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
+
+    @contained
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+    ) -> None:
+        """The request has pages for what comes.
+
+        Args:
+            kv_indices: the pages of the tokens after the prefix.
+            aux_index: its row of the metadata buffers.
+            decode_prefix_len: tokens at the prompt's start that this engine has already.
+        """
+        prefix = decode_prefix_len or 0
+        assert aux_index is not None
+        self._row = aux_index
+        self._state = KVPoll.Transferring
+        held = [-1] * (prefix // self.kv_mgr.page_size)
+        self.kv_mgr.agent.submit(
+            Load(
+                self._request,
+                self._transfer,
+                self._peers,
+                self._identity,
+                first_token=prefix,
+                stop_token=self._prompt_tokens,
+                pages=((*held, *kv_indices.tolist()),),
+                wait=True,
+            ),
+            fence=self.kv_mgr.forward_fence(),
+        )
+
+    def poll(self) -> int:
+        if self.conclude_state is None and self._asked:
+            self._look()
+        return int(KVPoll.Failed if self._failure else self._state)
+
+    def poll_pp_consensus(self) -> int:
+        return self.poll()
+
+    def failure_exception(self) -> None:
+        """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
+        self._drop()
+        raise TransferError(self.bootstrap_room, self._failure)
+
+    def abort(self) -> None:
+        """The request has ended: from here on nobody writes to its pages."""
+        self._failure = self._failure or (Cause.ABORTED, "the request was aborted")
+        self._drop()
+
+    def clear(self) -> None:
+        self._drop()
+        self.kv_mgr.forget(self._request)
+
+    def fail(self, cause: Cause, detail: str) -> None:
+        """This side cannot go on."""
+        self._failure = self._failure or (cause, detail)
+        self._drop()
+
+    @contained
+    def _look(self) -> None:
+        if self._state == KVPoll.Bootstrapping:
+            held = self.kv_mgr.outcome(Held, self._request)
+            if held is None:
+                return
+            if held.cause is None:
+                self._state = KVPoll.WaitingForInput
+            else:
+                self._ended(held.cause, held.detail)
+            return
+        finished = self.kv_mgr.outcome(Finished, self._request)
+        if finished is None:
+            return
+        if finished.cause is not None or finished.words is None:
+            self._ended(finished.cause or Cause.INTERNAL, finished.detail)
+            return
+        self._asked = False
+        write_row(self.kv_mgr.buffers, self._row, finished.words, self.bootstrap_room)
+        self._state = KVPoll.Success
+
+    def _ended(self, cause: Cause, detail: str) -> None:
+        """The agent has ended it."""
+        self._asked = False
+        self._failure = cause, detail
+        if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
+            self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted
+
+    def _drop(self) -> None:
+        if self._asked:
+            self._asked = False
+            cause = self._failure[0] if self._failure else Cause.ABORTED
+            self.kv_mgr.agent.submit(Drop(self._request, cause))

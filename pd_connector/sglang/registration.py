@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a prefill engine's ranks become known: each puts a row into SGLang's registry, a small HTTP
+server in the engine's main process, which starts about when the ranks do."""
+
+import json
+import logging
+import threading
+import time
+import urllib.request
+from typing import Any
+
+logger = logging.getLogger("pd_connector.sglang")
+
+_RETRY_S = 0.5
+_TIMEOUT_S = 5.0
+_GIVE_UP_S = 300.0
+
+
+def register(kv_args: Any, host: str, port: int) -> None:
+    """Begin to register this rank; returns at once.
+
+    Args:
+        kv_args: SGLang's `KVArgs` of this rank.
+        host: under which peers reach this rank's agent.
+        port: of its control channel.
+    """
+    url = f"{_registry()}/route"
+    row = json.dumps(_row(kv_args, host, port)).encode()
+    threading.Thread(target=_put, args=(url, row), name="pd-register", daemon=True).start()
+
+
+def _registry() -> str:
+    """Where SGLang's registry is: beside the HTTP server, or on the first node of several."""
+    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+    from sglang.srt.utils.network import NetworkAddress
+
+    first_node = get_parallel().dist_init_addr
+    host = NetworkAddress.parse(first_node).resolved().host if first_node else get_serving().host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # where it listens everywhere
+    return str(NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url())
+
+
+def _row(kv_args: Any, host: str, port: int) -> dict[str, Any]:
+    """What the registry asks for. It counts rows until all ranks are there."""
+    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+    parallel = get_parallel()
+    return {
+        "attn_tp_size": parallel.attn_tp_size,
+        "attn_tp_rank": parallel.attn_tp_rank,
+        "attn_cp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_dp_size": 1,
+        "attn_dp_rank": 0,
+        "pp_size": 1,
+        "pp_rank": 0,
+        "system_dp_size": 1,
+        "system_dp_rank": 0,
+        "rank_ip": host,
+        "rank_port": port,
+        "page_size": kv_args.page_size,
+        "kv_cache_dtype": kv_args.kv_cache_dtype_str,
+        "load_balance_method": parallel.load_balance_method,
+        "prefill_http_port": get_serving().port,
+        "decode_allocation_policy": get_disagg().disaggregation_decode_allocation_policy,
+    }
+
+
+def _put(url: str, row: bytes) -> None:
+    give_up = time.monotonic() + _GIVE_UP_S
+    headers = {"Content-Type": "application/json"}
+    while True:
+        request = urllib.request.Request(url, row, headers, method="PUT")
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+                return
+        except OSError as error:
+            if time.monotonic() >= give_up:
+                logger.error(
+                    "registry %s does not take this rank (%s): no decode engine will find it. Is "
+                    "another server at --disaggregation-bootstrap-port?",
+                    *(url, error),
+                )
+                return
+        time.sleep(_RETRY_S)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's requests in our terms: which transfer, and whose KV."""
+
+from http import HTTPStatus
+from typing import Any
+
+from pd_connector.kv.identity import token_fingerprint
+
+MAX_ROOM = (1 << 63) - 1
+"""Largest `bootstrap_room`: what fits in a signed 64-bit integer."""
+
+
+def transfer_of(room: int) -> str:
+    """The transfer's name: the same on every engine that is given this room."""
+    return str(room)
+
+
+def room_problem(room: Any) -> str:
+    """Why a request cannot have this room; empty where it can. Room 0 means "none" to SGLang."""
+    if isinstance(room, int) and 0 < room <= MAX_ROOM:
+        return ""
+    return f"bootstrap_room {room!r}: must be a whole number from 1 to {MAX_ROOM}"
+
+
+def reject(req: Any, problem: str, scheduler: Any) -> None:
+    """End a request that has not come into a queue, with status 400. It holds nothing yet."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    prepare_abort(req, problem, status_code=HTTPStatus.BAD_REQUEST)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def fingerprint(req: Any) -> bytes:
+    """What the KV of a request's prompt depends on. SGLang's `extra_key` says the same of its own
+    radix cache, but with ids that only this process has."""
+    return token_fingerprint(req.origin_input_ids, salt=req.cache_salt or "")

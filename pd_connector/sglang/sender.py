@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request of a prefill engine, as SGLang's queues see it.
+
+SGLang calls `poll` each turn of its loop and moves the request on by the answer; `send` when a
+chunk of the prompt has been computed; `abort`, or `failure_exception` after a poll that said
+`Failed` on any rank, before it frees the request's pages.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
+
+from pd_connector.agent.commands import Computed, Expect, Withdraw
+from pd_connector.errors import Cause
+from pd_connector.protocol.last_words import LastWords
+from pd_connector.protocol.outgoing import Free, Offer
+from pd_connector.sglang.failure import TransferError, contained
+from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.words import read_row
+
+if TYPE_CHECKING:
+    from pd_connector.sglang.manager import Manager
+
+
+class Sender(BaseKVSender):
+    """Made when the request comes into the prefill engine; `bind` follows at once."""
+
+    def __init__(
+        self,
+        mgr: "Manager",
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self._transfer = transfer_of(bootstrap_room)
+        self._request = ""
+        self._state = KVPoll.WaitingForInput  # computing needs nothing of the decode engine
+        self._failure: tuple[Cause, str] | None = None
+        self._pages: list[int] = []
+        self._sent_tokens = 0
+        self._row = -1
+        self._withdrawn = False
+
+    @contained
+    def bind(self, req: Any) -> None:
+        """The request, which a sender is not told when it is made."""
+        self._req = req
+        self._prompt_tokens = len(req.origin_input_ids)
+        self._identity = fingerprint(req)
+        self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
+        self.kv_mgr.watch(self._request)
+        self.kv_mgr.agent.submit(Expect(self._transfer))
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """The request has a row of the metadata buffers."""
+        self._row = -1 if aux_index is None else aux_index
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """The last one is sent even without pages: the words go with it."""
+        return num_pages > 0 or last_chunk
+
+    @contained
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        """More of the prompt is computed.
+
+        Args:
+            kv_indices: the pages that hold the next `num_kv_tokens` tokens.
+            state_indices: given with the last of the prompt, and only then.
+        """
+        assert num_kv_tokens is not None
+        final = state_indices is not None
+        first = self._sent_tokens // self.kv_mgr.page_size
+        self._pages[first : first + len(kv_indices)] = kv_indices.tolist()
+        self._sent_tokens = min(self._sent_tokens + num_kv_tokens, self._prompt_tokens)
+        if final and self._failure is None:
+            self._state = KVPoll.Transferring
+        # SGLang gives an event with a cached prefix, which the step before may still write.
+        self._offer(final=final, fence=getattr(self, "_early_send_wait_event", None))
+
+    def begin_step(self, pages: list[int], tokens: int) -> Computed | None:
+        """A step begins that computes the prompt up to `tokens`, into these pages from its start on.
+        Returns what to tell the agent with each layer; None if the request has failed."""
+        if self._failure is not None or not self._request:
+            return None
+        self._pages[: len(pages)] = pages
+        self._offer(final=False, fence=None)
+        return Computed(self._transfer, self._request, tokens)
+
+    def poll(self) -> int:
+        if self._failure is None and self._state == KVPoll.Transferring:
+            self._look()
+        return int(KVPoll.Failed if self._failure else self._state)
+
+    def poll_pp_consensus(self) -> int:
+        return self.poll()
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric()
+
+    def failure_exception(self) -> None:
+        """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
+        self._withdraw()
+        raise TransferError(self.bootstrap_room, self._failure)
+
+    def abort(self) -> None:
+        """The request has ended: from here on nobody reads its pages."""
+        self._failure = self._failure or (Cause.ABORTED, "the request was aborted")
+        self._withdraw()
+
+    def clear(self) -> None:
+        self.kv_mgr.forget(self._request)
+
+    def fail(self, cause: Cause, detail: str) -> None:
+        """This side cannot go on."""
+        self._failure = self._failure or (cause, detail)
+        self._withdraw()
+
+    @contained
+    def _look(self) -> None:
+        freed = self.kv_mgr.outcome(Free, self._request)
+        if freed is None:
+            return
+        self._withdrawn = True  # the agent has done with it
+        if freed.cause is None:
+            self._state = KVPoll.Success
+        else:
+            self._failure = freed.cause, "the decode engine did not take all of it"
+
+    def _withdraw(self) -> None:
+        """Give the pages back, unless the agent has done with them."""
+        if not self._withdrawn:
+            self._withdrawn = True
+            self.kv_mgr.agent.submit(Withdraw(self._transfer, self._request))
+        self.kv_mgr.forget(self._request)
+
+    def _offer(self, *, final: bool, fence: Any) -> None:
+        """Tell the agent which pages there are. What SGLang has sent is computed; what a step has
+        computed since is not counted before SGLang sends it."""
+        offer = Offer(
+            self._transfer,
+            self._request,
+            (tuple(self._pages),),
+            self._identity,
+            prompt_tokens=self._prompt_tokens,
+            tokens=self._sent_tokens,
+            final=final,
+            words=self._words() if final else None,
+        )
+        self.kv_mgr.agent.submit(offer, fence=fence)
+
+    def _words(self) -> LastWords:
+        buffers = self.kv_mgr.buffers
+        return read_row(buffers, self._row, self._req, self._identity, self._transfer)

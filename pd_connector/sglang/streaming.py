@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV of a prefill step that is under way: told to the agent layer by layer, as SGLang writes it.
+
+SGLang itself tells of KV only when a step has ended. Here each layer's write to the pool is seen,
+where the step runs layer by layer in Python; a step that runs as one CUDA graph tells nothing, and its
+KV passes when it has ended.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from pd_connector.agent.commands import Computed
+from pd_connector.sglang.sender import Sender
+
+if TYPE_CHECKING:
+    from pd_connector.sglang.manager import Manager
+
+MIN_STEP_TOKENS = 256
+"""A shorter step ends before it would pay to look into it."""
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_WRITES = (
+    f"{_POOLS}.MHATokenToKVPool.set_kv_buffer",
+    f"{_POOLS}.MLATokenToKVPool.set_kv_buffer",
+    f"{_POOLS}.MLATokenToKVPool.set_mla_kv_buffer",
+)
+
+
+class Streaming:
+    """The prefill steps of one rank. Used by the scheduler's thread."""
+
+    def __init__(self, manager: "Manager", scheduler: Any) -> None:
+        self._manager = manager
+        self._slots = scheduler.req_to_token_pool
+        self._step: list[Computed] = []
+        # Not when the package is loaded: other engines would pay for it with each layer.
+        for write in _WRITES:
+            HookRegistry.register(write, self._written, HookType.AFTER)
+        HookRegistry.apply_hooks()
+
+    @contextlib.contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """Within, the batch is computed."""
+        if batch.forward_mode.is_extend():
+            self._step = [step for req in batch.reqs if (step := self._begin(req))]
+        try:
+            yield
+        finally:
+            self._step = []
+
+    def _begin(self, req: Any) -> Computed | None:
+        """Offer the pages of the step that follows; None if it is not to be streamed."""
+        sender = req.disagg_kv_sender
+        tokens = min(req.extend_end, len(req.origin_input_ids))
+        if not isinstance(sender, Sender) or tokens - req.prefix_len < MIN_STEP_TOKENS:
+            return None
+        slots = self._slots.req_to_token[req.kv.req_pool_idx, :tokens]
+        size = self._manager.page_size
+        return sender.begin_step((slots[::size] // size).tolist(), tokens)
+
+    def _written(self, result: Any, pool: Any, layer: Any, *args: Any, **options: Any) -> None:
+        """A layer's K and V of all requests in the step have been written, or will be by what is
+        queued on the stream."""
+        for step in self._step:
+            self._manager.agent.submit(step._replace(stop_layer=layer.layer_id + 1))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of SGLang this door does not work with: refused when the engine starts, by name."""
+
+from typing import Any
+
+from pd_connector.errors import ConfigError
+
+
+def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
+    """Raises ConfigError where the engine is configured for what cannot be moved.
+
+    Args:
+        kv_args: SGLang's `KVArgs` of this rank, filled.
+        server_args: its `ServerArgs`.
+        parallel: its `ParallelContext`.
+    """
+    for name, wanted in _WANTED.items():
+        found = getattr(server_args, name, wanted)
+        if found != wanted and (found or wanted):  # False and None are both "not asked for"
+            raise ConfigError(_refusal(f"--{name.replace('_', '-')} {found}", f"leave it {wanted}"))
+    for name in ("attn_dp_size", "attn_cp_size", "pp_size", "dcp_size"):
+        if (found := getattr(parallel, name, 1)) != 1:
+            raise ConfigError(_refusal(f"{name} {found}", "use tensor parallelism alone"))
+    if kv_args.state_types:
+        kinds = ", ".join(kind.value for kind in kv_args.state_types)
+        raise ConfigError(
+            _refusal(f"state of kind {kinds} beside the KV pool", "serve this model without it")
+        )
+    if kv_args.num_draft_entries:
+        raise ConfigError(_refusal("KV of a draft model", "leave --speculative-algorithm out"))
+
+
+_WANTED = {
+    "tokenizer_worker_num": 1,
+    "speculative_algorithm": None,
+    "enable_hisparse": False,
+    "enable_unified_memory": False,
+    "enable_pd_role_switch": False,
+    "enable_pdmux": False,
+    "enable_kv_cache_sharding": False,
+    "enable_dsa_cache_layer_split": False,
+    "disaggregation_enable_kv_checksum": False,
+    "disaggregation_decode_allocation_policy": "early",
+    "disaggregation_decode_host_receive_threshold": 1.0,
+    "optimistic_prefill_attempts": 0,
+    "enable_lora": None,
+    "enable_memory_saver": False,
+}
+"""Arguments of SGLang's, and the one value of each that is known to work here."""
+
+
+def _refusal(found: str, mend: str) -> str:
+    return f"{found}: not supported with --disaggregation-transfer-backend pd_connector; {mend}"

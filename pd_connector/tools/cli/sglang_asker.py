@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks a pair of SGLang engines a prompt, as SGLang's router does, and one engine alone the same."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pd_connector.tools.cli.asker import (
+    DECODED_TOKENS,
+    METRICS_DEADLINE_S,
+    DemoError,
+    PromptResult,
+    StreamedAnswer,
+    difference,
+    failures,
+)
+from pd_connector.tools.launch import Client, Samples
+from pd_connector.tools.launch.sglang import SglangEngine
+
+TRANSFER_S = "pd_connector:transfer_seconds_sum"
+
+
+class SglangAsker:
+    """Sends prompts to the pair and to the reference, and compares."""
+
+    def __init__(
+        self, prefill: SglangEngine, decode: SglangEngine, reference: SglangEngine
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._reference = reference
+
+    def warm_up(self) -> None:
+        """One request, so that none of those shown is anybody's first."""
+        self.ask("Once upon a time")
+
+    def ask(self, prompt: str) -> PromptResult:
+        """Ask this prompt of the pair and of the reference.
+
+        Raises:
+            DemoError: an engine answered with an error, or the KV did not come.
+        """
+        before = self._decode.metrics()
+        room: dict[str, Any] = {
+            "bootstrap_host": self._prefill.host,
+            "bootstrap_port": self._prefill.bootstrap_port,
+            "bootstrap_room": random.getrandbits(62) + 1,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            body = _body(prompt) | room
+            prefilled = pool.submit(self._prefill.client.post, "/generate", body)
+            handed_over = _stream(self._decode.client, body)
+            prefilled.result()
+        alone = _stream(self._reference.client, _body(prompt))
+        moved = self._moved(before)
+        return PromptResult(
+            handed_over.prompt_tokens,
+            handed_over.first_token_s,
+            moved.total(TRANSFER_S),
+            int(moved.total("pd_connector:received_bytes_total")),
+            int(moved.total("pd_connector:received_chunks_total")),
+            difference(handed_over, alone),
+        )
+
+    def _moved(self, before: Samples) -> Samples:
+        """How the decode engine's metrics have grown, once they show the transfer."""
+        deadline = time.monotonic() + METRICS_DEADLINE_S
+        while True:
+            grown = self._decode.metrics().since(before)
+            if grown.total("pd_connector:received_transfers_total"):
+                return grown
+            if time.monotonic() > deadline:
+                raise DemoError(f"the decode engine received no KV: {failures(grown)}")
+            time.sleep(0.1)
+
+
+def _body(prompt: str) -> dict[str, Any]:
+    sampling = {"max_new_tokens": DECODED_TOKENS, "temperature": 0, "ignore_eos": True}
+    return {"text": prompt, "sampling_params": sampling, "return_logprob": True}
+
+
+def _stream(client: Client, body: dict[str, Any]) -> StreamedAnswer:
+    first_s, meta = math.nan, dict[str, Any]()
+    rows: list[Any] = []
+    sent = time.perf_counter()
+    for event in client.stream("/generate", body):
+        if "error" in event:
+            raise DemoError(f"{client.base_url} answered with an error: {event['error']}")
+        if not rows:
+            first_s = time.perf_counter() - sent
+        meta = event["meta_info"]
+        rows += meta["output_token_logprobs"][len(rows) :]
+    tokens = tuple(str(row[1]) for row in rows)
+    return StreamedAnswer(tokens, tuple(row[0] for row in rows), meta["prompt_tokens"], first_s)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a peer's transport must know of this one. It travels over the control channel only."""
+
+import ipaddress
+from typing import Annotated
+
+import msgspec
+
+from pd_connector.errors import TransportError
+
+IDENTITY_BYTES = 16
+SECRET_BYTES = 32
+
+
+class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
+    """One transport, from its start to its end.
+
+    Attributes:
+        host: numeric; a name would have to be looked up, and a slow name server would stop us.
+        port: where it listens.
+        identity: random, who it is.
+        secret: random, a part of every connection's keys. Whoever does not see the control channel
+            does not know it.
+        slots: landing slots it grants at most.
+        slot_bytes: the size of each.
+        fast_aes: whether its processor has instructions for AES-GCM.
+    """
+
+    host: Annotated[str, msgspec.Meta(max_length=64)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    identity: Annotated[bytes, msgspec.Meta(min_length=IDENTITY_BYTES, max_length=IDENTITY_BYTES)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    fast_aes: bool
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def read_address(data: bytes) -> TcpAddress:
+    """A peer's `TcpAddress.encode()`. Raises TransportError."""
+    try:
+        address = msgspec.msgpack.decode(data, type=TcpAddress)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(f"tcp address of a peer cannot be read: {error}") from None
+    try:
+        ipaddress.ip_address(address.host)
+    except ValueError:
+        raise TransportError(
+            f"tcp address of a peer: host {address.host!r} is not numeric, and names of peers are "
+            "not looked up; the peer must tell a numeric address (its config key host)"
+        ) from None
+    return address

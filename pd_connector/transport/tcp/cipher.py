@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of one connection, and the records they seal.
+
+All keys are derived (HKDF, RFC 5869) from the shared key of the engines, if there is one, and the
+secrets of both transports, which have only ever passed over the encrypted control channel. Both
+sides add a fresh nonce to each connection, so that no two connections have a key in common, and
+each direction has its own. A record's nonce is its number in its direction: a record that is
+repeated, left out, reordered or sent back to where it came from does not open.
+"""
+
+import functools
+import hmac
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from pd_connector.transport.tcp.address import TcpAddress
+from pd_connector.transport.tcp.frames import DialFrame, FrameError, answer, prefix
+
+_KEY_BYTES = 32
+_RECORD_NONCE_BYTES = 12
+_CPUINFO = Path("/proc/cpuinfo")
+_AES_FLAGS = (" aes ", " pclmulqdq "), (" aes ", " pmull ")
+"""Of x86 and of ARM: AES and the carry-less multiplication of GCM."""
+
+
+class Sealer:
+    """Seals the records of one direction of one connection."""
+
+    def __init__(self, key: bytes, aes: bool) -> None:
+        self._aead = _aead(key, aes)
+        self._records = 0
+
+    def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
+        """Write body, encrypted, and tag into `out`, which is TAG_BYTES longer than the body. The
+        record's prefix `head` is authenticated with it."""
+        self._aead.encrypt_into(self._next(), body, head, out)
+
+    def record(self, kind: int, body: bytes) -> bytes:
+        """A whole small record."""
+        head = prefix(kind, len(body))
+        return head + self._aead.encrypt(self._next(), body, head)
+
+    def _next(self) -> bytes:
+        self._records += 1  # 2^96 of them fit; a connection does not live that long
+        return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
+
+
+class Opener:
+    """Opens the records of one direction of one connection."""
+
+    def __init__(self, key: bytes, aes: bool) -> None:
+        self._aead = _aead(key, aes)
+        self._records = 0
+
+    def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
+        """Decrypt into `out`, which is TAG_BYTES shorter than `sealed`.
+
+        Raises FrameError if this is not the record that the peer sealed next; `out` is undefined
+        then.
+        """
+        self._records += 1
+        nonce = self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
+        try:
+            self._aead.decrypt_into(nonce, sealed, head, out)
+        except InvalidTag:
+            raise FrameError("a record that does not open: not the peer's next one") from None
+
+
+def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:
+    """The dialler's proof that it was told the listener's secret."""
+    return _mac(_derive(shared + listener.secret, b"", b"pd-tcp2 dial"), dial.encode())
+
+
+class Handshake:
+    """What both sides derive from one dial.
+
+    Args:
+        shared: secret of all engines; empty without a key.
+        dialler: who dials.
+        listener: who answers.
+        dial: the dialler's frame.
+        nonce: the listener's.
+    """
+
+    def __init__(
+        self,
+        shared: bytes,
+        dialler: TcpAddress,
+        listener: TcpAddress,
+        dial: DialFrame,
+        nonce: bytes,
+    ) -> None:
+        secrets = shared + listener.secret + dialler.secret
+        keys = _derive(secrets, dial.nonce + nonce, b"pd-tcp2 keys" + dial.encode(), 3)
+        self._answer_key = keys[:_KEY_BYTES]
+        self._to_dialler, self._to_listener = keys[_KEY_BYTES:-_KEY_BYTES], keys[-_KEY_BYTES:]
+        self._nonce = nonce
+        self._aes = dialler.fast_aes and listener.fast_aes
+
+    def answer_code(self) -> bytes:
+        """The listener's proof."""
+        return _mac(self._answer_key, self._nonce)
+
+    def answer(self) -> bytes:
+        """The listener's frame."""
+        return answer(self._nonce, self.answer_code())
+
+    def dialler_ciphers(self) -> tuple[Sealer, Opener]:
+        return Sealer(self._to_listener, self._aes), Opener(self._to_dialler, self._aes)
+
+    def listener_ciphers(self) -> tuple[Sealer, Opener]:
+        return Sealer(self._to_dialler, self._aes), Opener(self._to_listener, self._aes)
+
+
+def same(code: bytes, other: bytes) -> bool:
+    """Whether two codes agree; takes the same time wherever they differ."""
+    return hmac.compare_digest(code, other)
+
+
+@functools.cache
+def fast_aes() -> bool:
+    """Whether this processor has instructions for AES-GCM; without them ChaCha20-Poly1305 is the
+    faster cipher."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return True
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "") + " "
+    return any(all(flag in flags for flag in wanted) for wanted in _AES_FLAGS)
+
+
+def _aead(key: bytes, aes: bool) -> AESGCM | ChaCha20Poly1305:
+    return AESGCM(key) if aes else ChaCha20Poly1305(key)
+
+
+def _mac(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")
+
+
+def _derive(secret: bytes, salt: bytes, purpose: bytes, keys: int = 1) -> bytes:
+    return HKDF(SHA256(), _KEY_BYTES * keys, salt, purpose).derive(secret)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection that stands: records both ways, heartbeats, and how its silence is noticed."""
+
+import socket
+from typing import NamedTuple
+
+from pd_connector.transport.tcp.cipher import Opener, Sealer
+from pd_connector.transport.tcp.frames import PING, FrameError
+from pd_connector.transport.tcp.landing import Landing
+from pd_connector.transport.tcp.receiving import Event, Receiving
+from pd_connector.transport.tcp.sending import Sending
+from pd_connector.transport.tcp.watch import Owner, Watch
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class BrokenError(Exception):
+    """The connection has ended; the message says why."""
+
+
+class Pace(NamedTuple):
+    """How often a side speaks, and what silence means, in seconds."""
+
+    heartbeat_s: float  # a `PING` after so long without anything to say
+    silence_s: float  # the connection is dead after so long without anything to hear
+
+
+class Connection:
+    """Its socket is non-blocking and watched on behalf of `owner`.
+
+    Args:
+        ciphers: of this side; None for plaintext.
+        landing: where chunks land; None on the side that sends them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        watch: Watch,
+        owner: Owner,
+        ciphers: tuple[Sealer, Opener] | None,
+        landing: Landing | None,
+        pace: Pace,
+        now: float,
+    ) -> None:
+        sealer, opener = ciphers or (None, None)
+        self.sending = Sending(sock, sealer)
+        self._receiving = Receiving(sock, opener, landing)
+        self._sock = sock
+        self._watch = watch
+        self._owner = owner
+        self._pace = pace
+        self._said = self._heard = now
+        self._wish()
+
+    def exchange(self, now: float) -> list[Event]:
+        """Send and take what the socket allows. Raises BrokenError."""
+        try:
+            taken, events = self._receiving.receive()
+        except (OSError, FrameError) as error:
+            raise BrokenError(str(error)) from None
+        if taken or self._receiving.paused:  # what we do not read cannot be heard
+            self._heard = now
+        self.send(now)
+        return events
+
+    def send(self, now: float) -> None:
+        """Send what the socket takes. Raises BrokenError."""
+        try:
+            if self.sending.pump():
+                self._said = now
+        except OSError as error:
+            raise BrokenError(str(error)) from None
+        self._wish()
+
+    def tick(self, now: float) -> None:
+        """Speak if nothing was said lately. Raises BrokenError if nothing was heard for too long."""
+        if self._heard + self._pace.silence_s < now:
+            raise BrokenError(f"nothing was heard for {now - self._heard:.1f} s")
+        if self._said + self._pace.heartbeat_s <= now and not self.sending.busy:
+            self.sending.say(PING)
+            self.send(now)
+
+    def close(self) -> None:
+        self._receiving.close()
+        self._watch.close_socket(self._sock)
+
+    def _wish(self) -> None:
+        read, write = not self._receiving.paused, self.sending.busy
+        self._watch.wish(self._sock, self._owner, read=read, write=write)
+
+
+def tune(sock: socket.socket, pace: Pace) -> None:
+    """Options of every data socket: no delay, and the system's own checks whether the peer is there."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(pace.silence_s * 1000))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a send slot to the socket."""
+
+import socket
+from collections import deque
+from typing import NamedTuple
+
+from pd_connector.transport.tcp.cipher import Sealer
+from pd_connector.transport.tcp.frames import (
+    CHUNK,
+    DATA,
+    PREFIX_BYTES,
+    SEGMENT_BYTES,
+    TAG_BYTES,
+    ChunkHead,
+    prefix,
+)
+
+BUDGET_BYTES = 4 << 20
+"""Sent or received at a time on one connection: the agent has others, and messages to answer."""
+
+
+class ChunkWrite(NamedTuple):
+    """One write. The payload is read until it has been sent, and copied nowhere but encrypted."""
+
+    head: ChunkHead
+    payload: memoryview
+
+
+class Sending:
+    """The sending half of a connection.
+
+    What it holds of its own is one sealed segment; chunks lie where they are until their turn.
+
+    Args:
+        sealer: seals every record; None for plaintext.
+    """
+
+    def __init__(self, sock: socket.socket, sealer: Sealer | None) -> None:
+        self._sock = sock
+        self._sealer = sealer
+        self._records: deque[tuple[int, bytes]] = deque()
+        self._chunks: deque[ChunkWrite] = deque()
+        self._rest: memoryview | None = None  # of the chunk under way, not sealed yet
+        self._frames: list[memoryview] = []  # ready for the socket
+        self._segment = memoryview(b"")
+        self._begun: int | None = None  # the token of the chunk that is being sent
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self._frames or self._records or self._chunks or self._rest is not None)
+
+    def say(self, kind: int, body: bytes = b"") -> None:
+        """Queue a small record, before all chunks that have not begun."""
+        self._records.append((kind, body))
+
+    def queue(self, chunk: ChunkWrite) -> None:
+        self._chunks.append(chunk)
+
+    def withdraw(self, token: int) -> bool:
+        """Forget a chunk that has not begun; returns whether there was one."""
+        for chunk in self._chunks:
+            if chunk.head.token == token:
+                self._chunks.remove(chunk)
+                return True
+        return False
+
+    def sent(self, token: int) -> bool:
+        """Whether nothing of this chunk is to be sent any more."""
+        waits = any(chunk.head.token == token for chunk in self._chunks)
+        return not waits and (token != self._begun or not (self._frames or self._rest))
+
+    def pump(self) -> int:
+        """Send what the socket takes, within the budget; returns how many bytes. Raises OSError."""
+        pumped = 0
+        while pumped < BUDGET_BYTES and (self._frames or self._fill()):
+            try:
+                sent = self._sock.sendmsg(self._frames)
+            except (BlockingIOError, InterruptedError):
+                break
+            pumped += sent
+            self._drop(sent)
+        return pumped
+
+    def _fill(self) -> bool:
+        """Prepare the next frames; returns whether there are any."""
+        if self._rest is None:
+            if self._records:
+                self._frames = [memoryview(self._record(*self._records.popleft()))]
+                return True
+            if not self._chunks:
+                return False
+            head, payload = self._chunks.popleft()
+            self._begun = head.token
+            self._frames = [memoryview(self._record(CHUNK, head.encode()))]
+            self._rest = payload.cast("B")
+        if self._rest:
+            self._frames += self._data(self._rest)
+        else:
+            self._rest = None
+        return True
+
+    def _data(self, rest: memoryview) -> list[memoryview]:
+        """The next part of the payload as a record; all of it where nothing is sealed."""
+        if self._sealer is None:
+            self._rest = None
+            return [memoryview(prefix(DATA, len(rest))), rest]
+        if not self._segment:
+            self._segment = memoryview(bytearray(PREFIX_BYTES + SEGMENT_BYTES + TAG_BYTES))
+        part, self._rest = rest[:SEGMENT_BYTES], rest[SEGMENT_BYTES:] or None
+        head = prefix(DATA, len(part))
+        self._segment[:PREFIX_BYTES] = head
+        stop = PREFIX_BYTES + len(part) + TAG_BYTES
+        self._sealer.seal(head, part, self._segment[PREFIX_BYTES:stop])
+        return [self._segment[:stop]]
+
+    def _record(self, kind: int, body: bytes) -> bytes:
+        if self._sealer is None:
+            return prefix(kind, len(body)) + body
+        return self._sealer.record(kind, body)
+
+    def _drop(self, nbytes: int) -> None:
+        """So many bytes of the frames have been sent."""
+        while self._frames and nbytes >= len(self._frames[0]):
+            nbytes -= len(self._frames.pop(0))
+        if nbytes:
+            self._frames[0] = self._frames[0][nbytes:]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam: what the agent asks of the tcp transport, handed to those who do it."""
+
+import itertools
+import secrets
+import socket
+import time
+from collections.abc import Callable, Hashable
+
+from pd_connector.errors import TransportError
+from pd_connector.memory.slab import Slab
+from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.tcp.address import (
+    IDENTITY_BYTES,
+    SECRET_BYTES,
+    TcpAddress,
+    read_address,
+)
+from pd_connector.transport.tcp.cipher import fast_aes
+from pd_connector.transport.tcp.connection import Pace
+from pd_connector.transport.tcp.consumer import ConsumerPeer
+from pd_connector.transport.tcp.frames import MAX_HEADER_BYTES, ChunkHead, DialFrame
+from pd_connector.transport.tcp.landing import Landing
+from pd_connector.transport.tcp.listening import Listening
+from pd_connector.transport.tcp.producer import ProducerPeer
+from pd_connector.transport.tcp.watch import Watch
+
+_TICK_S = 0.05
+"""How often deadlines are looked at, at most."""
+_MAX_SLOT = (1 << 32) - 1
+
+
+class TcpTransport(Transport):
+    """See the package.
+
+    Args:
+        landing: memory that chunks land in, which no peer can write by itself.
+        sending: memory that chunks are sent from, which no peer can write either.
+        host: name or address to listen on; peers are told its numeric address.
+        permits: whether a host may be dialled (`Config.permits`).
+        shared: secret of all engines, from which keys are derived; empty for plaintext.
+        pace: heartbeats of connections.
+
+    Raises:
+        TransportError: the host cannot be listened on.
+    """
+
+    name = "tcp2"
+    label = "tcp"
+    one_sided = False
+
+    def __init__(
+        self,
+        landing: Slab,
+        sending: Slab,
+        host: str,
+        permits: Callable[[str], bool],
+        shared: bytes = b"",
+        pace: Pace = Pace(1.0, 5.0),  # noqa: B008
+    ) -> None:
+        self.sends_from = sending
+        self.authenticates = bool(shared)
+        self._shared = shared
+        self._permits = permits
+        self._pace = pace
+        self._landing = Landing(landing)
+        self._numbers = itertools.count(1)  # of writes, links and sources
+        self._consumers: dict[bytes, ConsumerPeer] = {}  # by identity
+        self._producers: dict[bytes, ProducerPeer] = {}
+        self._links: dict[int, ConsumerPeer] = {}
+        self._sources: dict[int, ProducerPeer] = {}
+        self._written: list[Written] = []
+        self._landed: list[Landed] = []
+        self._next_tick = 0.0
+        self._watch = Watch()
+        try:
+            self._listening = Listening(host, self._watch, pace, self._introduce)
+        except OSError as error:
+            self._watch.close()
+            raise TransportError(f"tcp transport cannot listen on {host!r}: {error}") from error
+        self._address = TcpAddress(
+            self._listening.host,
+            self._listening.port,
+            secrets.token_bytes(IDENTITY_BYTES),
+            secrets.token_bytes(SECRET_BYTES),
+            landing.slots,
+            landing.slot_bytes,
+            fast_aes(),
+        )
+        self._listening.open(shared, self._address)
+
+    def address(self) -> bytes:
+        return self._address.encode()
+
+    def connect(self, consumer: bytes) -> Link:
+        address = read_address(consumer)
+        known = self._consumers.get(address.identity)
+        if known is None:
+            ends = address, self._address, self._shared
+            known = ConsumerPeer(*ends, self._watch, self._pace, self._written.append)
+            self._consumers[address.identity] = known
+        elif known.address != address:
+            raise TransportError("tcp transport: two consumers have one identity")
+        link = next(self._numbers)
+        known.connect(link)
+        self._links[link] = known
+        self._listening.connected(address.identity, time.monotonic())
+        return link
+
+    def disconnect(self, link: Link) -> None:
+        assert isinstance(link, int)
+        consumer = self._links.pop(link, None)
+        if consumer is None:
+            return
+        consumer.disconnect(link)
+        if not consumer.links:
+            consumer.close()
+            del self._consumers[consumer.address.identity]
+
+    def expect(self, producer: bytes) -> Hashable:
+        address = read_address(producer)
+        if not self._permits(address.host):
+            raise TransportError(
+                f"tcp transport: {address.host!r} is not loopback and no key is set"
+            )
+        known = self._producers.get(address.identity)
+        if known is None:
+            ends = address, self._address, self._shared
+            known = ProducerPeer(*ends, self._watch, self._landing, self._pace, self._landed.append)
+            self._producers[address.identity] = known
+        elif known.address.secret != address.secret:
+            raise TransportError("tcp transport: two producers have one identity")
+        source = next(self._numbers)
+        self._sources[source] = known
+        known.expect(source, time.monotonic())
+        return source
+
+    def dismiss(self, source: Hashable) -> None:
+        assert isinstance(source, int)
+        producer = self._sources.pop(source, None)
+        if producer is None:
+            return
+        producer.sources.discard(source)
+        if not producer.sources:
+            producer.close()
+            del self._producers[producer.address.identity]
+
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        assert isinstance(link, int)
+        consumer = self._links.get(link)
+        if consumer is None:
+            raise TransportError("tcp transport: no such consumer (any more)")
+        if len(header) > MAX_HEADER_BYTES or not 0 <= slot <= _MAX_SLOT:
+            raise TransportError(
+                f"tcp transport: a header of {len(header)} bytes, slot {slot}: a header has "
+                f"{MAX_HEADER_BYTES} bytes at most"
+            )
+        token = next(self._numbers)
+        head = ChunkHead(token, payload.nbytes, slot, header)
+        consumer.write(link, head, payload, time.monotonic())
+        return token
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        now = time.monotonic()
+        self._landing.recycle()
+        if self._landing.starved:
+            self._landing.starved = False
+            for producer in list(self._producers.values()):
+                producer.resume(now)
+        for owner in self._watch.ready():
+            owner.ready(now)
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._listening.tick(now)
+            for peer in self._peers:
+                peer.tick(now)
+        written, landed = self._written[:], self._landed[:]
+        self._written.clear()  # consumers and producers hold on to these lists
+        self._landed.clear()
+        return written, landed
+
+    @property
+    def pollables(self) -> list[object]:
+        return [self._watch.fileno()]
+
+    @property
+    def restless(self) -> bool:
+        return self._landing.starved
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+        self._listening.close()
+        self._watch.close()
+        for known in (self._consumers, self._producers, self._links, self._sources):
+            known.clear()
+
+    @property
+    def _peers(self) -> list[ConsumerPeer | ProducerPeer]:
+        return [*self._consumers.values(), *self._producers.values()]
+
+    def _introduce(self, sock: socket.socket, dial: DialFrame, now: float) -> bool:
+        """A dialler has proven that it was told our secret."""
+        consumer = self._consumers.get(dial.dialler)
+        if consumer is None:
+            return False
+        consumer.dialled(sock, dial, now)
+        return True

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data connection that dies is found and made again: one transfer is lost at most."""
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks  # noqa: F401
+from support.relay import Relay
+
+from pd_connector.agent import loop
+from pd_connector.transport.base import Transport
+
+SETTINGS: dict[str, Any] = LONG | {
+    "transports": ("tcp",),
+    "heartbeat_s": 0.1,
+    "session_timeout_s": 4.0,
+    "stall_timeout_s": 4.0,
+    "connect_timeout_s": 10.0,
+}
+TRANSFERS = 6
+
+each_key = pytest.mark.parametrize("key", ["", KEY], ids=["plain", "key"])
+each_wire = pytest.mark.parametrize("wire_name", ["tcp2", "tcp"])
+
+
+class Detour:
+    """Makes agents whose peers reach their data port through a relay."""
+
+    def __init__(self, wire_name: str) -> None:
+        self._wire_name = wire_name
+        self.relays: list[Relay] = []
+
+    def __call__(self, transport: Transport) -> Transport:
+        """What `Agent` makes of a transport."""
+        if transport.name != self._wire_name:
+            return transport
+        address = msgspec.msgpack.decode(transport.address())
+        self.relays.append(Relay(address[1]))
+        address[1] = self.relays[-1].port
+        transport.address = lambda: msgspec.msgpack.encode(address)  # type: ignore[method-assign]
+        return transport
+
+
+@pytest.fixture
+def detour(wire_name: str) -> Iterator[Detour]:
+    made = Detour(wire_name)
+    yield made
+    for relay in made.relays:
+        relay.close()
+
+
+@pytest.fixture
+def only(wire_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents have this transport alone."""
+    make = loop.make_transports
+
+    def made(*args: Any) -> list[Transport]:
+        every = make(*args)
+        for transport in every:
+            if transport.name != wire_name:
+                transport.close()
+        return [transport for transport in every if transport.name == wire_name]
+
+    monkeypatch.setattr(loop, "make_transports", made)
+
+
+def transfer(producer: Rank, consumer: Rank, name: str) -> bool:
+    """Whether a transfer has arrived; if so it is right."""
+    producer.offer(name, [5, 3])
+    consumer.load(producer.source, name, [20, 1])
+    ended = consumer.loaded(name)
+    if ended.cause is None:
+        assert_pages(producer, [5, 3], consumer, [20, 1])
+    return ended.cause is None
+
+
+@each_key
+@each_wire
+@pytest.mark.parametrize("fault", [Relay.forget, Relay.reset], ids=["forgotten", "reset"])
+@pytest.mark.usefixtures("only")
+def test_transfers_after_a_connection_was_lost_arrive(
+    ranks: Ranks,  # noqa: F811
+    detour: Detour,
+    key: str,
+    fault: Callable[[Relay], None],
+) -> None:
+    settings = SETTINGS | {"key": key}
+    producer = ranks(settings, consumes=False, wrap=detour)
+    consumer = ranks(settings, seed=1, produces=False)
+    assert transfer(producer, consumer, "before")
+    (relay,) = detour.relays
+    for round_ in range(2):
+        fault(relay)
+        arrived = [transfer(producer, consumer, f"{round_}.{n}") for n in range(TRANSFERS)]
+        assert arrived[1:] == [True] * (TRANSFERS - 1), "one transfer is lost at most"
+    assert relay.accepted >= 3
+
+
+@each_key
+@pytest.mark.parametrize("wire_name", ["tcp2"])
+@pytest.mark.usefixtures("only")
+def test_an_idle_connection_that_was_forgotten_costs_no_transfer(
+    ranks: Ranks,  # noqa: F811
+    detour: Detour,
+    key: str,
+) -> None:
+    settings = SETTINGS | {"key": key}
+    producer = ranks(settings, consumes=False, wrap=detour)
+    consumer = ranks(settings, seed=1, produces=False)
+    assert transfer(producer, consumer, "before")
+    (relay,) = detour.relays
+    relay.forget()
+    deadline = time.monotonic() + 30
+    while relay.accepted < 2:
+        assert time.monotonic() < deadline, "nobody has dialled anew"
+        time.sleep(0.05)
+    assert transfer(producer, consumer, "after")
+
+
+@each_key
+@pytest.mark.parametrize("wire_name", ["tcp2"])
+@pytest.mark.usefixtures("only")
+def test_stalled_transfers_leave_no_memory_behind(
+    ranks: Ranks,  # noqa: F811
+    detour: Detour,
+    key: str,
+) -> None:
+    settings = SETTINGS | {"key": key, "slot_mib": 4}
+    producer = ranks(settings, consumes=False, wrap=detour, pages=4096)
+    consumer = ranks(settings, seed=1, produces=False, pages=4096)
+    pages = list(range(4096))  # 2.5 MiB
+    resident: list[int] = []
+    for number in range(7):
+        name = str(number)
+        if number:
+            detour.relays[0].forget()
+        producer.offer(name, pages)
+        consumer.load(producer.source, name, pages)
+        consumer.loaded(name)
+        resident.append(resident_bytes())
+    # Slots are touched for the first time in some of them; what stays behind grows with each.
+    growth = [after - before for before, after in itertools.pairwise(resident)]
+    assert statistics.median(growth) < 1 << 20, growth
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

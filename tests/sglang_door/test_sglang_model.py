@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model an SGLang engine serves: what is loaded decides, not where it lies."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+import torch
+
+from pd_connector.config import Config
+from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts, model_problem
+from pd_connector.sglang.model import model_facts
+from pd_connector.tools.demo import MODEL_DIR
+
+SHARD = Shard(0, 4, 0, 1)
+
+
+class RadixAttention(torch.nn.Module):
+    """SGLang's as far as the door looks at it."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.scaling = 0.125
+        self.logit_cap = 0.0
+        self.sliding_window_size = -1
+
+
+class RotaryEmbedding(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.rotary_dim, self.is_neox_style = 50_000.0, 64, True
+        self.max_position_embeddings = 8192
+
+
+class YaRNScalingRotaryEmbedding(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", scale * torch.ones(40, 8), persistent=False)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.attn = RadixAttention(number)
+        self.rotary_emb: torch.nn.Module = RotaryEmbedding()
+
+
+def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
+    model = torch.nn.ModuleList(Block(number) for number in range(4))
+    known = {
+        "model_path": str(folder),
+        "revision": None,
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "hf_config": SimpleNamespace(to_dict=lambda: {"of": "SGLang"}),
+    }
+    args = {"json_model_override_args": "{}", "load_format": "auto"}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**known | changes),
+        server_args=SimpleNamespace(**args),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+    )
+
+
+def facts(made: Any, **settings: Any) -> ModelFacts:
+    return model_facts(made, Config(**settings), SHARD)
+
+
+def blocks(made: Any) -> list[Block]:
+    return list(made.tp_worker.model_runner.model)
+
+
+def test_a_copy_of_a_model_is_that_model(tmp_path: Path) -> None:
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(MODEL_DIR, copied)
+    one, other = facts(scheduler()), facts(scheduler(copied))
+    assert one == other
+    assert model_problem(one, other) == ""
+    assert one.weights
+    assert [each.layers for each in one.layers] == [(0, 1, 2, 3)]
+
+
+def test_other_weights_are_another_model(tmp_path: Path) -> None:
+    copied = tmp_path / "tuned"
+    shutil.copytree(MODEL_DIR, copied)
+    file = copied / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-64:] = bytes(64)
+    file.write_bytes(data)
+    assert "weights" in model_problem(facts(scheduler()), facts(scheduler(copied)))
+
+
+def test_another_dtype_or_override_is_another_model() -> None:
+    other = scheduler(dtype=torch.float32)
+    assert "config" in model_problem(facts(scheduler()), facts(other))
+    other = scheduler()
+    other.server_args.json_model_override_args = json.dumps({"rope_theta": 1.0})
+    assert "config" in model_problem(facts(scheduler()), facts(other))
+
+
+@pytest.mark.parametrize("what", ["scale", "base", "table", "none"])
+def test_layers_that_do_something_else_are_told_apart(what: str) -> None:
+    one, other = scheduler(), scheduler()
+    for made, scale in ((one, 1.0), (other, 2.0)):
+        block = blocks(made)[2]
+        if what == "scale":
+            block.attn.scaling = scale
+        elif what == "base":
+            assert isinstance(block.rotary_emb, RotaryEmbedding)
+            block.rotary_emb.base *= scale
+        elif what == "table":
+            block.rotary_emb = YaRNScalingRotaryEmbedding(scale)
+        elif made is one:
+            del block.rotary_emb
+    assert "layer 2" in model_problem(facts(one), facts(other))
+
+
+def test_weights_that_are_not_on_disk_need_a_name_from_the_operator() -> None:
+    dummies = [scheduler(), scheduler()]
+    for made in dummies:
+        made.server_args.load_format = "dummy"
+    assert "model_id" in model_problem(*(facts(made) for made in dummies))
+    named = [facts(made, model_id="mine") for made in dummies]
+    assert model_problem(*named) == ""
+    assert model_problem(named[0], msgspec.structs.replace(named[0], model_id="yours"))

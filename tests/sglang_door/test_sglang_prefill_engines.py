@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine is found by its registry or by a control port; whoever else listens is told apart."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from support.agents import LONG, Ranks, ranks, until
+
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.sglang.prefill_engines import Found, PrefillEngines
+
+__all__ = ["ranks"]
+
+Registry = Callable[..., str]
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    """SGLang's registry as far as it is asked: a status and a body for each `GET /route`."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(*answers: tuple[int, bytes]) -> str:
+        left = list(answers)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, body = left.pop(0) if len(left) > 1 else left[0]
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def engines() -> Iterator[PrefillEngines]:
+    made = PrefillEngines(Config(connect_timeout_s=2.0))
+    yield made
+    made.close()
+
+
+def found(engines: PrefillEngines, address: str) -> Found:
+    until(lambda: engines.look_up(address) is not None, "the end of the look-up")
+    end = engines.look_up(address)
+    assert end is not None
+    return end
+
+
+def row(port: int, host: str = "127.0.0.1") -> bytes:
+    return json.dumps({"rank_ip": host, "rank_port": port}).encode()
+
+
+def test_a_registry_names_a_rank_and_the_rank_names_all(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines
+) -> None:
+    rank = ranks(LONG)
+    address = registry((503, b"not all ranks have registered"), (200, row(rank.agent.port)))
+    assert found(engines, address) == Found((rank.peer,))
+
+
+def test_a_control_port_is_an_address_too(ranks: Ranks, engines: PrefillEngines) -> None:
+    """So a prefill engine that is not SGLang's is reached."""
+    rank = ranks(LONG)
+    assert found(engines, f"127.0.0.1:{rank.agent.port}") == Found((rank.peer,))
+
+
+def test_looking_up_does_not_make_the_engine_wait(engines: PrefillEngines) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        assert engines.look_up(f"127.0.0.1:{silent.getsockname()[1]}") is None
+        assert time.monotonic() - began < 1.0
+
+
+def test_a_registry_is_not_believed_about_what_may_not_be_dialled(
+    registry: Registry, engines: PrefillEngines
+) -> None:
+    problem = found(engines, registry((200, row(1, host="192.0.2.1")))).problem
+    assert problem is not None
+    assert problem[0] is Cause.INSECURE_ADDRESS
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[]", b"<html>", row(1 << 40), b'{"rank_ip": 7, "rank_port": "x"}']
+)
+def test_a_server_that_answers_something_else_is_no_prefill_engine(
+    registry: Registry, engines: PrefillEngines, body: bytes
+) -> None:
+    problem = found(engines, registry((200, body))).problem
+    assert problem is not None
+    assert problem[0] is Cause.UNREACHABLE
+
+
+def test_nobody_there_is_told_in_time_and_asked_for_anew_when_forgotten(
+    ranks: Ranks, engines: PrefillEngines
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        problem = found(engines, address).problem
+        assert problem is not None
+        assert problem[0] is Cause.UNREACHABLE
+    assert engines.look_up(address) is not None
+    engines.forget(address)
+    assert engines.look_up(address) is None
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:x", "None:8998", "[::1]:99999999"])
+def test_addresses_that_are_none_end_the_request_and_nothing_else(
+    engines: PrefillEngines, address: str
+) -> None:
+    assert found(engines, address).problem is not None

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests are let in, and what their KV is called."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pd_connector.kv.identity import token_fingerprint
+from pd_connector.sglang.requests import MAX_ROOM, fingerprint, room_problem, transfer_of
+
+
+@pytest.mark.parametrize("room", [1, 7, 1 << 62, MAX_ROOM])
+def test_a_transfer_is_the_decimal_room(room: int) -> None:
+    assert room_problem(room) == ""
+    assert transfer_of(room) == str(room)
+
+
+@pytest.mark.parametrize("room", [None, 0, -1, 1 << 63, 1 << 64, 1.5, "7", [7]])
+def test_rooms_that_would_end_an_engine_are_refused(room: Any) -> None:
+    """SGLang itself writes the room into a tensor of 64-bit numbers; one that does not fit raises in
+    its loop, and the engine ends."""
+    assert "bootstrap_room" in room_problem(room)
+
+
+def req(**changes: Any) -> Any:
+    known = {"origin_input_ids": [1, 2, 3], "cache_salt": None, "extra_key": None, "lora_id": None}
+    return SimpleNamespace(**known | changes)
+
+
+def test_tokens_and_salt_are_who_the_kv_is_and_this_process_own_ids_are_not() -> None:
+    assert fingerprint(req()) == token_fingerprint([1, 2, 3])
+    assert fingerprint(req(extra_key="d2f1")) == fingerprint(req())
+    assert fingerprint(req(cache_salt="a")) == token_fingerprint([1, 2, 3], salt="a")
+    assert fingerprint(req(origin_input_ids=[1, 2, 4])) != fingerprint(req())

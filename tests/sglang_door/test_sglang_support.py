@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be moved is refused when the engine starts, by name; a config is read or refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
+
+from pd_connector.errors import ConfigError, PDConnectorError
+from pd_connector.sglang import plugin
+from pd_connector.sglang.manager import load_config
+from pd_connector.sglang.support import _WANTED, check_supported
+
+ARGS = SimpleNamespace(**_WANTED)
+ALONE = SimpleNamespace(attn_dp_size=1, attn_cp_size=1, pp_size=1, dcp_size=1)
+PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
+
+
+def changed(known: Any, **changes: Any) -> Any:
+    return SimpleNamespace(**vars(known) | changes)
+
+
+def test_every_argument_that_is_looked_at_is_one_of_sglangs() -> None:
+    known = {name for base in ServerArgs.__mro__ for name in getattr(base, "__annotations__", {})}
+    assert _WANTED.keys() <= known
+
+
+def test_an_engine_as_it_comes_is_fine() -> None:
+    check_supported(PLAIN, ARGS, ALONE)
+    check_supported(PLAIN, changed(ARGS, enable_lora=False), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("kv_args", "args", "parallel", "told"),
+    [
+        (PLAIN, changed(ARGS, tokenizer_worker_num=2), ALONE, "--tokenizer-worker-num 2"),
+        (
+            PLAIN,
+            changed(ARGS, speculative_algorithm="EAGLE"),
+            ALONE,
+            "--speculative-algorithm EAGLE",
+        ),
+        (PLAIN, changed(ARGS, enable_hisparse=True), ALONE, "--enable-hisparse True"),
+        (PLAIN, ARGS, changed(ALONE, pp_size=2), "pp_size 2"),
+        (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "attn_dp_size 2"),
+        (changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE, "kind swa"),
+        (changed(PLAIN, num_draft_entries=2), ARGS, ALONE, "draft model"),
+    ],
+)
+def test_what_is_not_supported_is_named(kv_args: Any, args: Any, parallel: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_supported(kv_args, args, parallel)
+
+
+def test_a_config_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
+    assert load_config('{"codec": "int8"}').codec == "int8"
+    file = tmp_path / "config.json"
+    file.write_text('{"slots": 3}')
+    assert load_config(f"@{file}").slots == 3
+    assert load_config(" ") == load_config("{}")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", "@/no/such/file", '{"codek": "int8"}'])
+def test_a_config_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(text)
+
+
+def test_the_backend_is_registered_and_its_classes_are_ours() -> None:
+    plugin.register()
+    plugin.register()  # harmless to repeat
+    HookRegistry.apply_hooks()
+    from sglang.srt.disaggregation import utils
+
+    assert TransferBackend("pd_connector").value == "pd_connector"
+    made = utils.get_kv_class(TransferBackend("pd_connector"), KVClassType.SENDER)
+    assert made.__module__ == "pd_connector.sglang.sender"
+    assert get_kv_class(TransferBackend.NIXL, KVClassType.KVARGS) is not None
+
+
+def test_an_sglang_whose_functions_are_others_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang goes on after that: its parser would only call the backend's name invalid."""
+    target = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
+    monkeypatch.setattr(plugin, "_HOOKS", (plugin._Hook(target, ("self", "request"), print),))
+    with pytest.raises(PDConnectorError, match=r"add has the parameters .*wanted"):
+        plugin.register()
+    assert "will not be known as a transfer backend" in caplog.text
+    missing = plugin._Hook("sglang.srt.disaggregation.prefill.no_such", (), print)
+    monkeypatch.setattr(plugin, "_HOOKS", (missing,))
+    with pytest.raises(PDConnectorError, match="SGLang has no"):
+        plugin.register()

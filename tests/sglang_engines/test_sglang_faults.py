@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that end early, engines that die and peers that are none: each ends with its cause, no
+answer is wrong, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from sglang_engines.sglang_harness import (
+    Answer,
+    EnginePool,
+    Recipe,
+    SglangEngine,
+    assert_idle,
+    assert_same,
+    body,
+    handed_over,
+    new_room,
+    refused,
+    send,
+    text,
+)
+
+PREFILL = Recipe("prefill", 16)
+DECODE = Recipe("decode", 16)
+LONG = 3000
+SOON_S = 20.0
+"""Well below the five minutes of silence after which SGLang itself gives up."""
+
+
+@pytest.fixture
+def pair(engines: EnginePool) -> tuple[SglangEngine, SglangEngine]:
+    return engines.pair(PREFILL, DECODE)
+
+
+@pytest.fixture
+def wanted(engines: EnginePool) -> Answer:
+    return engines.reference([text(200)])[0]
+
+
+def _abort(engine: SglangEngine) -> None:
+    request = Request(
+        f"{engine.base_url}/abort_request",
+        json.dumps({"abort_all": True, "rid": ""}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(request, timeout=60):  # it answers without a body
+        pass
+
+
+def _ended(*futures: Future[dict[str, Any]]) -> list[str]:
+    """How requests ended that may have been answered with an error or as aborted."""
+    found = []
+    for future in futures:
+        error = future.exception(timeout=60)
+        found.append(str(error) if error else str(future.result()["meta_info"]["finish_reason"]))
+    return found
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_in_any_queue_leaves_nothing_behind(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer, side: str, after_s: float
+) -> None:
+    p, d = pair
+    asked = [send(p, d, text(LONG, seed=seed)) for seed in range(3)]
+    time.sleep(after_s)
+    _abort(p if side == "prefill" else d)
+    for prefill, decode in asked:
+        _ended(prefill, decode)
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1 << 63, None])
+def test_rooms_that_are_none_end_their_request_and_no_engine(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer, room: int | None
+) -> None:
+    p, d = pair
+    for future in send(p, d, text(20), bootstrap_room=room):
+        assert "bootstrap" in refused(future)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def test_one_room_twice_at_once_is_answered_once_at_most(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+) -> None:
+    p, d = pair
+    room = new_room()
+    asked = [send(p, d, text(200), bootstrap_room=room) for _ in range(2)]
+    for _, decode in asked:
+        if decode.exception(timeout=60) is None:
+            assert_same(Answer.of(decode.result()), wanted)
+    _ended(*(prefill for prefill, _ in asked))
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def test_other_tokens_on_the_decode_side_are_refused(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+) -> None:
+    p, d = pair
+    room = {"bootstrap_room": new_room(), "bootstrap_host": p.host}
+    room["bootstrap_port"] = p.bootstrap_port
+    with ThreadPoolExecutor(2) as pool:
+        prefill = pool.submit(p.client.post, "/generate", body(text(200), **room))
+        decode = pool.submit(d.client.post, "/generate", body(text(200, seed=5), **room))
+        assert "tokens" in refused(decode)
+        _ended(prefill)
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def test_ports_where_nobody_or_something_else_listens(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+) -> None:
+    p, d = pair
+    with socket.socket() as unused, socket.create_server(("127.0.0.1", 0)) as silent:
+        unused.bind(("127.0.0.1", 0))
+        for port in (unused.getsockname()[1], silent.getsockname()[1], d.port):
+            began = time.monotonic()
+            prefill, decode = send(p, d, text(20), bootstrap_port=port)
+            assert "prefill engine at" in refused(decode)
+            assert time.monotonic() - began < SOON_S
+            _abort(p)
+            _ended(prefill)
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def test_a_prefill_engine_that_dies_and_comes_back(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+) -> None:
+    p, d = pair
+    _, decode = send(p, d, text(LONG, seed=9))
+    time.sleep(0.1)
+    began = time.monotonic()
+    p.kill()
+    assert "session_lost" in refused(decode) or "unreachable" in refused(decode)
+    _, decode = send(p, d, text(200))
+    assert "unreachable" in refused(decode)
+    assert time.monotonic() - began < SOON_S
+    p.start().wait_ready()
+    assert_same(handed_over(p, d, text(200)), wanted)
+    assert_idle(p, d)
+
+
+def test_a_decode_engine_that_dies_leaves_no_lease_at_the_prefill(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+) -> None:
+    p, d = pair
+    prefill, _ = send(p, d, text(LONG, seed=11))
+    time.sleep(0.1)
+    d.kill()
+    _ended(prefill)
+    assert_idle(p)
+    d.start().wait_ready()
+    assert_same(handed_over(p, d, text(200)), wanted)
+    assert_idle(p, d)
+
+
+def test_when_ranks_disagree_no_answer_is_wrong_and_no_page_is_lost(
+    engines: EnginePool, wanted: Answer
+) -> None:
+    """SGLang's own fault injection: one rank's poll says `Failed`, and both ranks free the pages."""
+    failing = (("SGLANG_TEST_DISAGG_FAILURE_PROB", "0.02"),)
+    p, d = engines.pair(PREFILL, Recipe("decode", 16, tp=2, env=failing))
+    answered = failed = 0
+    for _ in range(30):
+        prefill, decode = send(p, d, text(200))
+        if decode.exception(timeout=60) is None:
+            assert_same(Answer.of(decode.result()), wanted)
+            answered += 1
+        else:
+            failed += 1
+        _ended(prefill)
+    assert answered
+    assert failed
+    assert_idle(p, d)
