@@ -136,7 +136,7 @@ def test_with_as_many_sessions_as_may_be_an_idle_one_makes_room_and_a_used_one_d
 def test_an_unexpected_error_ends_its_session_and_not_the_agent(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, side: str
 ):
-    producer, consumer = ranks.pair(LONG)
+    producer, consumer = ranks.pair(LONG | {"lease_s": 2.0})  # slots are quarantined that long
     assert_serves(producer, consumer, "before")
     rank = producer if side == "producer" else consumer
     machine: Any = (

@@ -41,7 +41,7 @@ def free_while_under_way(box: Outbox) -> None:
 
 def forget_the_limit(box: Outbox) -> None:
     for offer in range(4):
-        box._in_flight[OFFERED, offer] = chunk()
+        box._in_flight[OFFERED, offer] = chunk()._replace(most=4)
 
 
 @pytest.mark.parametrize("damage", [lose, free_twice, free_while_under_way, forget_the_limit])
@@ -65,7 +65,9 @@ def test_a_gather_that_fails_gives_its_slot_back():
     send: Any = SimpleNamespace(
         request="r", direct=False, route=None, chunk=None, pages=np.zeros(1)
     )
-    path: Any = SimpleNamespace(transport=SimpleNamespace(copies=False), read=False)
+    path: Any = SimpleNamespace(
+        transport=SimpleNamespace(copies=False, sends_from=None), read=False
+    )
     with pytest.raises(MemoryError):
         box.post(send, path, 0.0)
     box.check_integrity()

@@ -104,6 +104,8 @@ def test_without_the_gate_a_dropped_request_is_written_to(
     assert consumer.page(1) == before
     pausing.go_on.set()
     until(lambda: consumer.page(1) != before, "another request's page is overwritten")
+    consumer.loaded("t")  # the agent has carried out the `Drop`, or needs it no more
+    until(lambda: consumer.at_rest() and not consumer.agent._commands._commands.qsize())
 
 
 def test_leased_pages_are_taken_back_and_whoever_comes_for_them_is_refused(ranks: Ranks) -> None:

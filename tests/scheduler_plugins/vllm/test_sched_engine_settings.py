@@ -79,7 +79,7 @@ def test_another_policy_takes_effect_while_requests_wait(rig: Rig, path: Path) -
     rig.add("short", words(3, 20))
     path.write_text("scheduler: {policy: srjf, max_overtaken: 6}")
     assert rig.run() == ["running", "short", "long"]
-    assert rig.scheduler.waiting.max_overtaken == 6
+    assert rig.scheduler._order._max_overtaken == 6
     rig.assert_served()
 
 
