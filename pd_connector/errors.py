@@ -44,6 +44,7 @@ class Cause(StrEnum):
     MODEL = "model"  # the peer serves another model
     NO_TRANSPORT = "no_transport"  # the two sides share no transport
     NOT_NEEDED = "not_needed"  # the consumer has the pages already
+    PREEMPTED = "preempted"  # the producer's engine took pages back, maybe while they were read
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
     ROLE = "role"  # the request asks for what this engine's kv_role does not do
     SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pd_connector.agent.commands import (
@@ -20,6 +20,7 @@ from pd_connector.agent.commands import (
     Revoke,
     Withdraw,
 )
+from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import Identity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome, OwedOutcomes
@@ -60,6 +61,8 @@ class Agent:
         shards: what the ranks of this engine hold, this one included; just this one by default.
         tells: kinds of last words (`protocol.last_words`) that come with final offers.
         needs: those that this engine cannot go on without: a load is not over before they have come.
+        late_revokes: the engine may overwrite pages before it says that it takes them back
+            (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -79,6 +82,7 @@ class Agent:
         shards: Sequence[Shard] = (),
         tells: Sequence[str] = (),
         needs: Sequence[str] = (),
+        late_revokes: bool = False,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
         facts: ModelFacts | None = None,
     ) -> None:
@@ -97,7 +101,8 @@ class Agent:
         self._submitting = threading.Lock()
         self._closing = threading.Event()
         self._abandoned = False  # the agent hangs; the engine has given it up
-        self._engine_stepped = time.monotonic()
+        self._steps = EngineSteps(late_revokes=late_revokes)
+        self._taken_back: list[Command] = []
         self._ranks: tuple[Peer, ...] = ()
 
         def make_loop(port: int) -> Loop:
@@ -111,7 +116,7 @@ class Agent:
                 self._gate,
                 self.telemetry,
                 self._owed.report,
-                lambda: time.monotonic() - self._engine_stepped,
+                self._steps,
                 lambda: self._ranks,
                 produces=produces,
                 consumes=consumes,
@@ -149,7 +154,12 @@ class Agent:
                 written. By default what the calling thread has queued so far on its own stream.
         """
         if isinstance(command, Revoke | Withdraw | Drop):
-            self._shut_gate(command.request)
+            if command in self._taken_back:
+                self._taken_back.remove(command)
+            else:
+                self._shut_gate(command.request)
+        if isinstance(command, Revoke) and self._steps.late_revokes:
+            command = command._replace(doubtful_since=self._steps.count - 1)
         if fence is None and isinstance(command, Offer | Computed | Load):
             fence = self._cache.fence()
         with self._submitting:
@@ -163,10 +173,19 @@ class Agent:
         only rank of an engine need not be introduced."""
         self._ranks = tuple(ranks)
 
+    def take_back(self, commands: Iterable[Command]) -> None:
+        """The engine is about to overwrite the pages that these commands take back; it submits the
+        commands later, with the others of its step. Once this has returned, the pages are no
+        longer read."""
+        for command in commands:
+            if isinstance(command, Revoke | Withdraw):
+                self._shut_gate(command.request)
+                self._taken_back.append(command)
+
     def engine_steps(self) -> None:
         """The engine begins a step. If it makes none for too long, consumers do not wait for its
         prefills any more."""
-        self._engine_stepped = time.monotonic()
+        self._steps.begin()
 
     def outcomes(self) -> list[Outcome]:
         """Ends of loads, leases and watched holds since the last call, each reported once.

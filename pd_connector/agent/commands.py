@@ -35,6 +35,8 @@ class Revoke(NamedTuple):
 
     transfer: str
     request: str
+    # What was gathered in this step of the engine, or later, is in doubt; filled in by the agent.
+    doubtful_since: float = float("inf")
 
 
 class Withdraw(NamedTuple):

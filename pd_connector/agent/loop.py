@@ -19,6 +19,7 @@ from pd_connector.agent.commands import (
     Withdraw,
 )
 from pd_connector.agent.consumer_side import ConsumerSide
+from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import Identity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
 from pd_connector.agent.open_sessions import MOST_SESSIONS
@@ -54,7 +55,7 @@ class Loop:
         commands: what the engine asks for.
         gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
-        engine_age_s: how long ago the engine began its last step, in seconds.
+        steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.
         produces: serve consumers.
         consumes: fetch from producers.
@@ -75,7 +76,7 @@ class Loop:
         gate: PageGate,
         telemetry: Telemetry,
         report: Callable[[Outcome], None],
-        engine_age_s: Callable[[], float],
+        steps: EngineSteps,
         ranks: Callable[[], Sequence[Peer]],
         *,
         produces: bool,
@@ -113,7 +114,7 @@ class Loop:
                 transports=self._transports,
                 telemetry=telemetry,
                 wake=commands.wake,
-                engine_age_s=engine_age_s,
+                steps=steps,
                 ranks=ranks,
             )
             if produces:
@@ -212,8 +213,8 @@ class Loop:
                 producer_side.offer(command, fence, now)
             case Computed() if producer_side:
                 producer_side.computed(command, fence)
-            case Revoke(transfer, request) if producer_side:
-                producer_side.revoke(transfer, request)
+            case Revoke() if producer_side:
+                producer_side.revoke(command)
             case Withdraw(transfer, request) if producer_side:
                 producer_side.withdraw(transfer, request)
             case Hold() | Load() | Drop() if consumer_side:

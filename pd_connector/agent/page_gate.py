@@ -46,11 +46,13 @@ class PageGate:
             return False
 
     def open(self, request: str) -> None:
-        """Undo one `shut`: what is offered from now on is the request's own again."""
+        """Undo one `shut`, unless `reset` has: what is offered from now on is the request's own
+        again."""
         with self._changed:
-            self._shut[request] -= 1
-            if not self._shut[request]:
-                del self._shut[request]
+            left = self._shut.pop(request, 0) - 1
+            if left > 0:
+                self._shut[request] = left
+            else:
                 self._overrun.discard(request)
 
     def abandon(self) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pd_connector.agent.commands import Computed
+from pd_connector.agent.commands import Computed, Revoke
 from pd_connector.agent.consumer_sessions import ConsumerSessions
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.integrity import HasIntegrity
@@ -54,11 +54,13 @@ class ProducerSide:
         self._config = config
         self._identity = identity
         self._telemetry = resources.telemetry
-        self._engine_age_s = resources.engine_age_s
+        self._steps = resources.steps
         self._ranks = resources.ranks
         self._gate = gate
         self._report = report
-        self._producer = Producer(config, resources.cache.pages)
+        self._producer = Producer(
+            config, resources.cache.pages, late_revokes=resources.steps.late_revokes
+        )
         self._listener = Listener(
             resources.context, config.host, resources.keys, port, config.connect_timeout_s
         )
@@ -121,10 +123,11 @@ class ProducerSide:
         self._outbox.fence(request, fence)
         self._act(self._producer.computed(transfer, request, tokens, stop_layer))
 
-    def revoke(self, transfer: str, request: str) -> None:
+    def revoke(self, revoke: Revoke) -> None:
         """The request's pages are no longer its own. Its gate has been shut before."""
+        transfer, request, doubtful_since = revoke
         self._outbox.forget(request)
-        self._producer.revoke(transfer, request)
+        self._act(self._producer.revoke(transfer, request, doubtful_since))
         self._gate.open(request)
 
     def withdraw(self, transfer: str, request: str) -> None:
@@ -244,7 +247,7 @@ class ProducerSide:
                 self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case messages.Heartbeat():
                 self._producer.heartbeat(sender, message.transfers, now)
-                age_ms = int(1000 * self._engine_age_s())
+                age_ms = int(1000 * self._steps.age_s())
                 pulse = messages.Pulse(self._identity.epoch, age_ms)
                 self._listener.send(sender, messages.encode(pulse))
 
@@ -294,6 +297,7 @@ class ProducerSide:
             logger.warning("write for transfer %s cannot start: %s", send.transfer, str(error))
             self._act(self._producer.written(send.session, send.transfer, False, str(error)))
             return
+        self._producer.gathered(send, self._steps.count)
         if send.early:  # counted first: who sees all chunks sees those that were early
             self._telemetry.count("early_chunks")
         self._telemetry.count("sent_chunks")

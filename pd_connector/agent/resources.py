@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import Identity
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys
@@ -23,7 +24,7 @@ class RankResources:
         keys: keys of the sessions; None where sessions are not encrypted.
         transports: in the order in which they are preferred.
         wake: makes the agent's thread look again; may be called by any thread.
-        engine_age_s: how long ago the engine began its last step, in seconds.
+        steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.
     """
 
@@ -35,5 +36,5 @@ class RankResources:
     transports: Sequence[Transport]
     telemetry: Telemetry
     wake: Callable[[], None]
-    engine_age_s: Callable[[], float]
+    steps: EngineSteps
     ranks: Callable[[], Sequence[Peer]]

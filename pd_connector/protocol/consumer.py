@@ -196,6 +196,7 @@ class Consumer:
         stream = incoming.streams.get(source) if incoming else None
         if incoming is None or stream is None or not stream.opened:
             return []
+        stream.provisional = message.provisional and not message.complete
         # Chunks into slots granted with `Open` may have overtaken this message.
         if message.chunks != stream.planned:
             detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"

@@ -18,6 +18,7 @@ class IncomingStream:
     deadline: float = float("inf")
     opened: bool = False
     accepted: bool = False
+    provisional: bool = False  # not received before the prefill has ended: it may be refused
     complete: bool = False  # the prefill has ended
     burst: bool = False  # it had ended before anything was sent
     slots: list[int] = field(default_factory=list)  # granted to it
@@ -30,7 +31,7 @@ class IncomingStream:
     @property
     def received(self) -> bool:
         """Whether all that it sends is in pages, and all that it tells has been told."""
-        told = self.complete or not self.waits_for_words
+        told = self.complete or not (self.waits_for_words or self.provisional)
         return self.accepted and told and not self.missing
 
     @property
@@ -81,6 +82,7 @@ class IncomingStream:
             readers=self.readers,
             bytes_per_s=int(session.bytes_per_s or 0),
             direct=session.direct,
+            provisional=True,
         )
 
     def landed(self, nbytes: int, now: float) -> None:

@@ -110,6 +110,7 @@ class Open(Message, frozen=True):
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
     move, 0 if it was not measured. With `direct` the consumer can read the producer's pages.
+    With `provisional` it can wait as `Accept.provisional` asks.
     """
 
     transfer: Name
@@ -122,19 +123,22 @@ class Open(Message, frozen=True):
     readers: Readers = 1
     bytes_per_s: Count = 0
     direct: bool = False
+    provisional: bool = False
 
 
 class Accept(Message, frozen=True):
     """Producer: there is KV to send, and `chunks` chunks will follow.
 
     Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
-    Then it has the engine's `words`, if it has any.
+    Then it has the engine's `words`, if it has any. What comes while it is `provisional` may still be
+    refused: the consumer uses nothing before all is complete.
     """
 
     transfer: Name
     chunks: Count
     complete: bool
     words: LastWords | None = None
+    provisional: bool = False
 
 
 class Refuse(Message, frozen=True):

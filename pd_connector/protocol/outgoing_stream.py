@@ -44,6 +44,7 @@ class OutgoingStream:
     token_bytes: float = 0.0  # on the wire, in all layers
     accepted: bool = False
     writing: int = 0  # writes that have not ended
+    last_gathered: float = float("-inf")  # the engine's step in which a chunk was gathered last
     queues: dict[_Layers, LayerQueue] = field(default_factory=dict)
 
     def prepare(self) -> tuple[Cause, str] | None:

@@ -39,10 +39,15 @@ class Producer:
 
     Args:
         pages: of the engine's cache. At most `lease_share` of them are leased; None: no limit.
+        late_revokes: pages may have changed before `revoke` is called. What comes before the end of
+            a prefill is provisional then, and only sent to consumers that can wait for the end.
     """
 
-    def __init__(self, config: Config, pages: int | None = None) -> None:
+    def __init__(
+        self, config: Config, pages: int | None = None, *, late_revokes: bool = False
+    ) -> None:
         self._config = config
+        self._late_revokes = late_revokes
         self._most_leased = float("inf") if pages is None else config.lease_share * pages
         self._transfers = OutgoingTransfers()
         self._ready: dict[tuple[str, SessionId], None] = {}
@@ -117,13 +122,27 @@ class Producer:
             self._mark_ready(transfer, session)
         return outgoing.tell_watchers()
 
-    def revoke(self, transfer: str, request: str) -> None:
+    def revoke(
+        self, transfer: str, request: str, doubtful_since: float = float("inf")
+    ) -> list[Action]:
         """The request's pages are no longer its own (it was preempted). What has been sent was
-        right; the rest is offered again when it has been computed again."""
+        right, unless it is in doubt; the rest is offered again when it has been computed again.
+
+        Args:
+            doubtful_since: a reader for which a chunk was gathered in this step of the engine, or
+                later, may have been sent what another request wrote: it is refused.
+        """
         outgoing = self._transfers.get(transfer)
-        if outgoing is not None and not outgoing.final and outgoing.offered_by(request):
-            outgoing.offer = None
-            outgoing.step = None
+        if outgoing is None or outgoing.final or not outgoing.offered_by(request):
+            return []
+        outgoing.offer = None
+        outgoing.step = None
+        actions: list[Action] = []
+        for session, stream in list(outgoing.streams.items()):
+            if stream.last_gathered >= doubtful_since:
+                detail = "the prefill was preempted, and its pages overwritten, as they were read"
+                actions += self.fail(session, transfer, Cause.PREEMPTED, detail)
+        return actions
 
     def withdraw(self, transfer: str, request: str) -> list[Action]:
         """The request, which had this transfer, offers no pages, or no longer those that it has
@@ -190,10 +209,19 @@ class Producer:
             del self._ready[key]
             transfer, session = key
             outgoing = self._transfers.get(transfer)
-            send = outgoing.next_send(session) if outgoing else None
+            if outgoing is None or not self._may_send(outgoing, session):
+                continue
+            send = outgoing.next_send(session)
             if send is not None:
                 self._ready[key] = None  # behind all others
                 return send
+
+    def gathered(self, send: Send, step: int) -> None:
+        """A chunk has been read from its pages, and posted; `step` is the engine's, counted after
+        that."""
+        stream = self._stream(send.session, send.transfer)
+        if stream is not None:
+            stream.last_gathered = step
 
     def unsend(self, send: Send) -> None:
         """What `next_send` gave cannot be gathered now: its pages have been revoked. It is given
@@ -340,7 +368,8 @@ class Producer:
         self._mark_ready(transfer, session)
         if known and not offer.final:
             return []
-        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words)
+        provisional = self._late_revokes and not offer.final
+        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words, provisional)
         return [Reply(session, accept)]
 
     def _reader_finished(
@@ -376,6 +405,12 @@ class Producer:
     def _stream(self, session: SessionId, transfer: str) -> OutgoingStream | None:
         outgoing = self._transfers.get(transfer)
         return None if outgoing is None else outgoing.streams.get(session)
+
+    def _may_send(self, outgoing: OutgoingTransfer, session: SessionId) -> bool:
+        """Whether a chunk that may have to be retracted would be."""
+        stream = outgoing.streams.get(session)
+        leased = outgoing.final or not self._late_revokes
+        return stream is not None and (leased or stream.message.provisional)
 
     def _mark_ready(self, transfer: str, session: SessionId) -> None:
         stream = self._stream(session, transfer)

@@ -5,7 +5,7 @@ Scheduler side (`scheduler_side.SchedulerSide`): on_new_request, get_num_new_mat
 update_state_after_alloc, build_connector_meta, update_connector_output,
 request_finished_all_groups.
 Worker side (`worker_side.WorkerSide`): register_kv_caches, get_handshake_metadata,
-bind_connector_metadata, save_kv_layer, wait_for_save, get_transfer_results,
+handle_preemptions, bind_connector_metadata, save_kv_layer, wait_for_save, get_transfer_results,
 get_kv_connector_stats, shutdown.
 
 vLLM 0.31 to 0.33 call these hooks in the same way. Versions that do not know a hook do not call it.
@@ -150,6 +150,13 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
         return self._worker.address()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called with every step, as a rule before pages of preempted requests are overwritten
+        (`worker_side.revokes_late`)."""
+        assert self._worker is not None
+        assert isinstance(kv_connector_metadata, StepCommands)
+        self._worker.take_back(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Called before the forward pass of every step, so that transfers run beside it."""

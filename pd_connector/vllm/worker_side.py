@@ -83,6 +83,7 @@ class WorkerSide:
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
             facts=self._facts,
+            late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
         )
         self._address = RankAddress(self._agent.host, self._agent.port, shard)
         logger.info(
@@ -113,6 +114,11 @@ class WorkerSide:
         self._idle = step.idle
         if step.commands or not step.idle:
             self._backoff.reset()
+
+    def take_back(self, step: StepCommands) -> None:
+        """A step will be prepared: no page is read from now on that this may overwrite."""
+        if self._agent is not None:
+            self._agent.take_back(step.commands)
 
     def layer_computed(self, name: str) -> None:
         """The step has computed this layer's KV, of all its requests."""
@@ -199,6 +205,17 @@ class WorkerSide:
         assert self._agent is not None
         for transfer, request, tokens in self._prefills:
             self._agent.submit(Computed(transfer, request, tokens, stop_layer))
+
+
+def revokes_late(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether vLLM may overwrite pages of a preempted request before it calls a hook.
+
+    Its second model runner zeroes pages and copies shared ones (`update_requests`) before it calls
+    `handle_preemptions` (`pre_forward`); the first one calls that before both. Pages are zeroed if
+    the cache needs it, and copied in caches of several groups only.
+    """
+    changes = kv_cache_config.needs_kv_cache_zeroing or len(kv_cache_config.kv_cache_groups) > 1
+    return bool(vllm_config.use_v2_model_runner and changes)
 
 
 def schema2_model(vllm_config: "VllmConfig") -> bytes:

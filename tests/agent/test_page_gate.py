@@ -35,9 +35,14 @@ def test_one_gate_says_nothing_of_another():
     assert passes(gate, "other")
 
 
-def test_a_gate_that_is_not_shut_cannot_be_opened():
-    with pytest.raises(KeyError):
-        PageGate().open("r")
+def test_a_gate_that_a_restart_has_opened_can_be_opened_again_and_shut_again():
+    gate = PageGate()
+    gate.shut("r")
+    gate.reset()
+    gate.open("r")
+    assert passes(gate)
+    gate.shut("r")
+    assert not passes(gate)
 
 
 def test_whoever_shuts_waits_for_a_read_under_way_and_none_begins_afterwards():

@@ -127,6 +127,19 @@ def test_a_load_that_waits_for_its_prefill_holds_no_slots():
     assert tell == Tell(SOURCE, messages.Credit("t", [0, 1, 2]))
 
 
+@pytest.mark.parametrize("provisional", [False, True])
+def test_what_is_provisional_ends_no_load_before_the_prefill_has_ended(provisional: bool):
+    bench = Bench(wait=True)
+    assert bench.open().provisional
+    early = messages.Accept("t", 4, False, provisional=provisional)
+    bench.consumer.accept(SOURCE, early, 1.0)
+    ended = [a for i in range(4) for a in bench.land(i, i % 3) if isinstance(a, Finished)]
+    if provisional:
+        assert ended == []
+        ended = [a for a in bench.accept() if isinstance(a, Finished)]
+    assert [end.cause for end in ended] == [None]
+
+
 def test_a_returned_slot_is_granted_again_and_the_last_chunk_ends_the_load():
     bench = Bench()
     bench.open()

@@ -370,6 +370,36 @@ def test_revoked_pages_are_not_sent_and_new_ones_are(producer: Producer):
     assert producer.done(ONE, "t") == [Free("request", None)]
 
 
+def streaming_late(**fields: Any) -> Producer:
+    """All is computed, the prefill has not ended, and its engine revokes late."""
+    producer = Producer(CONFIG, late_revokes=True)
+    producer.expect("t", 0.0)
+    producer.open(ONE, opening(wait=True, slots=(0, 1, 2, 3), **fields), ROUTES, 0.0)
+    provisional = messages.Accept("t", 4, False, provisional=True)
+    assert producer.offer(grown(12), 0.0) == [Reply(ONE, provisional)]
+    return producer
+
+
+@pytest.mark.parametrize(("step", "doubtful"), [(3, False), (4, True), (5, True)])
+def test_a_reader_of_pages_that_may_have_been_overwritten_is_refused(step: int, doubtful: bool):
+    producer = streaming_late(provisional=True)
+    send = producer.next_send()
+    assert send is not None
+    producer.gathered(send, step)
+    actions = producer.revoke("t", "request", 4)
+    assert refused(actions, Cause.PREEMPTED) if doubtful else actions == []
+    freed = [] if not doubtful else [Free("request", Cause.PREEMPTED)]
+    assert [a for a in producer.offer(OFFER, 0.0) if isinstance(a, Free)] == freed
+    producer.check_integrity()
+
+
+def test_a_consumer_that_cannot_wait_is_sent_nothing_that_may_be_retracted():
+    producer = streaming_late()
+    assert sent(producer) == []
+    assert producer.offer(OFFER, 0.0) == [Reply(ONE, ACCEPT)]
+    assert len(sent(producer)) == 4
+
+
 def test_what_was_about_to_be_sent_when_the_gate_was_shut_is_sent_later(producer: Producer):
     producer.expect("t", 0.0)
     producer.open(ONE, opening(wait=True, slots=(3, 1)), ROUTES, 0.0)
