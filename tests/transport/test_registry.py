@@ -20,8 +20,8 @@ class Pigeon(TcpTransport):
     name = "pigeon"
 
 def make(parts: TransportParts) -> Pigeon:
-    config = parts.config
-    return Pigeon(parts.context, config.host, config.slot_bytes, config.permits, parts.keys)
+    config, buffers = parts.config, parts.buffers
+    return Pigeon(buffers.private_landing, buffers.private_sending, config.host, config.permits)
 
 def make_another(parts):
     return object()
