@@ -210,7 +210,7 @@ def test_that_host_name_as_the_configured_host_fails():
     ("facts", "name", "said"),
     [
         (environment(PD_CONNECTOR_KEY=None), "host and key", "without a key"),
-        (environment(PD_CONNECTOR_KEY="short"), "host and key", "16"),
+        (environment(PD_CONNECTOR_KEY="short"), "host and key", "32"),
         (environment(PD_CONNECTOR_HOST="0.0.0.0"), "host and key", "wildcard"),
         (environment(PD_CONNECTOR_HOST="nowhere"), "PD_CONNECTOR_HOST", "does not resolve"),
         (
@@ -334,7 +334,7 @@ def test_a_decode_engine_at_which_no_kv_arrives_fails_with_what_to_set():
 def test_vllms_own_host_is_looked_at_and_named_where_it_cannot_be_used():
     environment = {"VLLM_HOST_IP": "10.0.0.7"}
     assert network.configured_host(environment) == "127.0.0.1"
-    with_key = environment | {"PD_CONNECTOR_KEY": "a secret of sixteen characters"}
+    with_key = environment | {"PD_CONNECTOR_KEY": "a secret of more than thirty-two characters"}
     assert network.configured_host(with_key) == "10.0.0.7"
     facts = replace(HEALTHY, environment=environment)
     assert "VLLM_HOST_IP=10.0.0.7 is not used without a key" in network.settings(facts).found
