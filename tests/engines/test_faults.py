@@ -40,7 +40,7 @@ from pd_connector.tools.launch import Census
 SETUP = Setup.of(
     worker_apart=True,  # more processes that can die
     transports=["tcp"],
-    key="a key for tests, shared by both",
+    key="91e026d37e3cd5093c131e20630bff59862845a3af6ceab8eaec7251e353bec0",
     lease_s=6,
     heartbeat_s=0.5,
     session_timeout_s=3,
