@@ -34,7 +34,7 @@ _MOST_HEADER_BYTES = 100 << 20
 _SAMPLE_BYTES = 1024
 _SAMPLES_PER_TENSOR = 4
 _MOST_SAMPLES = 40_000
-"""Of a checkpoint with more tensors than this leaves four samples for, each has fewer; one at least."""
+"""Samples of a whole checkpoint. If four a tensor would be more than this, each tensor has fewer, but at least one."""
 _SAMPLES_PER_FILE = 4096
 _READERS = 8
 _BLOCK_BYTES = 8 << 20

@@ -21,7 +21,7 @@ from pd_connector.kv.geometry import MAX_LAYERS, Shard
 from pd_connector.protocol.peers import Peer, Source
 
 MAX_RANKS = 1024
-"""Of one producer: tensor-parallel size times pipeline stages."""
+"""The most ranks of one producer: tensor-parallel size times pipeline stages."""
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]

@@ -42,7 +42,7 @@ class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     base: _Pointer  # of the landing slab in its process
     slots: _Slots
     slot_bytes: _SlotBytes
-    # Of the sending slab; versions without reads have none.
+    # Place and shape of the sending slab; versions without reads have none.
     send_base: _Pointer = 0
     send_slots: _Slots = 0
     send_slot_bytes: _SlotBytes = 0

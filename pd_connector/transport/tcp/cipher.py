@@ -24,7 +24,7 @@ _KEY_BYTES = 32
 _RECORD_NONCE_BYTES = 12
 _CPUINFO = Path("/proc/cpuinfo")
 _AES_FLAGS = (" aes ", " pclmulqdq "), (" aes ", " pmull ")
-"""Of x86 and of ARM: AES and the carry-less multiplication of GCM."""
+"""Names in /proc/cpuinfo, on x86 and on ARM, of AES and of GCM's carry-less multiplication."""
 
 
 class Sealer:

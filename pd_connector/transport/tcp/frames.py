@@ -37,7 +37,7 @@ _TOKEN = struct.Struct("<Q")
 
 PREFIX_BYTES = _PREFIX.size
 MAX_CHUNK_BYTES = _CHUNK.size + MAX_HEADER_BYTES
-"""Of a `CHUNK` record's body."""
+"""The largest body of a `CHUNK` record."""
 
 _BODY_LIMITS = {
     GREET: (0, 0),

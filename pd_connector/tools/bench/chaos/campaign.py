@@ -178,7 +178,7 @@ class Campaign:
         return {one.pid: tuple(one.call("census")) for one in self._ranks.all}
 
     def _growth(self, before: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """Of processes that have lived since; when nothing is open, but sessions."""
+        """How much more the processes that have lived since hold, when nothing is open but sessions."""
         now = {pid: counts for pid, counts in self._census().items() if pid in before}
         rows = [[n - b for n, b in zip(now[pid], before[pid], strict=True)] for pid in now]
         files, threads, kib = (

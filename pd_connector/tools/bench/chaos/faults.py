@@ -13,7 +13,7 @@ SETTINGS = {
     "stall_timeout_s": 0.5,
     "wait_timeout_s": 2.0,
 }
-"""Of every agent. Timeouts are short, so that ten thousand faults pass in hours and not in weeks."""
+"""Settings of every agent. Timeouts are short, so that ten thousand faults pass in hours and not in weeks."""
 
 DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + 1.0
 """A load that has no outcome after this is lost. No config value lets it wait longer than the first two

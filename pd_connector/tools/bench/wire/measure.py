@@ -19,7 +19,7 @@ MAX_DESCRIPTORS = 1 / 50
 """Ours may need at most this share of the descriptors of the baseline, where it collates: pages that
 are read where they lie are as many pieces as they are pages."""
 LOCAL_BAR = 0.55
-"""Of the baseline's rate, for pages of one machine: ours copies and then sums them, the baseline copies alone
+"""Share of the baseline's rate to reach, for pages of one machine: ours copies and then sums them, the baseline copies alone
 and looks at nothing."""
 _GB = 1e9
 
