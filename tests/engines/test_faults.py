@@ -41,6 +41,7 @@ SETUP = Setup.of(
     worker_apart=True,  # more processes that can die
     transports=["tcp"],
     key="91e026d37e3cd5093c131e20630bff59862845a3af6ceab8eaec7251e353bec0",
+    peers=["127.0.0.0/8", "no-such-host.invalid"],
     lease_s=6,
     heartbeat_s=0.5,
     session_timeout_s=3,
@@ -192,6 +193,7 @@ BAD_PARAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "an endless request id": ("malformed_params", {"remote_request_id": "x" * 100_000}),
     "both directions": ("malformed_params", {"do_remote_decode": True}),
     "a flag that is a word": ("malformed_params", {"do_remote_prefill": "yes"}),
+    "an address that no producer has sealed": ("untrusted_address", {"remote_host": "192.0.2.1"}),
 }
 
 
