@@ -129,7 +129,8 @@ class ConsumerSide:
                 case Load() if cause is not None:
                     self._finished(Finished(command.request, cause, detail), now)
                 case Hold() if cause is not None:
-                    self._act([Held(command.request, cause, detail)], now)
+                    if command.watch:  # otherwise its `Load` will fail, and is counted then
+                        self._act([Held(command.request, cause, detail)], now)
                 case Load():
                     self._inbox.begin(command, fence)
                     self._act(self._consumer.load(command, now), now)

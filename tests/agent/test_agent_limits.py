@@ -191,6 +191,21 @@ def test_a_name_server_that_does_not_answer_costs_its_request_only(
         assert "name server" in finished.detail
 
 
+def test_a_name_that_nobody_knows_fails_its_load_once(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    def unknown(*_what: Any, **_options: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    producer, consumer = ranks.pair(LONG | {"insecure": True})
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", unknown)
+    source = producer.source._replace(host="nobody.example")
+    consumer.agent.submit(Hold("load of t", "t", (Peer(source, WHOLE),), False))
+    consumer.load(source, "t", [1])
+    assert consumer.loaded("t").cause == Cause.UNREACHABLE
+    assert consumer.count("failed_transfers", cause="unreachable") == 1
+
+
 def test_a_name_that_is_found_leads_to_the_session_that_is_there(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
