@@ -27,6 +27,7 @@ _KEEP: Mapping[str, Any] = {
     "remote_port": None,
 }
 _ADDRESS = ("remote_engine_id", "remote_host", "remote_port")
+_OPTIONAL = ("remote_ranks", "tp_size", "remote_seal")
 
 
 class BenchError(PDConnectorError):
@@ -91,9 +92,11 @@ def _address(prefill: Client, body: Mapping[str, Any]) -> dict[str, Any]:
     probe = {"model": body["model"], "prompt": [1]}
     answer = _prefill(prefill, probe, {**_KEEP, "describe": True})
     try:
-        return {name: answer[name] for name in _ADDRESS}
+        told = {name: answer[name] for name in _ADDRESS}
     except KeyError as error:
         raise BenchError(f"{prefill.base_url} describes itself without {error}") from None
+    # An engine with a key seals its address, and is not dialled without the seal.
+    return told | {name: answer[name] for name in _OPTIONAL if name in answer}
 
 
 def _prefill(

@@ -75,6 +75,7 @@ def test_a_run_plays_a_two_step_proxy():
 
 def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the_asker():
     address = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 5, "tp_size": 1}
+    address |= {"remote_seal": "s"}
     p, d = FakeEngine(address), FakeEngine()
     asked = threading.Barrier(2, timeout=30)
     ask_p, ask_d = p.post, d.stream
@@ -99,6 +100,8 @@ def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the
         "remote_engine_id": "e",
         "remote_host": "h",
         "remote_port": 5,
+        "tp_size": 1,
+        "remote_seal": "s",
         "remote_request_id": transfer,
         "remote_block_ids": None,
         "do_remote_prefill": True,
