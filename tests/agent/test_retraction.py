@@ -37,8 +37,8 @@ def overwrite(producer: Rank) -> None:
 def all_gathered(producer: Rank, consumer: Rank) -> None:
     """All KV of pages 1 and 2 is computed and passes to the consumer."""
     producer.offer("t", [1, 2], computed=2 * producer.page_tokens)
-    until(lambda: consumer.count("received_chunks"))
-    until(lambda: consumer.count("received_chunks") == producer.count("sent_chunks"))
+    nbytes = sum(len(producer.page(page)) for page in (1, 2))
+    until(lambda: consumer.count("received_bytes") == nbytes, "both pages, in however many chunks")
 
 
 def read_before_revoked(producer: Rank, consumer: Rank) -> None:
