@@ -13,11 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.protocol.params import (
+    ProducerAddress,
+    decode_params,
+    describe_params,
+    parse_address,
+    prefill_params,
+)
 from pd_connector.tools.launch import Client
 
 DECODED_TOKENS = 2  # the first ends the measurement, the second shows that decoding goes on
 
 _PATH = "/v1/completions"
+# As a proxy for NixlConnector writes it, so that both sides are asked alike.
 _KEEP: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -26,8 +34,6 @@ _KEEP: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-_ADDRESS = ("remote_engine_id", "remote_host", "remote_port")
-_OPTIONAL = ("remote_ranks", "tp_size", "remote_seal")
 
 
 class BenchError(PDConnectorError):
@@ -72,31 +78,21 @@ def together(prefill: Client, decode: Client, body: Mapping[str, Any]) -> Run:
     """
     address = _address(prefill, body)
     transfer = uuid.uuid4().hex
-    fetch = {
-        **address,
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_request_id": transfer,
-        "remote_block_ids": None,
-    }
     with ThreadPoolExecutor(1) as threads:
         started = time.perf_counter()
-        decoding = threads.submit(_decode, decode, body, fetch)
-        _prefill(prefill, body, {**_KEEP, "transfer_id": transfer})
+        decoding = threads.submit(_decode, decode, body, decode_params(address, transfer))
+        _prefill(prefill, body, prefill_params(transfer))
         prefilled = time.perf_counter()
         decoded = decoding.result()
     return Run(prefilled - started, decoded.first_at - prefilled, decoded.text)
 
 
-def _address(prefill: Client, body: Mapping[str, Any]) -> dict[str, Any]:
-    probe = {"model": body["model"], "prompt": [1]}
-    answer = _prefill(prefill, probe, {**_KEEP, "describe": True})
-    try:
-        told = {name: answer[name] for name in _ADDRESS}
-    except KeyError as error:
-        raise BenchError(f"{prefill.base_url} describes itself without {error}") from None
-    # An engine with a key seals its address, and is not dialled without the seal.
-    return told | {name: answer[name] for name in _OPTIONAL if name in answer}
+def _address(prefill: Client, body: Mapping[str, Any]) -> ProducerAddress:
+    answer = _prefill(prefill, {"model": body["model"], "prompt": [1]}, describe_params())
+    address = parse_address(answer)
+    if address is None:
+        raise BenchError(f"{prefill.base_url} does not describe itself: {dict(answer)}")
+    return address
 
 
 def _prefill(

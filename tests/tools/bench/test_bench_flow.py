@@ -8,6 +8,9 @@ import threading
 import pytest
 from support.bench import FakeTokenizer
 
+from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.tools.bench.flow import BenchError, together
 from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.handoff.pair import Pair, Prompts
@@ -74,8 +77,7 @@ def test_a_run_plays_a_two_step_proxy():
 
 
 def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the_asker():
-    address = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 5, "tp_size": 1}
-    address |= {"remote_seal": "s"}
+    address = ProducerAddress("e", (Peer(Source("h", 5, "e"), Shard(0, 2, 0, 1)),), "s").fields()
     p, d = FakeEngine(address), FakeEngine()
     asked = threading.Barrier(2, timeout=30)
     ask_p, ask_d = p.post, d.stream
@@ -97,11 +99,7 @@ def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the
     transfer = to_p["kv_transfer_params"]["transfer_id"]
     assert to_p["kv_transfer_params"]["do_remote_decode"]
     assert to_d["kv_transfer_params"] == {
-        "remote_engine_id": "e",
-        "remote_host": "h",
-        "remote_port": 5,
-        "tp_size": 1,
-        "remote_seal": "s",
+        **address,
         "remote_request_id": transfer,
         "remote_block_ids": None,
         "do_remote_prefill": True,
@@ -112,7 +110,7 @@ def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the
 
 def test_an_engine_that_does_not_describe_itself_is_an_error():
     pair = Pair(Contender("x", "X", flow=together), FakeEngine({"remote_host": "h"}), FakeEngine())
-    with pytest.raises(BenchError, match="remote_engine_id"):
+    with pytest.raises(BenchError, match="does not describe itself"):
         pair.run([5], "salt")
 
 
