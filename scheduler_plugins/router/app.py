@@ -222,7 +222,7 @@ async def health(request: web.Request) -> web.StreamResponse:
     state = {
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
-        "engines": [engine.describe() for engine in pool.engines],
+        "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy is told of a client's request: read from its body and headers, without a tokenizer."""
+"""What a policy is told of a client's request: read from its body and headers, and from its tokens if they are known."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler_plugins.admission.prompt import CHUNK_BYTES, PromptMemory, prompt_of
+from scheduler_plugins.router.index.hashes import TOKEN_BYTES, prompt_extras
+from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 
 SESSION_HEADER = "X-Session-Id"
@@ -22,19 +24,25 @@ def describe(
     request_id: str,
     arrival_s: float,
     lengths: PromptMemory,
+    tokens: bytes | None = None,
+    adapter: str = "",
 ) -> Request:
     """The request as policies see it.
 
     Args:
         lengths: knows how many tokens a text has, by what engines said of earlier ones.
+        tokens: the prompt's token ids (`index.hashes.token_bytes`); None: nobody has tokenized it.
+        adapter: name of the LoRA adapter that it asks for.
     """
     prompt = prompt_of(body)
+    salt = body.get("cache_salt")
+    extras = prompt_extras(adapter, salt if isinstance(salt, str) else "")
     most = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
     user = body.get("user")
     return Request(
         id=request_id,
-        tokens=lengths.tokens(prompt),
-        hashes=tuple(prompt.chunks()),
+        tokens=lengths.tokens(prompt) if tokens is None else max(1, len(tokens) // TOKEN_BYTES),
+        hashes=PromptKeys(tuple(prompt.chunks()), tokens, extras),
         max_tokens=max(1, most),
         arrival_s=arrival_s,
         session=headers.get(SESSION_HEADER) or (user if isinstance(user, str) else ""),

@@ -10,6 +10,7 @@ from typing import Any
 from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.describe import BLOCK_TOKENS
+from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
@@ -43,13 +44,22 @@ class BackendEngine:
     """What this router has sent to it."""
     costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
     """How long prefill and decode take there. Counts tokens until the engine tells more."""
-    block_tokens: int = BLOCK_TOKENS
+    told_block_tokens: int = 0
+    """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
     free_kv: float = inf
     pull_prefix: bool = False
+    follower: EventFollower | None = field(default=None, repr=False)
+    """Receives its KV events; None: it sends none, as far as is known."""
 
     @property
     def name(self) -> str:
         return self.url
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of its blocks: by its events, else as it told, else assumed."""
+        by_events = self.follower.block_tokens if self.follower is not None else 0
+        return by_events or self.told_block_tokens or BLOCK_TOKENS
 
     @property
     def open_requests(self) -> int:

@@ -5,15 +5,17 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.remedies import outage_in
 from scheduler_plugins.router import body
+from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -24,6 +26,7 @@ from scheduler_plugins.router.exchange import (
     failure_of,
 )
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class EnginePool:
             for url in urls
         ]
         self._tasks: list[asyncio.Task[None]] = []
+        self.caches = EngineCaches()
+        """What engines have cached."""
 
     @property
     def engines(self) -> list[BackendEngine]:
@@ -64,6 +69,9 @@ class EnginePool:
 
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        for watch in self._watches:
+            if found := self._config.kv_events.get(watch.engine.url):
+                self.caches.follow(watch.engine, *found)
         self._tasks = [
             asyncio.create_task(self._run(watch), name=f"watch {watch.engine.url}")
             for watch in self._watches
@@ -75,6 +83,17 @@ class EnginePool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.caches.close()
+
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
+        """The engine has the KV of this prompt."""
+        self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The state of every engine, for `/health`."""
+        return [
+            {**engine.describe(), "cache": self.caches.describe(engine)} for engine in self.engines
+        ]
 
     def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
         """Engines of one side that may get a request, without those in `besides`."""
@@ -131,6 +150,8 @@ class EnginePool:
         if engine.role is Role.PREFILL and engine.address is None:
             await self._probe(watch)
         if not engine.up:
+            if engine.refusing:
+                self.caches.lost(engine)
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
         if engine.role is Role.DECODE:
@@ -210,6 +231,8 @@ class EnginePool:
         now = asyncio.get_running_loop().time()
         if engine.set_down(now, reason, refusing=refusing):
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
+            if not refusing:
+                self.caches.lost(engine)
 
 
 def _first_model(raw: bytes) -> str:

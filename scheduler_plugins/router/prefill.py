@@ -5,7 +5,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import aiohttp
@@ -21,6 +21,7 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.pool import EnginePool
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,14 @@ class PrefillCopy:
         session: aiohttp.ClientSession,
         config: RouterConfig,
         fresh_tokens: int,
+        prompt: Sequence[BlockHash],
     ) -> None:
-        """`fresh_tokens`: of the prompt, which the engine is expected to compute."""
+        """Send nothing yet.
+
+        Args:
+            fresh_tokens: of the prompt, which the engine is expected to compute.
+            prompt: its blocks, which the engine has cached afterwards.
+        """
         self.engine = engine
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -54,6 +61,7 @@ class PrefillCopy:
         self._session = session
         self._config = config
         self._fresh_tokens = fresh_tokens
+        self._prompt = prompt
 
     async def __aenter__(self) -> "PrefillCopy":
         engine, now = self.engine, asyncio.get_running_loop().time()
@@ -71,6 +79,9 @@ class PrefillCopy:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._ended()  # a task that was cancelled before its first step has not said so
+        if error is None and self.failure is None:
+            # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
+            self._prefilled()
 
     def refused(self, now: float) -> EngineFailedError | None:
         """Why a decode engine that still waits for the KV waits in vain; None if it may not.
@@ -118,6 +129,12 @@ class PrefillCopy:
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         self._pool.confirm(self.engine, seen)
+        self._prefilled()
+
+    def _prefilled(self) -> None:
+        """The engine has the prompt in its cache now."""
+        prompt, self._prompt = self._prompt, ()
+        self._pool.prefilled(self.engine, prompt)
 
     def _fail(self, failure: EngineFailedError) -> None:
         self.failure = failure

@@ -46,7 +46,7 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
-from scheduler_plugins.router.view import LiveView, NoIndex, PrefixView
+from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,6 @@ class Shared:
     session: aiohttp.ClientSession
     metrics: Metrics
     policy: Policy
-    index: PrefixView = field(default_factory=NoIndex)
-    """What engines have cached."""
     lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
     """How many tokens a text has."""
     random: Random = field(default_factory=Random)
@@ -140,10 +138,9 @@ class ClientRequest:
         """
         loop, shared = asyncio.get_running_loop(), self._shared
         while (engines := self._able()) is not None:
-            view = LiveView(
-                {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}, shared.index
-            )
             now = loop.time()
+            able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
+            view = LiveView(able, shared.pool.caches.prefixes, now)
             decision = shared.policy.decide(self._request, view, now, shared.random)
             if isinstance(decision, Reject):
                 raise RejectedError(decision)
@@ -218,6 +215,7 @@ class ClientRequest:
             self._shared.session,
             self._shared.config,
             attempt.fresh_tokens,
+            self._request.hashes,
         )
         client_error = False
         try:
@@ -264,6 +262,8 @@ class ClientRequest:
             return await self._stream(answer, attempt), "ok"
         # Held until it is whole: should the engine die halfway, another one can still answer.
         content = await answer.read_all()
+        if answer.status == 200:
+            self._shared.pool.prefilled(attempt.answering, self._request.hashes)
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         response.content_length = len(content)
         await self._client.begin(response)
@@ -278,6 +278,7 @@ class ClientRequest:
             if events := cutter.feed(chunk):
                 if not client.begun:
                     await client.begin(response)
+                    self._shared.pool.prefilled(attempt.answering, self._request.hashes)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
                 await client.write(events)

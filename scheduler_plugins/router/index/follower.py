@@ -57,6 +57,16 @@ class EventFollower:
         self._context = context
         self._sequence = Sequence()
 
+    @property
+    def endpoints(self) -> tuple[str, str | None]:
+        """Where events are published, and where they are replayed."""
+        return self._endpoint, self._replay_endpoint
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of the engine's blocks; 0 before it has said."""
+        return self._prefixes.block_tokens(self.engine)
+
     async def run(self) -> None:
         """Follow until cancelled. Whatever is wrong with the engine's messages, it goes on."""
         while True:

@@ -85,5 +85,4 @@ def text_hashes(digests: Sequence[bytes]) -> Hashes:
     return found
 
 
-NO_EXTRAS: tuple[bytes, ...] = ()
 _ENCODER = msgspec.msgpack.Encoder()

@@ -4,39 +4,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.events import Batch
-from scheduler_plugins.router.index.hashes import Hashes, block_hashes
+from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
 from scheduler_plugins.router.index.held import HeldBlocks
 from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
 
 NO_HASHES: Hashes = np.empty(0, np.uint64)
 
 
-class PromptKeys:
-    """One prompt's blocks, in the sizes of the engines that are asked for them."""
+class PromptKeys(Sequence[bytes]):
+    """One prompt's blocks, in the sizes of the engines that are asked for them.
+
+    Policies see a sequence of hashes of the text, and hand it to the index without looking into it.
+    """
 
     def __init__(
-        self,
-        tokens: bytes | None,
-        text: Hashes,
-        extras: Sequence[bytes] = (),
+        self, text: Sequence[bytes], tokens: bytes | None = None, extras: Sequence[bytes] = ()
     ) -> None:
         """Hash nothing yet.
 
         Args:
+            text: digests of its text, of 16 bytes (`admission.prompt.Prompt.chunks`).
             tokens: its token ids (`hashes.token_bytes`); None: nobody has tokenized it.
-            text: hashes of its text.
             extras: what else KV depends on, for its first blocks (`hashes.prompt_extras`).
         """
-        self.text = text
         self.tokens = tokens
+        self._digests = tuple(text)
         self._extras = extras
         self._by_size: dict[int, Hashes] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[bytes, ...]: ...
+    def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
+        return self._digests[index]
+
+    @cached_property
+    def text(self) -> Hashes:
+        """Hashes of its text."""
+        return text_hashes(self._digests)
 
     def blocks(self, block_tokens: int) -> Hashes:
         """Hashes of its blocks of this many tokens; none where its tokens are not known."""

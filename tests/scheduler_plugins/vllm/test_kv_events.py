@@ -17,11 +17,11 @@ kv_events = pytest.importorskip("vllm.distributed.kv_events")
 
 from scheduler_plugins.router.index.follower import EventFollower  # noqa: E402
 from scheduler_plugins.router.index.hashes import token_bytes  # noqa: E402
-from scheduler_plugins.router.index.prefixes import NO_HASHES, Prefixes, PromptKeys  # noqa: E402
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys  # noqa: E402
 
 SIZE = 4
 TOKENS = list(range(40))
-PROMPT = PromptKeys(token_bytes(TOKENS), NO_HASHES)
+PROMPT = PromptKeys((), token_bytes(TOKENS))
 _TIMES = count()
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.router.index.events import Batch, EventError, Removed, Stored, decode
-from scheduler_plugins.router.index.hashes import NO_EXTRAS, prompt_extras, token_bytes
-from scheduler_plugins.router.index.prefixes import NO_HASHES, Prefixes, PromptKeys
+from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 
 SIZE = 4
 
@@ -27,7 +26,7 @@ A, B = Engine("a"), Engine("b")
 
 
 def prompt(tokens: list[int], adapter: str = "", salt: str = "") -> PromptKeys:
-    return PromptKeys(token_bytes(tokens), NO_HASHES, prompt_extras(adapter, salt))
+    return PromptKeys((), token_bytes(tokens), prompt_extras(adapter, salt))
 
 
 def stored(tokens: list[int], names: list[Any], parent: Any = None, **more: Any) -> Stored:
@@ -186,7 +185,7 @@ def test_events_are_believed_more_than_the_guess() -> None:
 
 def test_a_prompt_that_nobody_tokenized_is_known_by_its_text() -> None:
     prefixes = Prefixes()
-    text = PromptKeys(None, np.array([11, 12, 13], np.uint64), NO_EXTRAS)
+    text = PromptKeys([bytes([n]) * 16 for n in (11, 12, 13)])
     prefixes.told("a", told(stored(TOKENS[:4], [1])))
     prefixes.prefilled(A, text, 0.0)
     # A hash of text stands for 64 tokens here: sixteen blocks of this engine.
