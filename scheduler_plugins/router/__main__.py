@@ -89,6 +89,12 @@ def _parser(config: type) -> argparse.ArgumentParser:
         "--policy", default="round_robin", metavar="NAME", help="which engines serve a request"
     )
     parser.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="FOLDER",
+        help="where the model's tokenizer.json lies, if not where the engines say that their model does",
+    )
+    parser.add_argument(
         "--decode-policy",
         default="",
         metavar="NAME",

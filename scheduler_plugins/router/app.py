@@ -40,6 +40,7 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientRequest, Shared
+from scheduler_plugins.router.tokens import PromptTokens
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +87,13 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     async with session:
         pool = EnginePool(config, session, app[METRICS])
         policy = create(config.policy, config.decode_policy)
-        app[SHARED] = Shared(config, pool, session, app[METRICS], policy)
+        tokens = PromptTokens(session, pool.all_up, config.tokenizer)
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens)
         try:
             await pool.start()
             yield
         finally:
+            await tokens.close()
             await pool.close()
 
 
@@ -222,6 +225,7 @@ async def health(request: web.Request) -> web.StreamResponse:
     state = {
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
+        "tokens": request.app[SHARED].tokens.source,
         "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)

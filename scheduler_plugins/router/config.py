@@ -25,6 +25,8 @@ class RouterConfig:
     """Port to listen on; 0 lets the system choose one."""
     kv_events: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
+    tokenizer: str = ""
+    """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
     policy: str = "round_robin"
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""

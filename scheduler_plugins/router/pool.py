@@ -99,6 +99,10 @@ class EnginePool:
         """Engines of one side that may get a request, without those in `besides`."""
         return [e for e in self.engines if e.role is role and e.up and e not in besides]
 
+    def all_up(self) -> list[BackendEngine]:
+        """Engines of both sides that may get a request."""
+        return [engine for engine in self.engines if engine.up]
+
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
         if isinstance(failure, UnreachableError):

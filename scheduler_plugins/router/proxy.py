@@ -42,10 +42,12 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.index.hashes import token_list
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens
 from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Shared:
     session: aiohttp.ClientSession
     metrics: Metrics
     policy: Policy
+    tokens: PromptTokens
+    """The tokens of prompts."""
     lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
     """How many tokens a text has."""
     random: Random = field(default_factory=Random)
@@ -83,6 +87,7 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
+        self._tokenized = NOT_TOKENIZED
         self._request = describe(
             parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
         )
@@ -107,6 +112,7 @@ class ClientRequest:
             AllOverloadedError: the same, and some engine only lacked room.
             ClientGoneError: there is nobody to answer any more.
         """
+        await self._tokenize()
         while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
@@ -129,6 +135,22 @@ class ClientRequest:
         if self._retry_after_s and self._accepted < self._config.attempts:
             raise AllOverloadedError(min(self._retry_after_s.values()))
         raise UnavailableError(self._reasons())
+
+    async def _tokenize(self) -> None:
+        """Learn the prompt's tokens, where engines are told apart by them."""
+        self._tokenized = found = await self._shared.tokens.of(self._body)
+        if found.tokens is not None:
+            self._request = describe(
+                self._body,
+                self._headers,
+                self._request_id,
+                self._arrived,
+                self._shared.lengths,
+                found.tokens,
+                found.adapter,
+            )
+            if found.certain:
+                self._body = body.with_tokens(self._body, token_list(found.tokens))
 
     async def _next_attempt(self) -> Attempt | None:
         """What the policy decides; None if no engine is left to ask, or all are overloaded.

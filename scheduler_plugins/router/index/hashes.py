@@ -64,6 +64,12 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return ids.astype("<u4").tobytes()
 
 
+def token_list(tokens: bytes) -> list[int]:
+    """The token ids that `token_bytes` was given."""
+    ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
+    return ids
+
+
 def extra_bytes(keys: Sequence[Any] | None) -> bytes:
     """What a block's KV depends on besides tokens (name of a LoRA adapter, cache salt, images), in canonical form."""
     return _ENCODER.encode(tuple(keys)) if keys else b""
