@@ -95,6 +95,12 @@ def _parser(config: type) -> argparse.ArgumentParser:
         help="where the model's tokenizer.json lies, if not where the engines say that their model does",
     )
     parser.add_argument(
+        "--profile",
+        default="",
+        metavar="FILE",
+        help="cost model of engines that tell none; pd-connector profile writes it",
+    )
+    parser.add_argument(
         "--decode-policy",
         default="",
         metavar="NAME",

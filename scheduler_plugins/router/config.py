@@ -3,8 +3,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.policies.registry import create
 
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
@@ -27,6 +29,8 @@ class RouterConfig:
     """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
     tokenizer: str = ""
     """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
+    profile: str = ""
+    """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
     policy: str = "round_robin"
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
@@ -79,6 +83,8 @@ class RouterConfig:
         create(self.policy, self.decode_policy)
         for side in ("prefill", "decode"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+        if self.profile:
+            load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port}: must be between 0 and 65535")

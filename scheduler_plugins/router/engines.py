@@ -8,7 +8,8 @@ from math import inf
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
-from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.describe import BLOCK_TOKENS
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.load import EngineLoad
@@ -43,7 +44,10 @@ class BackendEngine:
     load: EngineLoad = field(default_factory=EngineLoad, repr=False)
     """What this router has sent to it."""
     costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
-    """How long prefill and decode take there. Counts tokens until the engine tells more."""
+    """How long prefill and decode take there. Counts tokens until more is known."""
+    told_costs: bool = False
+    """Whether a profile or the engine itself says what it costs, so that nothing need be learnt."""
+    _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
     told_block_tokens: int = 0
     """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
     free_kv: float = inf
@@ -90,6 +94,14 @@ class BackendEngine:
 
     def accepts(self, now_s: float) -> bool:
         return self.load.accepts(now_s)
+
+    def learn_prefill(self, tokens: int, cached: int, duration_s: float) -> None:
+        """It computed a prompt alone, in this time. Teaches what prefills cost there, unless it tells itself."""
+        if self.told_costs:
+            return
+        self._fit.note(StepLoad.of([(cached, tokens)]), duration_s)
+        self._fit.catch_up()
+        self.costs = self._fit.model
 
     def lost(self, now: float, drain_timeout_s: float) -> bool:
         """Whether nothing more is to be expected of the requests it has."""

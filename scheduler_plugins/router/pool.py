@@ -8,12 +8,16 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.remedies import outage_in
+from scheduler_plugins.admission import report
+from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router import body
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
@@ -25,11 +29,14 @@ from scheduler_plugins.router.exchange import (
     UnreachableError,
     failure_of,
 )
+from scheduler_plugins.router.loads import apply, from_metrics, from_report
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
 
 logger = logging.getLogger(__name__)
 
+LOAD_LIMIT_S = 1.0
+"""Longest wait for an engine to tell its load: its health is not asked meanwhile."""
 OUTAGE_LOOK_S = 15.0
 """Pause between two looks at a decode engine's metrics, in seconds."""
 
@@ -44,6 +51,8 @@ class _Watch:
     misses: int = 0
     probe_at: float = 0.0
     look_at: float = 0.0
+    reports: bool = True
+    """Whether the engine may answer `GET /pd/load`."""
 
 
 class EnginePool:
@@ -69,6 +78,9 @@ class EnginePool:
 
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        if self._config.profile:
+            for engine in self.engines:
+                engine.costs, engine.told_costs = load(Path(self._config.profile)), True
         for watch in self._watches:
             if found := self._config.kv_events.get(watch.engine.url):
                 self.caches.follow(watch.engine, *found)
@@ -150,7 +162,7 @@ class EnginePool:
             return
         watch.misses = 0
         if not engine.up:
-            watch.probe_at = 0.0
+            watch.probe_at, watch.reports = 0.0, True
         if engine.role is Role.PREFILL and engine.address is None:
             await self._probe(watch)
         if not engine.up:
@@ -158,8 +170,34 @@ class EnginePool:
                 self.caches.lost(engine)
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
+        await self._hear(watch)
         if engine.role is Role.DECODE:
             await self._look_for_outage(watch)
+
+    async def _hear(self, watch: _Watch) -> None:
+        """Let the engine tell its load: by its scheduler's report, else by its metrics."""
+        engine, told, headers = watch.engine, None, dict[str, str]()
+        if self._config.api_key:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        try:
+            if watch.reports:
+                raw = await self._ask(engine, EngineCall("GET", report.PATH, headers), LOAD_LIMIT_S)
+                told = from_report(raw, urlsplit(engine.url).hostname or "")
+        except EngineFailedError as failure:
+            watch.reports = failure.cause != "status"
+        try:
+            if told is None:
+                raw = await self._ask(engine, EngineCall("GET", "/metrics", {}), LOAD_LIMIT_S)
+                told = from_metrics(raw)
+        except EngineFailedError as failure:
+            logger.debug("%s: no load: %s", engine.url, failure)
+        if told is None:
+            return
+        apply(engine, told, asyncio.get_running_loop().time())
+        if told.blocks and self.caches.prefixes.state(engine.name).source == "recent":
+            self.caches.prefixes.has_room(engine.name, told.blocks)
+        if told.kv_events is not None and engine.url not in self._config.kv_events:
+            self.caches.follow(engine, *told.kv_events)
 
     async def _look_for_outage(self, watch: _Watch) -> None:
         """Learn from a decode engine's metrics whether KV arrives there."""

@@ -41,13 +41,15 @@ class PrefillCopy:
         pool: EnginePool,
         session: aiohttp.ClientSession,
         config: RouterConfig,
+        tokens: int,
         fresh_tokens: int,
         prompt: Sequence[BlockHash],
     ) -> None:
         """Send nothing yet.
 
         Args:
-            fresh_tokens: of the prompt, which the engine is expected to compute.
+            tokens: of the prompt.
+            fresh_tokens: those that the engine is expected to compute.
             prompt: its blocks, which the engine has cached afterwards.
         """
         self.engine = engine
@@ -60,11 +62,14 @@ class PrefillCopy:
         self._pool = pool
         self._session = session
         self._config = config
+        self._tokens = tokens
         self._fresh_tokens = fresh_tokens
         self._prompt = prompt
 
     async def __aenter__(self) -> "PrefillCopy":
         engine, now = self.engine, asyncio.get_running_loop().time()
+        self._alone = engine.queued_s(now) == 0.0
+        self._begun_at = now
         cost_s = engine.costs.prefill_s(self._fresh_tokens)
         engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
         self._task = asyncio.create_task(self._run(), name=f"prefill copy {self.engine.url}")
@@ -129,6 +134,9 @@ class PrefillCopy:
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         self._pool.confirm(self.engine, seen)
+        if self._alone and self.engine.prefills == 1:
+            took_s = asyncio.get_running_loop().time() - self._begun_at
+            self.engine.learn_prefill(self._tokens, self._tokens - self._fresh_tokens, took_s)
         self._prefilled()
 
     def _prefilled(self) -> None:

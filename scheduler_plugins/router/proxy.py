@@ -236,6 +236,7 @@ class ClientRequest:
             self._shared.pool,
             self._shared.session,
             self._shared.config,
+            self._request.tokens,
             attempt.fresh_tokens,
             self._request.hashes,
         )
