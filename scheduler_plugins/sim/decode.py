@@ -99,25 +99,22 @@ class DecodeStage:
         """
         done: list[tuple[str, float]] = []
         ends, until_s = self._ends, until_s - self._slack_s
+        self._make_room()
         while ends and self.now_s < until_s:
             most = 1 if self._fresh else ends[0][0] - self._step
             if self._capacity < inf:
-                room = self._steps_of_room()
-                if not room:
-                    self._preempt()
-                    continue
-                most = min(most, room)
+                most = min(most, self._steps_of_room())
             steps = self._steps_within(until_s - self.now_s, most)
             duration_s = self._duration_s(steps)
             self.busy_s += duration_s
             self._pass(steps, self.now_s + duration_s, done)
+            self._make_room()
         return done
 
     def mixed_step(self, end_s: float) -> list[tuple[str, float]]:
         """One step that also prefills, and ends at `end_s`: each sequence gets a token."""
         done: list[tuple[str, float]] = []
-        while self._capacity < inf and self._ends and not self._steps_of_room():
-            self._preempt()
+        self._make_room()
         self._pass(1, end_s, done)
         return done
 
@@ -140,10 +137,12 @@ class DecodeStage:
             return self._ends[0][0] - self._step
         return max(0, int(self._capacity - self.context) // len(self._ends))
 
-    def _preempt(self) -> None:
-        last = max(range(len(self._ends)), key=lambda n: self._ends[n][3])
-        step, tokens, _, _ = self._ends[last]
-        self.preempted.append(self._take(last, step - self._step, tokens))
+    def _make_room(self) -> None:
+        """Preempt whoever joined last until there is room for a step."""
+        while self._capacity < inf and self._ends and not self._steps_of_room():
+            last = max(range(len(self._ends)), key=lambda n: self._ends[n][3])
+            step, tokens, _, _ = self._ends[last]
+            self.preempted.append(self._take(last, step - self._step, tokens))
 
     def _take(self, n: int, more: int, end_tokens: int) -> Preempted:
         request_id = self._ends.pop(n)[2]

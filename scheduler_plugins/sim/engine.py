@@ -123,16 +123,20 @@ class SimulatedEngine:
 
     def cancel(self, request_id: str) -> int:
         """Forget a request, wherever it is. Returns the tokens that it has yet to generate; 0 if it is not here."""
-        for n, (request, _) in enumerate(self._joining):
-            if request.id == request_id:
+        for n, (joining, _) in enumerate(self._joining):
+            if joining.id == request_id:
                 del self._joining[n]
-                return request.max_tokens
+                return joining.max_tokens
         if request_id in self._decoding:
             self._decoding.pop(request_id)
             taken = self.decode.cancel(request_id)
             return taken.more if taken else 0
-        self.prefill.cancel(request_id)
-        return 0
+        request = self.prefill.cancel(request_id)
+        return request.max_tokens if request else 0
+
+    def settle(self, now_s: float) -> None:
+        """Decode up to `now_s`, so that every sequence has the tokens it has by then."""
+        self._decode_until(now_s)
 
     def has_room(self, tokens: int) -> bool:
         """Whether the KV of so many tokens fits beside what is here. An empty engine takes anything."""

@@ -65,7 +65,7 @@ class PrefillStage:
         self.cache = cache
         self._truth = truth
         self._page_size = page_size
-        self._records: dict[str, Served] = {}
+        self._prompts: dict[str, tuple[Waiting, Served]] = {}
         self.running: list[RunningPrefill] = []
         self.may_start: Callable[[Waiting], bool] = _always
         """Asked before a request leaves the queue: whether there is room for its KV."""
@@ -73,25 +73,25 @@ class PrefillStage:
 
     def __len__(self) -> int:
         """Prompts that wait or are under way."""
-        return len(self._records)
+        return len(self._prompts)
 
     def add(self, request: Waiting, record: Served) -> None:
         """A prompt to compute. `record` is what becomes of it."""
-        self._records[request.id] = record
+        self._prompts[request.id] = request, record
         self.queue.add(request)
 
     def put_first(self, request: Waiting, record: Served) -> None:
         """A prompt that lost its room: it goes before all others of its class."""
-        self._records[request.id] = record
+        self._prompts[request.id] = request, record
         self.queue.prepend(request)
 
-    def cancel(self, request_id: str) -> bool:
-        """Forget a prompt. False if it is not here."""
-        if self._records.pop(request_id, None) is None:
-            return False
-        self.queue.remove(request_id)
-        self.running = [one for one in self.running if one.request.id != request_id]
-        return True
+    def cancel(self, request_id: str) -> Waiting | None:
+        """Forget a prompt, and return it. None if it is not here."""
+        request, _ = self._prompts.pop(request_id, (None, None))
+        if request is not None:
+            self.queue.remove(request_id)
+            self.running = [one for one in self.running if one.request.id != request_id]
+        return request
 
     def left_s(self) -> float:
         """Time that the prefills under way still take after the step that was put together last."""
@@ -105,7 +105,7 @@ class PrefillStage:
         if ended:
             self.running = [one for one in self.running if one.left]
             for one in ended:
-                del self._records[one.request.id]
+                del self._prompts[one.request.id]
         return ended
 
     def next_step(self, now_s: float) -> list[PrefillChunk]:
@@ -152,7 +152,7 @@ class PrefillStage:
             self.queue.no_room(head.id)
             return None
         request = self.queue.pop()
-        record = self._records[request.id]
+        _, record = self._prompts[request.id]
         usable = min(len(request.block_hashes), (request.tokens - 1) // self._page_size)
         cached = self.cache.prefix(request.block_hashes, usable) * self._page_size
         if record.start_s is None:
