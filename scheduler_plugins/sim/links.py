@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -61,13 +60,13 @@ class Links:
         self._now_s = 0.0
         self.next_event_s = inf
         """When the first transfer ends."""
-        self.busy_byte_s: Counter[str] = Counter()
-        """Bytes that have left each engine."""
+        self.moved_bytes = 0
+        """All that was sent so far."""
 
     def start(self, source: str, target: str, size: float, now_s: float, done: Done) -> None:
         """Begin to move `size` bytes. `done` is called by `advance`."""
         self._pass(now_s)
-        self.busy_byte_s[source] += int(size)
+        self.moved_bytes += int(size)
         self._flows.append(_Flow(source, target, size, done))
         self._share()
 

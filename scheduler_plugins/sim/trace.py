@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 import msgspec
 
@@ -29,21 +28,13 @@ class _Line(msgspec.Struct):
     hash_ids: list[int]
 
 
-class Trace(NamedTuple):
-    """A recorded workload."""
-
-    requests: list[Waiting]  # in the order of arrival
-    block_tokens: int  # that one of their block hashes stands for
-
-
-def load(path: Path, limit: int | None = None) -> Trace:
+def load(path: Path, limit: int | None = None) -> list[Waiting]:
     """Read a trace by its form: Azure's if its name ends with `.csv`, else Mooncake's.
 
     Raises:
         TraceError: the file cannot be read, or a line does not have that form.
     """
-    reader = read_azure if path.suffix == ".csv" else read
-    return Trace(reader(path, limit), PAGE_SIZE)
+    return read_azure(path, limit) if path.suffix == ".csv" else read(path, limit)
 
 
 def read(path: Path, limit: int | None = None) -> list[Waiting]:
