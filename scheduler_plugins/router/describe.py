@@ -4,18 +4,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from scheduler_plugins.admission.prompt import CHUNK_BYTES, PromptMemory, prompt_of
+from scheduler_plugins.router.body import BadRequestError
 from scheduler_plugins.router.index.hashes import TOKEN_BYTES, prompt_extras
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 
 SESSION_HEADER = "X-Session-Id"
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+"""Milliseconds after which the client does not want an answer any more."""
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
 """Tokens of a block: hashes stand for pieces of `CHUNK_BYTES` bytes of text."""
 _DEFAULT_MAX_TOKENS = 16
+
+
+def timeout_s(headers: Mapping[str, str]) -> float:
+    """Seconds that the client gives the request; infinite if it says nothing.
+
+    Raises:
+        BadRequestError: it says something else than a number of milliseconds.
+    """
+    told = headers.get(TIMEOUT_HEADER)
+    if told is None:
+        return inf
+    if not told.isdecimal() or not int(told):
+        raise BadRequestError(f"{TIMEOUT_HEADER} {told!r}: must be a number of milliseconds > 0")
+    return int(told) / 1e3
 
 
 def describe(
@@ -45,5 +63,6 @@ def describe(
         hashes=PromptKeys(tuple(prompt.chunks()), tokens, extras),
         max_tokens=max(1, most),
         arrival_s=arrival_s,
+        deadline_s=arrival_s + timeout_s(headers),
         session=headers.get(SESSION_HEADER) or (user if isinstance(user, str) else ""),
     )

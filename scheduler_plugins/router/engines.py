@@ -10,6 +10,7 @@ from typing import Any
 from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.router.circuit import Circuit
 from scheduler_plugins.router.describe import BLOCK_TOKENS
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.load import EngineLoad
@@ -45,6 +46,10 @@ class BackendEngine:
     """What this router has sent to it."""
     costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
     """How long prefill and decode take there. Counts tokens until more is known."""
+    circuit: Circuit = field(default_factory=Circuit, repr=False)
+    """Keeps requests from it for a while after it failed several in a row."""
+    draining: bool = False
+    """Whether it gets no new requests, and goes on with those it has."""
     told_costs: bool = False
     """Whether a profile or the engine itself says what it costs, so that nothing need be learnt."""
     _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
@@ -164,6 +169,10 @@ class BackendEngine:
         }
         if self.role is Role.PREFILL:
             state["hands_over_kv"] = self.address is not None
+        if self.draining:
+            state["draining"] = True
+        if self.circuit.cause:
+            state["circuit"] = self.circuit.cause
         if self.reason:
             state["reason"] = self.reason
         if self.warning:

@@ -63,6 +63,7 @@ class EnginePool:
     ) -> None:
         self._config = config
         self._session = session
+        self._metrics = metrics
         self._watches = [
             _Watch(BackendEngine(url, role, metrics))
             for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
@@ -108,8 +109,17 @@ class EnginePool:
         ]
 
     def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
-        """Engines of one side that may get a request, without those in `besides`."""
-        return [e for e in self.engines if e.role is role and e.up and e not in besides]
+        """Engines of one side that may get a request, without those in `besides`.
+
+        Those that failed several requests in a row are left out for a while, unless there are no others.
+        """
+        able = [
+            e
+            for e in self.engines
+            if e.role is role and e.up and not e.draining and e not in besides
+        ]
+        now = asyncio.get_running_loop().time()
+        return [e for e in able if e.circuit.lets_pass(now)] or able
 
     def all_up(self) -> list[BackendEngine]:
         """Engines of both sides that may get a request."""
@@ -119,6 +129,9 @@ class EnginePool:
         """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
         if isinstance(failure, UnreachableError):
             self._set_down(engine, str(failure), refusing=failure.refused)
+        elif engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
+            self._metrics.circuit_opened.labels(engine.url, failure.cause).inc()
+            logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)
         self._watch_of(engine).wake.set()
 
     def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
