@@ -20,10 +20,12 @@ from pd_connector.agent.agent import Agent
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.agent.owed import Outcome
 from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
+from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
@@ -110,7 +112,9 @@ class Manager(BaseKVManager):
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, rank)
         own = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        self.agent.introduce(group.all_gather_object(own))
+        ranks = group.all_gather_object(own)
+        self.agent.introduce(ranks)
+        self._address = sealed(ProducerAddress(engine_id, tuple(ranks)), self._config.key)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             engine_id,
@@ -142,6 +146,11 @@ class Manager(BaseKVManager):
     def register_to_bootstrap(self) -> None:
         """Tell SGLang's registry this rank's control port."""
         register(self.kv_args, self._config.host, self.agent.port)
+
+    def describe(self) -> dict[str, Any]:
+        """What this engine tells whoever asks for its state: a router needs a prefill engine's address
+        to name it to a decode engine of another kind."""
+        return self._address.fields() if self._produces else {}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it

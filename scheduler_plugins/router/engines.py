@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
 
 
@@ -33,12 +35,32 @@ class BackendEngine:
     """Where it hands over KV; None on the decode side, and for an engine without our connector."""
     warning: str = ""
     """What is wrong although it serves: no KV arrives there."""
+    kind: Kind | None = None
+    """Which engine it is; None until it has been asked."""
+    model: str = ""
+    """The name of its model, where it is a prefill engine."""
+    bootstrap_port: int | None = None
+    """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
     in_flight: int = 0
     """Requests open to it."""
     down_since: float | None = None
     """When it went down, on the event loop's clock."""
     refusing: bool = False
     """Down, but only known to take no new connections: it may be draining."""
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it answers a request without another engine: SGLang's engines of a pair do not."""
+        return self.kind is not Kind.SGLANG
+
+    @property
+    def bootstrap(self) -> tuple[str, int]:
+        """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's
+        registry where it has one, and the control port of a rank otherwise."""
+        assert self.address is not None
+        if self.bootstrap_port is not None:
+            return urlsplit(self.url).hostname or "", self.bootstrap_port
+        return self.address.host, self.address.port
 
     def lost(self, now: float, drain_timeout_s: float) -> bool:
         """Whether nothing more is to be expected of the requests it has."""
@@ -62,7 +84,7 @@ class BackendEngine:
         self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
         if was_up or self.down_since is None:
             self.down_since = now
-        self.up, self.reason, self.address = False, reason, None
+        self.up, self.reason, self.address, self.kind = False, reason, None, None
         self._report()
         return was_up
 
@@ -90,6 +112,8 @@ class BackendEngine:
             "state": "up" if self.up else "down",
             "in_flight": self.in_flight,
         }
+        if self.kind is not None:
+            state["kind"] = self.kind
         if self.role is Role.PREFILL:
             state["hands_over_kv"] = self.address is not None
         if self.reason:

@@ -3,7 +3,6 @@
 
 import asyncio
 import logging
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,13 +13,15 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from scheduler_plugins.router import body
+from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import (
     EVENT_STREAM,
     REQUEST_ID,
     EventCutter,
+    error_in,
     headers_to_client,
 )
+from scheduler_plugins.router.body import encode
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.downstream import Downstream
 from scheduler_plugins.router.engines import BackendEngine, Role
@@ -33,10 +34,14 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.first_token import FirstTokenPatch
+from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.pairing import Pairing
 from scheduler_plugins.router.policy import RouterPolicy
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +118,11 @@ class ClientRequest:
         self._arrived = asyncio.get_running_loop().time()
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._no_prefill: set[BackendEngine] = set()
+        self._pairing = Pairing(parsed)
+        self._ids: list[int] | None = None
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
-        self._single_cause = body.why_not_disaggregated(parsed)
 
     @property
     def begun(self) -> bool:
@@ -166,21 +171,20 @@ class ClientRequest:
         pool, policies = self._shared.pool, self._shared.policies
         decode = pool.up(Role.DECODE, besides=self._failed)
         prefill = pool.up(Role.PREFILL, besides=self._failed)
-        if not decode:
-            if not prefill or self._overloaded(Role.DECODE):
+        serving = self._pairing.answering(decode, prefill)
+        if not serving:
+            alone = self._pairing.alone(prefill)
+            if not alone or self._overloaded(Role.DECODE):
                 return None
-            return Attempt(policies[Role.PREFILL].choose(prefill), None, "no_decode")
-        answering = policies[Role.DECODE].choose(decode)
-        if self._single_cause is not None:
-            return Attempt(answering, None, self._single_cause)
-        able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
+            cause = self._pairing.why_not(decode, prefill)
+            return Attempt(policies[Role.PREFILL].choose(alone), None, cause)
+        answering = policies[Role.DECODE].choose(serving)
+        able, cause = self._pairing.able(answering, prefill)
         if able:
             return Attempt(answering, policies[Role.PREFILL].choose(able), "")
         if self._overloaded(Role.PREFILL):
             return None
-        if self._no_prefill:
-            return Attempt(answering, None, "prefill_refused")
-        return Attempt(answering, None, "no_address" if prefill else "no_prefill")
+        return Attempt(answering, None, cause)
 
     def _overloaded(self, role: Role) -> bool:
         """Whether an engine of this side has turned the request away for lack of room."""
@@ -193,36 +197,66 @@ class ClientRequest:
             return  # the decode engine may be asked again
         if isinstance(failure, OverloadedError):
             self._retry_after_s[attempt.answering] = failure.retry_after_s
-        self._failed[attempt.answering] = failure
         self._accepted += failure.accepted
+        prefill = attempt.prefill
+        if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
+            # It lives, and has not got the KV: with another prefill engine it may.
+            self._pairing.failed.add((prefill, attempt.answering))
+            return
+        self._failed[attempt.answering] = failure
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         if attempt.prefill is None or attempt.prefill.address is None:
-            call = self._call(body.single_engine_copy(self._body))
+            call = self._call(self._path, handoff.alone(self._body))
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
-        transfer = uuid.uuid4().hex
-        call = self._call(body.decode_copy(self._body, attempt.prefill.address, transfer))
+        try:
+            plan = await self._handoff(attempt.answering, attempt.prefill)
+        except NotTokenizedError as error:
+            return await self._refuse(error), "client_error"
+        call = self._call(self._path, plan.decode)
         copy = PrefillCopy(
             attempt.prefill,
-            self._call(body.prefill_copy(self._body, transfer)),
+            self._call(plan.path, plan.prefill),
             self._shared.pool,
             self._shared.session,
             self._shared.config,
         )
+        lender = copy if plan.lends_logprobs else None
         client_error = False
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt)
+                return await self._pass_on(answer, attempt, lender)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
 
+    async def _handoff(self, decode: BackendEngine, prefill: BackendEngine) -> handoff.Handoff:
+        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
+        assert prefill.address is not None
+        kind = prefill.kind or Kind.VLLM
+        asked = handoff.Prefill(kind, prefill.model, prefill.address, prefill.bootstrap)
+        if kind is (decode.kind or Kind.VLLM):
+            return handoff.of_one_kind(self._body, self._path, asked)
+        if self._ids is None:
+            self._ids = await prompt_ids(
+                self._shared.session, decode, self._body, self._headers, self._config
+            )
+        return handoff.of_two_kinds(self._body, asked, self._ids)
+
+    async def _refuse(self, error: NotTokenizedError) -> web.StreamResponse:
+        """The engine's own words on what is wrong with the request."""
+        returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)
+        response = web.StreamResponse(status=error.status, headers=returned)
+        await self._client.begin(response)
+        await self._client.write(error.content)
+        return await self._client.finish()
+
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
-        self._no_prefill.add(engine)
+        self._pairing.no_prefill.add(engine)
         if isinstance(failure, OverloadedError):
             self._retry_after_s[engine] = failure.retry_after_s
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
@@ -230,8 +264,8 @@ class ClientRequest:
             "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
         )
 
-    def _call(self, content: dict[str, Any]) -> EngineCall:
-        return EngineCall("POST", self._path, self._headers, body.encode(content))
+    def _call(self, path: str, content: dict[str, Any]) -> EngineCall:
+        return EngineCall("POST", path, self._headers, encode(content))
 
     @asynccontextmanager
     async def _answer(
@@ -245,12 +279,21 @@ class ClientRequest:
             await raise_for_status(answer)
             yield answer
 
-    async def _pass_on(self, answer: Exchange, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+    async def _pass_on(
+        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
+    ) -> tuple[web.StreamResponse, str]:
+        """Hand the answer to the client.
+
+        Args:
+            lender: whose answer has the first token's log probabilities, if the other has not.
+        """
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, attempt), "ok"
+            return await self._stream(answer, attempt, lender), "ok"
         # Held until it is whole: should the engine die halfway, another one can still answer.
         content = await answer.read_all()
+        if lender is not None and answer.status == 200:
+            content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         response.content_length = len(content)
         await self._client.begin(response)
@@ -258,11 +301,19 @@ class ClientRequest:
         outcome = "ok" if answer.status < 400 else "client_error"
         return await self._client.finish(), outcome
 
-    async def _stream(self, answer: Exchange, attempt: Attempt) -> web.StreamResponse:
+    async def _stream(
+        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None
+    ) -> web.StreamResponse:
         cutter, client = EventCutter(), self._client
+        patch: FirstTokenPatch | None = None
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while chunk := await answer.read():
             if events := cutter.feed(chunk):
+                if not client.begun and (error := error_in(events)):
+                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
+                if lender is not None:
+                    patch = patch or FirstTokenPatch(await lender.first_logprobs())
+                    events = patch.events(events)
                 if not client.begun:
                     await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
