@@ -69,9 +69,11 @@ class FirstTokenPatch:
         self._patch(answer)
         return _DATA + json.dumps(answer, separators=(",", ":")).encode() if self.done else event
 
-    def _patch(self, answer: object) -> None:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        logprobs = choices[0].get("logprobs") if choices else None
+    def _patch(self, answer: Any) -> None:
+        try:
+            logprobs = answer["choices"][0]["logprobs"]
+        except (KeyError, IndexError, TypeError):
+            return
         if not isinstance(logprobs, dict):
             return
         if logprobs.get("content"):

@@ -90,6 +90,16 @@ TWO_HOSTS = {
 }
 
 
+_LAST_KV = "from the end of the prefill until all its KV is verified and in place"
+HANDOFFS = {
+    EngineName.VLLM: "from the finished prefill to the first token, in two steps",
+    EngineName.SGLANG: _LAST_KV,
+    EngineName.VLLM_SGLANG: _LAST_KV,
+    EngineName.SGLANG_VLLM: _LAST_KV,
+}
+"""What the column shows."""
+
+
 class TransportName(StrEnum):
     """Transports of PDConnector."""
 
@@ -128,7 +138,7 @@ def demo(
         stderr.print(f"failed: {error}", style="red", markup=False, highlight=False)
         stderr.print(f"logs: {logs}", highlight=False)
         raise typer.Exit(FAILED) from None
-    stdout.print(_table(rows))
+    stdout.print(_table(rows, HANDOFFS[engine]))
     differing = [row.prompt_tokens for row in rows if not row.difference <= TOLERANCE]
     if differing:
         stderr.print(f"logprobs differ for prompts of {differing} tokens; logs: {logs}")
@@ -261,11 +271,10 @@ def _prompts(lengths: Iterable[int]) -> list[str]:
     return texts
 
 
-def _table(rows: list[PromptResult]) -> Table:
+def _table(rows: list[PromptResult], handoff: str) -> Table:
     caption = (
-        f"{DECODED_TOKENS} tokens decoded for each prompt. Time to first token: through the "
-        "router. Handoff: from the finished prefill to the first token, in two steps. Last "
-        "column: both against the same prompt computed whole by one engine."
+        f"{DECODED_TOKENS} tokens decoded for each prompt. Handoff: {handoff}. Last column: "
+        "against the same prompt computed whole by one engine."
     )
     if any(0 < row.difference <= TOLERANCE for row in rows):
         caption += (
