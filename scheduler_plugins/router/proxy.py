@@ -3,16 +3,18 @@
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import (
     EVENT_STREAM,
@@ -21,8 +23,16 @@ from scheduler_plugins.router.answers import (
     error_in,
     headers_to_client,
 )
+from scheduler_plugins.router.attempt import (
+    AbleEngines,
+    AllOverloadedError,
+    Attempt,
+    RejectedError,
+    UnavailableError,
+)
 from scheduler_plugins.router.body import encode
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.describe import describe
 from scheduler_plugins.router.downstream import Downstream
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -38,37 +48,13 @@ from scheduler_plugins.router.first_token import FirstTokenPatch
 from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.pairing import Pairing
-from scheduler_plugins.router.policy import RouterPolicy
+from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.view import LiveView, NoIndex, PrefixView
 
 logger = logging.getLogger(__name__)
-
-
-class UnavailableError(Exception):
-    """No engine could serve the request.
-
-    The message is for the operator's log: it has every engine's URL. `causes` is for the client: how
-    many engines of each role failed, by cause.
-    """
-
-    def __init__(self, engines: list[tuple[BackendEngine, str, str]]) -> None:
-        """`engines`: each with its cause, one word, and its reason, a text."""
-        tried = "; ".join(f"{e.url} ({e.role}): {reason}" for e, _, reason in engines)
-        super().__init__(f"no engine could serve the request: {tried}")
-        counted = Counter((str(engine.role), cause) for engine, cause, _ in engines)
-        self.causes: dict[str, dict[str, int]] = {}
-        for (role, cause), count in sorted(counted.items()):
-            self.causes.setdefault(role, {})[cause] = count
-
-
-class AllOverloadedError(Exception):
-    """Every engine that could have served the request is overloaded."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(f"all engines are overloaded; the first has room in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)
@@ -79,23 +65,12 @@ class Shared:
     pool: EnginePool
     session: aiohttp.ClientSession
     metrics: Metrics
-    policies: dict[Role, RouterPolicy]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Who answers the client, and who prefills for it."""
-
-    answering: BackendEngine
-    prefill: BackendEngine | None
-    cause: str
-    """Why there is no prefill engine; empty if there is one."""
-
-    @property
-    def flow(self) -> str:
-        if self.prefill is not None:
-            return "disaggregated"
-        return "decode_alone" if self.answering.role is Role.DECODE else "prefill_alone"
+    policy: Policy
+    index: PrefixView = field(default_factory=NoIndex)
+    """What engines have cached."""
+    lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
+    """How many tokens a text has."""
+    random: Random = field(default_factory=Random)
 
 
 class ClientRequest:
@@ -116,6 +91,9 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
+        self._request = describe(
+            parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
+        )
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._failed: dict[BackendEngine, EngineFailedError] = {}
         self._pairing = Pairing(parsed)
@@ -137,7 +115,7 @@ class ClientRequest:
             AllOverloadedError: the same, and some engine only lacked room.
             ClientGoneError: there is nobody to answer any more.
         """
-        while (attempt := self._next_attempt()) is not None:
+        while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
                 return await self._try(attempt)
@@ -160,7 +138,34 @@ class ClientRequest:
             raise AllOverloadedError(min(self._retry_after_s.values()))
         raise UnavailableError(self._reasons())
 
-    def _next_attempt(self) -> Attempt | None:
+    async def _next_attempt(self) -> Attempt | None:
+        """What the policy decides; None if no engine is left to ask, or all are overloaded.
+
+        Raises:
+            RejectedError: the policy turns the request away.
+        """
+        loop, shared = asyncio.get_running_loop(), self._shared
+        while (engines := self._able()) is not None:
+            view = LiveView(
+                {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}, shared.index
+            )
+            now = loop.time()
+            decision = shared.policy.decide(self._request, view, now, shared.random)
+            if isinstance(decision, Reject):
+                raise RejectedError(decision)
+            if isinstance(decision, Defer):
+                await asyncio.sleep(max(0.0, decision.until_s - now))
+                continue
+            answering = next(one for one in engines.decode if one.name == decision.d)
+            if decision.p is None and answering.computes_prompts:
+                return Attempt(answering, None, engines.cause or "policy")
+            prefill = _prefill_of(engines.prefill, decision.p)
+            (blocks,) = view.match(self._request.hashes, [prefill])
+            fresh_tokens = self._request.tokens - cached_tokens(self._request, prefill, blocks)
+            return Attempt(answering, prefill, "", fresh_tokens)
+        return None
+
+    def _able(self) -> AbleEngines | None:
         """Engines that have not failed this request; None if there are none, or all are overloaded.
 
         An overloaded engine's work goes to another engine of its role only. If it went to the other
@@ -168,23 +173,16 @@ class ClientRequest:
         """
         if self._accepted >= self._config.attempts:
             return None
-        pool, policies = self._shared.pool, self._shared.policies
+        pool = self._shared.pool
         decode = pool.up(Role.DECODE, besides=self._failed)
         prefill = pool.up(Role.PREFILL, besides=self._failed)
-        serving = self._pairing.answering(decode, prefill)
-        if not serving:
-            alone = self._pairing.alone(prefill)
-            if not alone or self._overloaded(Role.DECODE):
-                return None
-            cause = self._pairing.why_not(decode, prefill)
-            return Attempt(policies[Role.PREFILL].choose(alone), None, cause)
-        answering = policies[Role.DECODE].choose(serving)
-        able, cause = self._pairing.able(answering, prefill)
-        if able:
-            return Attempt(answering, policies[Role.PREFILL].choose(able), "")
-        if self._overloaded(Role.PREFILL):
+        able = self._pairing.able_engines(decode, prefill)
+        if able is None:
             return None
-        return Attempt(answering, None, cause)
+        if able.decode[0].role is Role.PREFILL:
+            return None if self._overloaded(Role.DECODE) else able
+        wanted = not able.prefill and able.cause != self._pairing.whole
+        return None if wanted and self._overloaded(Role.PREFILL) else able
 
     def _overloaded(self, role: Role) -> bool:
         """Whether an engine of this side has turned the request away for lack of room."""
@@ -196,7 +194,7 @@ class ClientRequest:
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
         if isinstance(failure, OverloadedError):
-            self._retry_after_s[attempt.answering] = failure.retry_after_s
+            self._lacks_room(attempt.answering, failure)
         self._accepted += failure.accepted
         prefill = attempt.prefill
         if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
@@ -206,6 +204,11 @@ class ClientRequest:
         self._failed[attempt.answering] = failure
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+        request = self._request
+        with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
+            return await self._send(attempt)
+
+    async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         if attempt.prefill is None or attempt.prefill.address is None:
             call = self._call(self._path, handoff.alone(self._body))
             async with self._answer(attempt.answering, call, None) as answer:
@@ -221,6 +224,7 @@ class ClientRequest:
             self._shared.pool,
             self._shared.session,
             self._shared.config,
+            attempt.fresh_tokens,
         )
         lender = copy if plan.lends_logprobs else None
         client_error = False
@@ -258,11 +262,15 @@ class ClientRequest:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._pairing.no_prefill.add(engine)
         if isinstance(failure, OverloadedError):
-            self._retry_after_s[engine] = failure.retry_after_s
+            self._lacks_room(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning(
             "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
         )
+
+    def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
+        self._retry_after_s[engine] = failure.retry_after_s
+        engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
 
     def _call(self, path: str, content: dict[str, Any]) -> EngineCall:
         return EngineCall("POST", path, self._headers, encode(content))
@@ -342,3 +350,11 @@ class ClientRequest:
             else:
                 found.append((engine, "down", engine.reason))
         return found
+
+
+def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
+    """The engine of this name; the least busy one where the policy would have the decode engine compute
+    the prompt, which is one that computes none."""
+    if name is None:
+        return min(engines, key=lambda engine: engine.open_requests)
+    return next(engine for engine in engines if engine.name == name)
