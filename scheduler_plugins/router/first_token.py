@@ -50,8 +50,7 @@ class FirstTokenPatch:
             answer = json.loads(content)
         except (ValueError, RecursionError):
             return content
-        self._patch(answer)
-        return json.dumps(answer, separators=(",", ":")).encode() if self.done else content
+        return _encoded(answer) if self._patch(answer) else content
 
     def events(self, data: bytes) -> bytes:
         """Whole server-sent events, in order. Only the one with the first token is changed."""
@@ -66,20 +65,24 @@ class FirstTokenPatch:
             answer = json.loads(event[len(_DATA) :])
         except (ValueError, RecursionError):
             return event
-        self._patch(answer)
-        return _DATA + json.dumps(answer, separators=(",", ":")).encode() if self.done else event
+        return _DATA + _encoded(answer) if self._patch(answer) else event
 
-    def _patch(self, answer: Any) -> None:
+    def _patch(self, answer: Any) -> bool:
+        """Whether the first token is in this answer, and its logprobs have been put there."""
         try:
             logprobs = answer["choices"][0]["logprobs"]
         except (KeyError, IndexError, TypeError):
-            return
+            return False
         if not isinstance(logprobs, dict):
-            return
+            return False
         if logprobs.get("content"):
             self._patch_chat(logprobs["content"][0])
         elif logprobs.get("token_logprobs"):
             self._patch_completion(logprobs)
+        else:
+            return False
+        self.done = True
+        return True
 
     def _patch_chat(self, entry: dict[str, Any]) -> None:
         entry["logprob"] = self._found.chosen
@@ -88,15 +91,17 @@ class FirstTokenPatch:
                 {"token": token, "bytes": list(token.encode()), "logprob": value}
                 for token, value in self._ranked(len(entry["top_logprobs"])).items()
             ]
-        self.done = True
 
     def _patch_completion(self, logprobs: dict[str, Any]) -> None:
         logprobs["token_logprobs"][0] = self._found.chosen
         top = logprobs.get("top_logprobs")
         if top and top[0]:
             top[0] = self._ranked(len(top[0]))
-        self.done = True
 
     def _ranked(self, count: int) -> Mapping[str, float]:
         ranked = sorted(self._found.top.items(), key=lambda pair: pair[1], reverse=True)
         return dict(ranked[:count])
+
+
+def _encoded(answer: object) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode()

@@ -156,6 +156,8 @@ class FakeEngine:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[CIMultiDictProxy[str]] = []
         self.probes = 0
+        self.ids: list[int] | None = None
+        self.tokenized: list[dict[str, Any]] = []
         self.health_checks = 0
         self.metrics = ""
         self.cancelled = 0
@@ -173,11 +175,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        self.routes(app)
         # access_log off: it formats a date for every request
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -186,6 +184,14 @@ class FakeEngine:
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.port = self._runner.addresses[0][1]
+
+    def routes(self, app: web.Application) -> None:
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/tokenize", self._tokenize)
 
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
@@ -216,6 +222,13 @@ class FakeEngine:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": "m"}, {"id": "adapter"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        self.tokenized.append(await request.json())
+        if self.ids is None:
+            error = {"message": "no such template", "code": 400}
+            return web.json_response({"error": error}, status=400)
+        return web.json_response({"tokens": self.ids, "count": len(self.ids)})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
