@@ -48,7 +48,7 @@ class Receiver(BaseKVReceiver):
         self._peers: tuple[Peer, ...] = ()
         self._row = -1
         self._prefix = 0
-        self._page_ids: tuple[int, ...] | None = None  # of this engine, once there are any
+        self._tables: tuple[tuple[int, ...], ...] | None = None  # its pages here, once it has any
         self._asked = False  # the agent works for this request
         self._again: SecondPrefill | None = None
         self._first_failure: tuple[Cause, str] | None = None  # of the first attempt
@@ -100,7 +100,7 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         self._state = KVPoll.Transferring
         held = [-1] * (prefix // self.kv_mgr.page_size)
-        self._page_ids = (*held, *kv_indices.tolist())
+        self._tables = ((*held, *kv_indices.tolist()),)
         self._prefix = prefix
         self._ask()
 
@@ -158,7 +158,7 @@ class Receiver(BaseKVReceiver):
         """Have the agent wait for the transfer, or fetch it where there are pages for it."""
         self._asked = True
         agent = self.kv_mgr.agent
-        if self._page_ids is None:
+        if self._tables is None:
             agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
             return
         load = Load(
@@ -168,7 +168,7 @@ class Receiver(BaseKVReceiver):
             self._identity,
             first_token=self._prefix,
             stop_token=self._prompt_tokens,
-            pages=(self._page_ids,),
+            pages=self._tables,
             wait=True,
         )
         agent.submit(load, fence=self.kv_mgr.forward_fence())
@@ -178,8 +178,9 @@ class Receiver(BaseKVReceiver):
         self._asked = False
         if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted
-        if self._again is not None:
-            self._failure = cause, f"{detail} (a second attempt, after {self._first_failure})"
+        if self._first_failure is not None:
+            first = self._first_failure[0]
+            self._failure = cause, f"{detail} (the second attempt, after {first})"
             return
         self._again = self.kv_mgr.compute_again(self._req, self.bootstrap_addr, cause)
         if self._again is None:

@@ -131,7 +131,7 @@ def request_body(req: Any, room: int) -> dict[str, Any] | None:
     params = req.sampling_params
     if req.multimodal_inputs is not None or req.input_embeds is not None or req.output_ids:
         return None
-    if params.watermark is not None:
+    if params.watermark is not None or req.lora_id is not None:
         return None
     defaults = msgspec.structs.asdict(type(params)())
     sampling = {

@@ -95,7 +95,10 @@ HANDOFFS = {
     EngineName.VLLM: "from the finished prefill to the first token, in two steps",
     EngineName.SGLANG: _LAST_KV,
     EngineName.VLLM_SGLANG: _LAST_KV,
-    EngineName.SGLANG_VLLM: _LAST_KV,
+    EngineName.SGLANG_VLLM: (
+        "from the first pages allocated until all KV is verified and in place; it streams while the "
+        "prefill computes, so most of this is the prefill"
+    ),
 }
 """What the column shows."""
 

@@ -11,7 +11,6 @@ from router_fakes import (
     Behaviour,
     FakeEngine,
     World,
-    hang,
     run,
     status,
     until,
@@ -338,12 +337,16 @@ def test_a_prefill_engine_that_refuses_its_copy_is_replaced() -> None:
             async def waits(
                 engine: FakeEngine, request: web.Request, sent: dict[str, Any]
             ) -> web.StreamResponse:
-                behave = hang if not w.p[1].bodies else answers(choice(text="good"))
-                return await behave(engine, request, sent)
+                room = sent["bootstrap_room"]
+                taken = w.p[1].bodies
+                await until(lambda: room in [b["bootstrap_room"] for b in taken], "it has KV")
+                return await answers(choice(text="good"))(engine, request, sent)
 
             w.d[0].behave = waits
-            assert (await w.complete()).json == choice(text="good")
-            assert (len(w.p[0].bodies), len(w.p[1].bodies)) == (1, 1)
+            for _ in range(2):
+                assert (await w.complete()).json == choice(text="good")
+            assert len(w.p[1].bodies) == 2
+            assert w.p[0].bodies, "it was asked, and had no room"
 
     run(scenario())
 
