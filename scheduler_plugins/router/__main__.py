@@ -71,9 +71,15 @@ def _parser(config: type) -> argparse.ArgumentParser:
             nargs="+",
             action="extend",
             metavar="URL",
-            required=True,
             help=f"base URLs of the {side} engines",
         )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        action="extend",
+        metavar="URL",
+        help="base URLs of engines of either side, which are asked which one it is",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--policy", default="round_robin", metavar="NAME", help="which engines serve a request"

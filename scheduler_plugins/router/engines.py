@@ -27,6 +27,8 @@ class BackendEngine:
     url: str
     role: Role
     metrics: Metrics = field(repr=False)
+    role_given: bool = True
+    """Whether the operator has said on which side it is; else it is asked, each time it comes up."""
     up: bool = False
     """Whether it gets requests."""
     reason: str = "not checked yet"
@@ -125,8 +127,9 @@ class BackendEngine:
         self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
         if was_up or self.down_since is None:
             self.down_since = now
-        self.up, self.reason, self.address, self.kind = False, reason, None, None
+        self.up, self.reason, self.address = False, reason, None
         self._report()
+        self.kind = None
         return was_up
 
     def set_address(self, address: ProducerAddress | None, reason: str = "") -> None:
@@ -164,6 +167,8 @@ class BackendEngine:
         }
         if self.kind is not None:
             state["kind"] = self.kind
+        elif not self.role_given:
+            state["role"] = "unknown"
         if self.role is Role.PREFILL:
             state["hands_over_kv"] = self.address is not None
         if self.reason:
@@ -173,6 +178,8 @@ class BackendEngine:
         return state
 
     def _report(self) -> None:
+        if not self.role_given and self.kind is None:
+            return  # nobody knows its side
         self.metrics.engine_up.labels(self.url, self.role).set(self.up)
         if self.role is Role.PREFILL:
             self.metrics.prefill_addressable.labels(self.url).set(self.address is not None)

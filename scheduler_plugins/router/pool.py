@@ -23,7 +23,7 @@ from scheduler_plugins.router.exchange import (
     UnreachableError,
     failure_of,
 )
-from scheduler_plugins.router.kinds import SERVER_INFO, Kind, sglang_facts
+from scheduler_plugins.router.kinds import SERVER_INFO, Kind, SglangFacts, sglang_facts
 from scheduler_plugins.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class EnginePool:
             for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
             for url in urls
         ]
+        for url in config.engine:
+            self._watches.append(_Watch(BackendEngine(url, Role.DECODE, metrics, role_given=False)))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -149,6 +151,12 @@ class EnginePool:
                 return False
             raw = b""  # vLLM has no such page
         facts = sglang_facts(raw)
+        if not engine.role_given:
+            try:
+                engine.role = await self._side(engine, facts)
+            except EngineFailedError as failure:
+                engine.reason = f"it does not tell its side: {failure}"
+                return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
         if facts is not None and facts.mode != engine.role:
             logger.warning(
@@ -156,6 +164,13 @@ class EnginePool:
                 *(engine.url, engine.role, facts.mode),
             )
         return True
+
+    async def _side(self, engine: BackendEngine, facts: SglangFacts | None) -> Role:
+        """The side that an engine says it is on. A vLLM engine of both tells where it hands KV over, and
+        so prefills. Raises EngineFailedError."""
+        if facts is not None:
+            return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
+        return Role.DECODE if await self._ask_vllm(engine) is None else Role.PREFILL
 
     async def _look_for_outage(self, watch: _Watch) -> None:
         """Learn from a decode engine's metrics whether KV arrives there."""

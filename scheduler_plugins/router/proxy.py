@@ -17,11 +17,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import (
-    EVENT_STREAM,
     REQUEST_ID,
-    EventCutter,
-    error_in,
-    headers_to_client,
 )
 from scheduler_plugins.router.attempt import (
     AbleEngines,
@@ -44,7 +40,6 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
-from scheduler_plugins.router.first_token import FirstTokenPatch
 from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.pairing import Pairing
@@ -52,6 +47,7 @@ from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.view import LiveView, NoIndex, PrefixView
 
 logger = logging.getLogger(__name__)
@@ -95,6 +91,7 @@ class ClientRequest:
             parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
         )
         self._client = Downstream(request, shared.config.idle_timeout_s)
+        self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
         self._failed: dict[BackendEngine, EngineFailedError] = {}
         self._pairing = Pairing(parsed)
         self._ids: list[int] | None = None
@@ -212,11 +209,11 @@ class ClientRequest:
         if attempt.prefill is None or attempt.prefill.address is None:
             call = self._call(self._path, handoff.alone(self._body))
             async with self._answer(attempt.answering, call, None) as answer:
-                return await self._pass_on(answer, attempt)
+                return await self._responder.pass_on(answer, attempt.flow)
         try:
             plan = await self._handoff(attempt.answering, attempt.prefill)
         except NotTokenizedError as error:
-            return await self._refuse(error), "client_error"
+            return await self._responder.refuse(error), "client_error"
         call = self._call(self._path, plan.decode)
         copy = PrefillCopy(
             attempt.prefill,
@@ -231,7 +228,7 @@ class ClientRequest:
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt, lender)
+                return await self._responder.pass_on(answer, attempt.flow, lender)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
@@ -249,14 +246,6 @@ class ClientRequest:
                 self._shared.session, decode, self._body, self._headers, self._config
             )
         return handoff.of_two_kinds(self._body, asked, self._ids)
-
-    async def _refuse(self, error: NotTokenizedError) -> web.StreamResponse:
-        """The engine's own words on what is wrong with the request."""
-        returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)
-        response = web.StreamResponse(status=error.status, headers=returned)
-        await self._client.begin(response)
-        await self._client.write(error.content)
-        return await self._client.finish()
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
@@ -286,57 +275,6 @@ class ClientRequest:
         async with exchange(self._shared.session, engine, call, timeouts, config, copy) as answer:
             await raise_for_status(answer)
             yield answer
-
-    async def _pass_on(
-        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
-    ) -> tuple[web.StreamResponse, str]:
-        """Hand the answer to the client.
-
-        Args:
-            lender: whose answer has the first token's log probabilities, if the other has not.
-        """
-        kind = answer.headers.get("Content-Type", "")
-        if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, attempt, lender), "ok"
-        # Held until it is whole: should the engine die halfway, another one can still answer.
-        content = await answer.read_all()
-        if lender is not None and answer.status == 200:
-            content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        response.content_length = len(content)
-        await self._client.begin(response)
-        await self._client.write(content)
-        outcome = "ok" if answer.status < 400 else "client_error"
-        return await self._client.finish(), outcome
-
-    async def _stream(
-        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None
-    ) -> web.StreamResponse:
-        cutter, client = EventCutter(), self._client
-        patch: FirstTokenPatch | None = None
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        while chunk := await answer.read():
-            if events := cutter.feed(chunk):
-                if not client.begun and (error := error_in(events)):
-                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
-                if lender is not None:
-                    patch = patch or FirstTokenPatch(await lender.first_logprobs())
-                    events = patch.events(events)
-                if not client.begun:
-                    await client.begin(response)
-                    first_s = asyncio.get_running_loop().time() - self._arrived
-                    self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
-                await client.write(events)
-        rest = cutter.rest()
-        if not cutter.finished:
-            raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
-        if rest:
-            await client.begin(response)
-            await client.write(rest)
-        return await client.finish()
-
-    def _returned(self, answer: Exchange) -> CIMultiDict[str]:
-        return headers_to_client(answer.headers, self._request_id)
 
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
         """Every engine, and why it did not serve this request."""

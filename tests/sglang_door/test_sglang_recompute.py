@@ -15,6 +15,7 @@ pytest.importorskip("sglang.srt")
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_door.test_sglang_cache import TOKENS
 from sglang_door.test_sglang_queues import CONFIG, ROOM, Engine, Pair, reach
 from support.agents import until
 
@@ -83,7 +84,7 @@ class Recomputed(Pair):
         self.senders: list[Sender] = []
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def request(self, tokens: range = range(40)) -> Any:
+    def request(self, tokens: range = range(TOKENS)) -> Any:
         req = super().request(tokens)
         more = {
             "sampling_params": SamplingParams(max_new_tokens=50, temperature=0, min_new_tokens=7),
@@ -136,6 +137,7 @@ def reason(receiver: Receiver) -> str:
     reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError) as caught:
         receiver.failure_exception()
+    receiver.clear()
     return caught.value.failure_reason
 
 
@@ -193,7 +195,7 @@ def test_it_is_not_asked_where_that_is_not_wanted_or_not_possible(
 def test_other_tokens_are_not_asked_for_again(pair: Recomputed) -> None:
     sender, req = pair.sender(Pair.request(pair)), Pair.request(pair)
     pair.send_all(sender, req)
-    receiver = pair.receiver(pair.request(range(5, 45)))
+    receiver = pair.receiver(pair.request(range(5, 5 + TOKENS)))
     reach(receiver.poll, KVPoll.WaitingForInput)
     receiver.send_metadata(pair.pages(pair.d, 3), 1)
     assert "tokens" in reason(receiver)

@@ -265,7 +265,11 @@ class FakeEngine:
 class World:
     """Fake engines, a router on a real socket, a client. Leaving checks that nothing is left."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, prefill: int = 1, decode: int = 1, *, unnamed: bool = False, **settings: Any
+    ) -> None:
+        """`unnamed`: the router is not told which engine is on which side."""
+        self._unnamed = unnamed
         self.p = [FakeEngine(f"p{n}", engine_id=f"engine-p{n}") for n in range(prefill)]
         self.d = [FakeEngine(f"d{n}") for n in range(decode)]
         self._settings = {**FAST, **settings}
@@ -274,11 +278,11 @@ class World:
         self._sockets_before = sockets()
         for engine in self.p + self.d:
             await engine.start()
-        config = RouterConfig(
-            prefill=tuple(e.url for e in self.p),
-            decode=tuple(e.url for e in self.d),
-            **self._settings,
-        )
+        prefill, decode = tuple(e.url for e in self.p), tuple(e.url for e in self.d)
+        engines = {"prefill": prefill, "decode": decode}
+        if self._unnamed:
+            engines = {"engine": prefill + decode}
+        config = RouterConfig(**engines, **self._settings)
         self.server = RouterServer(config)
         self.app = self.server.app
         await self.server.__aenter__()

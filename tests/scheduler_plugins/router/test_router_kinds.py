@@ -82,6 +82,18 @@ def test_kinds_are_found_by_asking() -> None:
     run(scenario())
 
 
+def test_sides_are_found_by_asking_where_the_operator_does_not_say() -> None:
+    async def scenario() -> None:
+        async with world("vs", "sv", unnamed=True) as w:
+            assert [w.known(e).role for e in w.p] == [Role.PREFILL] * 2
+            assert [w.known(e).role for e in w.d] == [Role.DECODE] * 2
+            for _ in range(4):
+                assert (await w.complete()).status == 200
+            assert all(engine.bodies for engine in (*w.p, *w.d))
+
+    run(scenario())
+
+
 def test_two_of_sglang_get_the_same_request_and_room() -> None:
     async def scenario() -> None:
         async with world("s", "s") as w:
