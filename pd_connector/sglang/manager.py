@@ -20,15 +20,18 @@ from pd_connector.agent.agent import Agent
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.agent.owed import Outcome
 from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
+from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines
+from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import register
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
@@ -69,6 +72,8 @@ class Manager(BaseKVManager):
         self._streaming: Streaming | None = None
         self._config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
         self._engines = PrefillEngines(self._config)
+        api_key = getattr(server_args, "api_key", None) or ""
+        self._second_prefills = SecondPrefills(api_key, self._config.wait_timeout_s)
 
     def attach(self, queue: Any) -> None:
         """Start the agent, and make the engine known.
@@ -88,6 +93,7 @@ class Manager(BaseKVManager):
         self.page_size = pool.page_size
         self._scheduler = queue.scheduler
         rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
+        self._ranks = size
         self._backoff = IdleBackoff(alone=size == 1)
         shard = own_shard(pool, rank, size)
         cache = describe_cache(pool, model.get_total_num_kv_heads(), shard)
@@ -110,7 +116,9 @@ class Manager(BaseKVManager):
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, rank)
         own = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        self.agent.introduce(group.all_gather_object(own))
+        ranks = group.all_gather_object(own)
+        self.agent.introduce(ranks)
+        self._address = sealed(ProducerAddress(engine_id, tuple(ranks)), self._config.key)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             engine_id,
@@ -143,6 +151,11 @@ class Manager(BaseKVManager):
         """Tell SGLang's registry this rank's control port."""
         register(self.kv_args, self._config.host, self.agent.port)
 
+    def describe(self) -> dict[str, Any]:
+        """What this engine tells whoever asks for its state: a router needs a prefill engine's address
+        to name it to a decode engine of another kind."""
+        return self._address.fields() if self._produces else {}
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it
         and does not wait."""
@@ -161,12 +174,34 @@ class Manager(BaseKVManager):
 
     def prefill_engine(self, address: str) -> Found:
         """What is known of the prefill engine at this address."""
-        found = self._engines.look_up(address)
+        found = self.look_up(address)
         if found is None:
             found = Found((), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten"))
         if found.problem is not None:
             self.forget_prefill_engine(address)
         return found
+
+    def look_up(self, address: str) -> Found | None:
+        """The same; None while it is being asked for."""
+        return self._engines.look_up(address)
+
+    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+        """Have the prefill engine at this address compute a request's prompt once more; None where
+        that is not wanted, or not possible.
+
+        With several ranks it is not: each meets failures of its own, and all would have to go over to
+        the second attempt together.
+        """
+        if self._config.on_failure != "recompute" or cause not in REPEATABLE or self._ranks > 1:
+            return None
+        again = self._second_prefills.ask(req, address)
+        if again is not None:
+            self.agent.telemetry.count("second_prefills", cause=cause)
+            logger.warning(
+                "request %s: its KV did not come (%s), %s computes it again",
+                *(req.rid, cause, address),
+            )
+        return again
 
     def forget_prefill_engine(self, address: str) -> None:
         """It does not answer: who comes next asks for it anew."""

@@ -3,7 +3,9 @@
 
 In reading order: `config` (every setting), `engines` (one engine as the router knows it), `pool` (all
 engines, and the tasks that watch them), `policies` (which engines serve a request; pure), `load` and `view`
-(what policies see), `describe` (a request as policies see it), `body` (what each side is sent), `answers`
+(what policies see), `describe` (a request as policies see it), `body` (what the client sent), `kinds` (vLLM's engines and SGLang's), `pairing`
+(who can work with whom), `handoff` (what each side is sent), `prompt_ids` (the prompt as the decode engine reads it), `answers`
 (what the client is sent), `exchange` (one request to one engine, watched), `prefill` (the prefill side of an
-attempt), `downstream` (the client's side), `attempt` and `proxy` (one client request's life), `app` (the endpoints), `connections` (what clients may hold), `server` (all of it on a socket), `metrics`.
+attempt), `first_token` (what the decode engine's answer lacks), `downstream` and `responder` (the client's side), `attempt` and `proxy`
+(one client request's life), `app` (the endpoints), `connections` (what clients may hold), `server` (all of it on a socket), `metrics`.
 """

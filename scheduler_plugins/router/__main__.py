@@ -72,7 +72,6 @@ def _parser(config: type) -> argparse.ArgumentParser:
             nargs="+",
             action="extend",
             metavar="URL",
-            required=True,
             help=f"base URLs of the {side} engines",
         )
     parser.add_argument(
@@ -83,6 +82,13 @@ def _parser(config: type) -> argparse.ArgumentParser:
         type=_kv_events,
         metavar="URL=EVENTS[,REPLAY]",
         help="where an engine publishes its KV events (vLLM's --kv-events-config), and replays them",
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        action="extend",
+        metavar="URL",
+        help="base URLs of engines of either side, which are asked which one it is",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(

@@ -17,10 +17,12 @@ COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
 class RouterConfig:
     """Engines, where to listen, and how long to wait for what. Times are in seconds."""
 
-    prefill: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
     """Base URLs of the prefill engines; `host:port` is taken as `http://host:port`."""
-    decode: tuple[str, ...]
+    decode: tuple[str, ...] = ()
     """Base URLs of the decode engines."""
+    engine: tuple[str, ...] = ()
+    """Base URLs of engines that are asked which side they are on."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -81,8 +83,16 @@ class RouterConfig:
             ValueError: naming the setting, the value found and the value wanted.
         """
         create(self.policy, self.decode_policy)
-        for side in ("prefill", "decode"):
+        for side in ("prefill", "decode", "engine"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+            if not (getattr(self, side) or self.engine or side == "engine"):
+                raise ValueError(
+                    f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
+                    "engines of both sides)"
+                )
+        for url in self.engine:
+            if url in self.prefill + self.decode:
+                raise ValueError(f"engine {url}: given as prefill or decode, too; name it once")
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
@@ -104,7 +114,7 @@ class RouterConfig:
         found = {}
         for given, (endpoint, replay) in self.kv_events.items():
             url = _base_url("kv_events", given)
-            if url not in (*self.prefill, *self.decode):
+            if url not in (*self.prefill, *self.decode, *self.engine):
                 raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
             for address in (endpoint, replay):
                 if address is not None and not address.startswith(("tcp://", "ipc://")):
@@ -119,8 +129,6 @@ class RouterConfig:
 
 
 def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
-    if not given:
-        raise ValueError(f"{side}: no URL given; name at least one engine (--{side} URL)")
     urls = tuple(_base_url(side, url) for url in given)
     for url in urls:
         if urls.count(url) > 1:

@@ -29,6 +29,7 @@ from scheduler_plugins.router.exchange import (
     UnreachableError,
     failure_of,
 )
+from scheduler_plugins.router.kinds import SERVER_INFO, Kind, SglangFacts, sglang_facts
 from scheduler_plugins.router.loads import apply, from_metrics, from_report
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
@@ -69,6 +70,8 @@ class EnginePool:
             for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
             for url in urls
         ]
+        for url in config.engine:
+            self._watches.append(_Watch(BackendEngine(url, Role.DECODE, metrics, role_given=False)))
         self._tasks: list[asyncio.Task[None]] = []
         self.caches = EngineCaches()
         """What engines have cached."""
@@ -176,6 +179,8 @@ class EnginePool:
         watch.misses = 0
         if not engine.up:
             watch.probe_at, watch.reports = 0.0, True
+        if engine.kind is None and not await self._identify(engine):
+            return
         if engine.role is Role.PREFILL and engine.address is None:
             await self._probe(watch)
         if not engine.up:
@@ -189,9 +194,7 @@ class EnginePool:
 
     async def _hear(self, watch: _Watch) -> None:
         """Let the engine tell its load: by its scheduler's report, else by its metrics."""
-        engine, told, headers = watch.engine, None, dict[str, str]()
-        if self._config.api_key:
-            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        engine, told, headers = watch.engine, None, self._headers()
         try:
             if watch.reports:
                 raw = await self._ask(engine, EngineCall("GET", report.PATH, headers), LOAD_LIMIT_S)
@@ -211,6 +214,37 @@ class EnginePool:
             self.caches.prefixes.has_room(engine.name, told.blocks)
         if told.kv_events is not None and engine.url not in self._config.kv_events:
             self.caches.follow(engine, *told.kv_events)
+
+    async def _identify(self, engine: BackendEngine) -> bool:
+        """Find out which kind of engine it is; False if it does not answer."""
+        try:
+            raw = await self._ask(engine, EngineCall("GET", SERVER_INFO, self._headers()), None)
+        except EngineFailedError as failure:
+            if failure.cause != "status":
+                engine.reason = f"{SERVER_INFO}: {failure}"
+                return False
+            raw = b""  # vLLM has no such page
+        facts = sglang_facts(raw)
+        if not engine.role_given:
+            try:
+                engine.role = await self._side(engine, facts)
+            except EngineFailedError as failure:
+                engine.reason = f"it does not tell its side: {failure}"
+                return False
+        engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
+        if facts is not None and facts.mode != engine.role:
+            logger.warning(
+                "%s is given as a %s engine, and is started with --disaggregation-mode %s",
+                *(engine.url, engine.role, facts.mode),
+            )
+        return True
+
+    async def _side(self, engine: BackendEngine, facts: SglangFacts | None) -> Role:
+        """The side that an engine says it is on. A vLLM engine of both tells where it hands KV over, and
+        so prefills. Raises EngineFailedError."""
+        if facts is not None:
+            return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
+        return Role.DECODE if await self._ask_vllm(engine) is None else Role.PREFILL
 
     async def _look_for_outage(self, watch: _Watch) -> None:
         """Learn from a decode engine's metrics whether KV arrives there."""
@@ -237,16 +271,9 @@ class EnginePool:
             return
         watch.probe_at = now + self._config.probe_retry_s
         engine = watch.engine
-        headers = {"Content-Type": "application/json"}
-        if self._config.api_key:
-            headers["Authorization"] = f"Bearer {self._config.api_key}"
-        limit_s = self._config.probe_timeout_s
         try:
-            model = _first_model(
-                await self._ask(engine, EngineCall("GET", "/v1/models", headers), limit_s)
-            )
-            question = EngineCall("POST", body.COMPLETIONS, headers, body.encode(body.probe(model)))
-            address = body.address_in(_decoded(await self._ask(engine, question, limit_s)))
+            sglang = engine.kind is Kind.SGLANG
+            address = await (self._ask_sglang(engine) if sglang else self._ask_vllm(engine))
             reason = "" if address else "its answer to the probe has no address: not our connector"
         except EngineFailedError as failure:
             address, reason = None, f"the probe failed: {failure}"
@@ -261,8 +288,34 @@ class EnginePool:
                 "%s (prefill) hands over KV at %s:%d", engine.url, address.host, address.port
             )
 
-    async def _ask(self, engine: BackendEngine, call: EngineCall, limit_s: float) -> bytes:
-        """The body of an engine's answer 200. Raises EngineFailedError for anything else."""
+    async def _ask_vllm(self, engine: BackendEngine) -> ProducerAddress | None:
+        """The address that a vLLM engine answers with. Raises EngineFailedError."""
+        headers = self._headers()
+        listed = await self._ask(engine, EngineCall("GET", "/v1/models", headers), None)
+        engine.model = _first_model(listed)
+        question = body.encode(body.probe(engine.model))
+        call = EngineCall("POST", body.COMPLETIONS, headers, question)
+        return body.address_in(_decoded(await self._ask(engine, call, None)))
+
+    async def _ask_sglang(self, engine: BackendEngine) -> ProducerAddress | None:
+        """The address that an SGLang engine tells. Raises EngineFailedError."""
+        raw = await self._ask(engine, EngineCall("GET", SERVER_INFO, self._headers()), None)
+        facts = sglang_facts(raw)
+        if facts is None:
+            raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
+        engine.model, engine.bootstrap_port = facts.model, facts.bootstrap_port
+        return facts.address
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._config.api_key:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        return headers
+
+    async def _ask(self, engine: BackendEngine, call: EngineCall, limit_s: float | None) -> bytes:
+        """The body of an engine's answer 200, within `probe_timeout_s` if no limit is given. Raises
+        EngineFailedError for anything else."""
+        limit_s = self._config.probe_timeout_s if limit_s is None else limit_s
         try:
             async with (
                 asyncio.timeout(limit_s),

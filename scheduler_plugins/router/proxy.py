@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -15,12 +15,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.admission.prompt import PromptMemory
-from scheduler_plugins.router import body
+from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import (
-    EVENT_STREAM,
     REQUEST_ID,
-    EventCutter,
-    headers_to_client,
 )
 from scheduler_plugins.router.attempt import (
     AbleEngines,
@@ -29,6 +26,7 @@ from scheduler_plugins.router.attempt import (
     RejectedError,
     UnavailableError,
 )
+from scheduler_plugins.router.body import COMPLETIONS, encode, with_tokens
 from scheduler_plugins.router.circuit import RetryBudget
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.describe import describe
@@ -40,16 +38,19 @@ from scheduler_plugins.router.exchange import (
     Exchange,
     OverloadedError,
     ResponseTimeouts,
-    excerpt,
     exchange,
     raise_for_status,
 )
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.pairing import Pairing
 from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.resume import StreamRecord, resumable
 from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens
 from scheduler_plugins.router.view import LiveView
@@ -99,12 +100,13 @@ class ClientRequest:
             parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
         )
         self._client = Downstream(request, shared.config.idle_timeout_s)
+        self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._no_prefill: set[BackendEngine] = set()
+        self._pairing = Pairing(parsed)
+        self._ids: list[int] | None = None
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
-        self._single_cause = body.why_not_disaggregated(parsed)
 
     @property
     def begun(self) -> bool:
@@ -172,7 +174,7 @@ class ClientRequest:
         if self._able() is None:
             return False
         record.resume()
-        self._body, self._path, self._headers = rest, body.COMPLETIONS, self._headers.copy()
+        self._body, self._path, self._ids = rest, COMPLETIONS, None
         tokens = token_bytes(rest["prompt"])
         self._request = self._request._replace(
             tokens=len(rest["prompt"]),
@@ -197,7 +199,7 @@ class ClientRequest:
                 found.adapter,
             )
             if found.certain:
-                self._body = body.with_tokens(self._body, token_list(found.tokens))
+                self._body = with_tokens(self._body, token_list(found.tokens))
 
     async def _next_attempt(self) -> Attempt | None:
         """What the policy decides; None if no engine is left to ask, or all are overloaded.
@@ -217,9 +219,9 @@ class ClientRequest:
                 await asyncio.sleep(max(0.0, decision.until_s - now))
                 continue
             answering = next(one for one in engines.decode if one.name == decision.d)
-            if decision.p is None:
+            if decision.p is None and answering.computes_prompts:
                 return Attempt(answering, None, engines.cause or "policy")
-            prefill = next(one for one in engines.prefill if one.name == decision.p)
+            prefill = _prefill_of(engines.prefill, decision.p)
             (blocks,) = view.match(self._request.hashes, [prefill])
             fresh_tokens = self._request.tokens - cached_tokens(self._request, prefill, blocks)
             return Attempt(answering, prefill, "", fresh_tokens)
@@ -236,20 +238,13 @@ class ClientRequest:
         pool = self._shared.pool
         decode = pool.up(Role.DECODE, besides=self._failed)
         prefill = pool.up(Role.PREFILL, besides=self._failed)
-        if not decode:
-            if not prefill or self._overloaded(Role.DECODE):
-                return None
-            return AbleEngines(prefill, [], "no_decode")
-        if self._single_cause is not None:
-            return AbleEngines(decode, [], self._single_cause)
-        able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
-        if able:
-            return AbleEngines(decode, able, "")
-        if self._overloaded(Role.PREFILL):
+        able = self._pairing.able_engines(decode, prefill)
+        if able is None:
             return None
-        if self._no_prefill:
-            return AbleEngines(decode, [], "prefill_refused")
-        return AbleEngines(decode, [], "no_address" if prefill else "no_prefill")
+        if able.decode[0].role is Role.PREFILL:
+            return None if self._overloaded(Role.DECODE) else able
+        wanted = not able.prefill and able.cause != self._pairing.whole
+        return None if wanted and self._overloaded(Role.PREFILL) else able
 
     def _overloaded(self, role: Role) -> bool:
         """Whether an engine of this side has turned the request away for lack of room."""
@@ -262,8 +257,13 @@ class ClientRequest:
             return  # the decode engine may be asked again
         if isinstance(failure, OverloadedError):
             self._lacks_room(attempt.answering, failure)
-        self._failed[attempt.answering] = failure
         self._accepted += failure.accepted
+        prefill = attempt.prefill
+        if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
+            # It lives, and has not got the KV: with another prefill engine it may.
+            self._pairing.failed.add((prefill, attempt.answering))
+            return
+        self._failed[attempt.answering] = failure
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         request, circuit = self._request, attempt.answering.circuit
@@ -276,14 +276,17 @@ class ClientRequest:
 
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         if attempt.prefill is None or attempt.prefill.address is None:
-            call = self._call(body.single_engine_copy(self._asked))
+            call = self._call(self._path, handoff.alone(self._asked(attempt.answering)))
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
-        transfer = uuid.uuid4().hex
-        call = self._call(body.decode_copy(self._asked, attempt.prefill.address, transfer))
+        try:
+            plan = await self._handoff(attempt.answering, attempt.prefill)
+        except NotTokenizedError as error:
+            return await self._responder.refuse(error), "client_error"
+        call = self._call(self._path, plan.decode)
         copy = PrefillCopy(
             attempt.prefill,
-            self._call(body.prefill_copy(self._body, transfer)),
+            self._call(plan.path, plan.prefill),
             self._shared.pool,
             self._shared.session,
             self._shared.config,
@@ -292,11 +295,12 @@ class ClientRequest:
             self._request.hashes,
             lambda: self._other_prefill(attempt.prefill),
         )
+        lender = copy if plan.lends_logprobs else None
         client_error = False
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt)
+                return await self._pass_on(answer, attempt, lender)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
@@ -307,9 +311,22 @@ class ClientRequest:
         able = self._able()
         return able is not None and any(engine is not failed for engine in able.prefill)
 
+    async def _handoff(self, decode: BackendEngine, prefill: BackendEngine) -> handoff.Handoff:
+        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
+        assert prefill.address is not None
+        kind = prefill.kind or Kind.VLLM
+        asked = handoff.Prefill(kind, prefill.model, prefill.address, prefill.bootstrap)
+        if kind is (decode.kind or Kind.VLLM):
+            return handoff.of_one_kind(self._asked(decode), self._path, asked)
+        if self._ids is None:
+            self._ids = await prompt_ids(
+                self._shared.session, decode, self._body, self._headers, self._config
+            )
+        return handoff.of_two_kinds(self._asked(decode), asked, self._ids)
+
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
-        self._no_prefill.add(engine)
+        self._pairing.no_prefill.add(engine)
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
@@ -321,13 +338,14 @@ class ClientRequest:
         self._retry_after_s[engine] = failure.retry_after_s
         engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
 
-    @property
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self, engine: BackendEngine) -> dict[str, Any]:
         """What the answering engine is asked: the client's request, and for the ids that a resumption needs."""
-        return {**self._body, **self._record.asks} if self._record is not None else self._body
+        if self._record is None or engine.kind is Kind.SGLANG:
+            return self._body
+        return {**self._body, **self._record.asks}
 
-    def _call(self, content: dict[str, Any]) -> EngineCall:
-        return EngineCall("POST", self._path, self._headers, body.encode(content))
+    def _call(self, path: str, content: dict[str, Any]) -> EngineCall:
+        return EngineCall("POST", path, self._headers, encode(content))
 
     @asynccontextmanager
     async def _answer(
@@ -341,48 +359,14 @@ class ClientRequest:
             await raise_for_status(answer)
             yield answer
 
-    async def _pass_on(self, answer: Exchange, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        kind = answer.headers.get("Content-Type", "")
-        if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, attempt), "ok"
-        if self._client.begun:
-            raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
-        # Held until it is whole: should the engine die halfway, another one can still answer.
-        content = await answer.read_all()
-        attempt.answering.circuit.succeeded()
-        if answer.status == 200:
+    async def _pass_on(
+        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
+    ) -> tuple[web.StreamResponse, str]:
+        def served() -> None:
+            attempt.answering.circuit.succeeded()
             self._shared.pool.prefilled(attempt.answering, self._request.hashes)
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        response.content_length = len(content)
-        await self._client.begin(response)
-        await self._client.write(content)
-        outcome = "ok" if answer.status < 400 else "client_error"
-        return await self._client.finish(), outcome
 
-    async def _stream(self, answer: Exchange, attempt: Attempt) -> web.StreamResponse:
-        cutter, client = EventCutter(), self._client
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        while chunk := await answer.read():
-            if events := cutter.feed(chunk):
-                attempt.answering.circuit.succeeded()
-                if self._record is not None:
-                    events = self._record.feed(events)
-                if not client.begun:
-                    await client.begin(response)
-                    self._shared.pool.prefilled(attempt.answering, self._request.hashes)
-                    first_s = asyncio.get_running_loop().time() - self._arrived
-                    self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
-                await client.write(events)
-        rest = cutter.rest()
-        if not cutter.finished:
-            raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
-        if rest:
-            await client.begin(response)
-            await client.write(rest)
-        return await client.finish()
-
-    def _returned(self, answer: Exchange) -> CIMultiDict[str]:
-        return headers_to_client(answer.headers, self._request_id)
+        return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
 
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
         """Every engine, and why it did not serve this request."""
@@ -396,3 +380,11 @@ class ClientRequest:
             else:
                 found.append((engine, "down", engine.reason))
         return found
+
+
+def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
+    """The engine of this name; the least busy one where the policy would have the decode engine compute
+    the prompt, which is one that computes none."""
+    if name is None:
+        return min(engines, key=lambda engine: engine.open_requests)
+    return next(engine for engine in engines if engine.name == name)

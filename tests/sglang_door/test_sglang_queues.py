@@ -27,6 +27,7 @@ from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver
+from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.sender import Sender
 
 ROOM = 77
@@ -62,6 +63,9 @@ class Engine(Manager):
 
     def forget_prefill_engine(self, address: str) -> None:
         self.forgotten.append(address)
+
+    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+        return None  # see test_sglang_recompute.py
 
 
 class Pair:

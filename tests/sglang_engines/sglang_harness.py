@@ -145,13 +145,13 @@ def received_bytes(engine: SglangEngine) -> float:
     return engine.metrics().total("pd_connector:received_bytes_total")
 
 
-def assert_idle(*engines: SglangEngine) -> None:
+def assert_idle(*engines: Service) -> None:
     """Wait until nothing is under way. SGLang itself ends an idle engine whose pages do not add up."""
     end = time.monotonic() + DEADLINE_S
     for engine in engines:
         left: dict[str, float] = {}
         while True:
-            samples = engine.metrics()
+            samples = engine.client.metrics()
             left = {name: value for name in IDLE_GAUGES if (value := samples.total(name))}
             if not left:
                 break
