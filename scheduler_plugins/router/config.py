@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,6 +38,12 @@ class RouterConfig:
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Which decode engine, if not by the rule that goes with `policy`."""
+    admin_port: int | None = None
+    """Port of the admin API; None: there is none, 0: any free one."""
+    admin_host: str = "127.0.0.1"
+    """Address of the admin API; other than loopback only with `admin_key`."""
+    admin_key: str = field(default="", repr=False)
+    """Key of the admin API."""
     api_key: str = ""
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
@@ -93,6 +100,10 @@ class RouterConfig:
         for url in self.engine:
             if url in self.prefill + self.decode:
                 raise ValueError(f"engine {url}: given as prefill or decode, too; name it once")
+        if self.admin_port is not None and not (self.admin_key or _is_loopback(self.admin_host)):
+            raise ValueError(
+                f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
+            )
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
@@ -113,7 +124,7 @@ class RouterConfig:
     def _checked_events(self) -> dict[str, tuple[str, str | None]]:
         found = {}
         for given, (endpoint, replay) in self.kv_events.items():
-            url = _base_url("kv_events", given)
+            url = base_url("kv_events", given)
             if url not in (*self.prefill, *self.decode, *self.engine):
                 raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
             for address in (endpoint, replay):
@@ -128,15 +139,23 @@ class RouterConfig:
         return min(0.5, self.health_interval_s)
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
-    urls = tuple(_base_url(side, url) for url in given)
+    urls = tuple(base_url(side, url) for url in given)
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(f"{side} {url}: given {urls.count(url)} times; name each engine once")
     return urls
 
 
-def _base_url(side: str, given: str) -> str:
+def base_url(side: str, given: str) -> str:
+    """The URL as engines are known by it. Raises ValueError: it is none; the message begins with `side`."""
     url = given if "://" in given else f"http://{given}"
     wanted = f"{side} {given!r}: must look like http://host:port"
     try:

@@ -2,7 +2,7 @@
 """Engines: who is alive, who is busy, and where prefill engines hand over KV."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -207,6 +207,15 @@ class BackendEngine:
         if self.warning:
             state["warning"] = self.warning
         return state
+
+    def forget_metrics(self) -> None:
+        """Its series are for its side: they end when it changes sides, or leaves."""
+        known = self.metrics
+        for gauge in (known.engine_up, known.engine_in_flight):
+            with suppress(KeyError):
+                gauge.remove(self.url, str(self.role))
+        with suppress(KeyError):
+            known.prefill_addressable.remove(self.url)
 
     def _report(self) -> None:
         if not self.role_given and self.kind is None:

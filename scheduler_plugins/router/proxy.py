@@ -58,11 +58,12 @@ from scheduler_plugins.router.view import LiveView
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shared:
     """What all requests of one router share."""
 
     config: RouterConfig
+    """The settings for requests that come from now on."""
     pool: EnginePool
     session: aiohttp.ClientSession
     metrics: Metrics
