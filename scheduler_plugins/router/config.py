@@ -8,6 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from scheduler_plugins.cost.profile import load
+from scheduler_plugins.qos.classes import ONLY, QosClass, checked
+from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.router.policies.registry import create
 
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
@@ -38,6 +40,10 @@ class RouterConfig:
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Which decode engine, if not by the rule that goes with `policy`."""
+    classes: tuple[QosClass, ...] = ONLY
+    """Classes of users, and what they are promised."""
+    routes: tuple[ClassRule, ...] = ()
+    """Which request belongs to which class, the first rule that matches; else the class of the lowest priority."""
     admin_port: int | None = None
     """Port of the admin API; None: there is none, 0: any free one."""
     admin_host: str = "127.0.0.1"
@@ -104,6 +110,7 @@ class RouterConfig:
             raise ValueError(
                 f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
             )
+        check_rules(self.routes, checked(self.classes))
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any
 
@@ -46,13 +47,14 @@ from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.pairing import Pairing
-from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
+from scheduler_plugins.router.policies.base import Defer, Policy, Reject, Request, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.promises import kept_by, promised
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
 from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.resume import StreamRecord, resumable
-from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens
+from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens, Tokenized
 from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
@@ -94,12 +96,9 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
-        self._tokenized = NOT_TOKENIZED
         self._record = StreamRecord(parsed, request.path) if resumable(parsed) else None
         """What the client was sent of a stream that another engine could go on with."""
-        self._request = describe(
-            parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
-        )
+        self._request = self._described()
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
         self._failed: dict[BackendEngine, EngineFailedError] = {}
@@ -186,19 +185,24 @@ class ClientRequest:
         logger.warning("request %s: its stream goes on at another engine", self._request_id)
         return True
 
+    def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:
+        """The request as policies see it, with what its class is promised."""
+        found = describe(
+            self._body,
+            self._headers,
+            self._request_id,
+            self._arrived,
+            self._shared.lengths,
+            known.tokens,
+            known.adapter,
+        )
+        return promised(found, self._config, self._headers)
+
     async def _tokenize(self) -> None:
         """Learn the prompt's tokens, where engines are told apart by them."""
-        self._tokenized = found = await self._shared.tokens.of(self._body)
+        found = await self._shared.tokens.of(self._body)
         if found.tokens is not None:
-            self._request = describe(
-                self._body,
-                self._headers,
-                self._request_id,
-                self._arrived,
-                self._shared.lengths,
-                found.tokens,
-                found.adapter,
-            )
+            self._request = self._described(found)
             if found.certain:
                 self._body = with_tokens(self._body, token_list(found.tokens))
 
@@ -213,8 +217,12 @@ class ClientRequest:
             now = loop.time()
             able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
             view = LiveView(able, shared.pool.caches.prefixes, now)
-            decision = shared.policy.decide(self._request, view, now, shared.random)
+            request = kept_by(self._request, engines.prefill, engines.decode)
+            if self._client.begun:
+                request = request._replace(ttft_slo_s=inf, tpot_slo_s=inf)  # it was let in
+            decision = shared.policy.decide(request, view, now, shared.random)
             if isinstance(decision, Reject):
+                shared.metrics.rejected.labels(request.qos, decision.cause).inc()
                 raise RejectedError(decision)
             if isinstance(decision, Defer):
                 await asyncio.sleep(max(0.0, decision.until_s - now))

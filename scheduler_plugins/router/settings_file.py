@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.router.config import COUNTS, RouterConfig
 
 AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s")
@@ -35,6 +37,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     engines: tuple[EngineEntry, ...]
     policy: str | None = None
     decode_policy: str | None = None
+    classes: tuple[QosClass, ...] = ONLY
+    routes: tuple[ClassRule, ...] = ()
     limits: dict[str, float] = {}
 
 
@@ -65,7 +69,15 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
             if entry.events
         }
         return RouterConfig(
-            **{**given, **named, **sides, "kv_events": events, **_limits(found.limits)}
+            **{
+                **given,
+                **named,
+                **sides,
+                **_limits(found.limits),
+                "kv_events": events,
+                "classes": found.classes,
+                "routes": found.routes,
+            }
         )
     except (msgspec.MsgspecError, ValueError) as error:
         raise SettingsError(f"{source}: {error}") from None
