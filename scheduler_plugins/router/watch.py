@@ -17,6 +17,7 @@ from scheduler_plugins.admission import report
 from scheduler_plugins.router import body
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.describe import BLOCK_TOKENS
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EXCERPT_BYTES,
@@ -126,7 +127,9 @@ class EngineWatch:
             return
         apply(engine, told, asyncio.get_running_loop().time())
         if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
-            self._caches.prefixes.has_room(engine.name, told.blocks)
+            # Without events blocks are of text, as long as `BLOCK_TOKENS` tokens.
+            room = told.blocks * (told.block_tokens or BLOCK_TOKENS) // BLOCK_TOKENS
+            self._caches.prefixes.has_room(engine.name, room)
         if told.kv_events is not None and engine.url not in self._config().kv_events:
             self._caches.follow(engine, *told.kv_events)
 
