@@ -41,7 +41,8 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientRequest, Shared
-from scheduler_plugins.router.settings_file import AT_START, SettingsError, SettingsFile
+from scheduler_plugins.router.reload import reloading
+from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.tokens import PromptTokens
 
 logger = logging.getLogger(__name__)
@@ -52,10 +53,6 @@ CONFIG = web.AppKey("config", RouterConfig)
 CONNECTIONS = web.AppKey("connections", ConnectionLimit)
 BODIES = web.AppKey("bodies", BodyBudget)
 
-SETTINGS = web.AppKey("settings", SettingsFile)
-
-RELOAD_EVERY_S = 1.0
-"""Pause between two looks at the settings file."""
 MODELS = "/v1/models"
 # nginx' name for it; the client never sees it.
 CLIENT_CLOSED_REQUEST = 499
@@ -77,8 +74,7 @@ def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> we
     app[METRICS] = Metrics()
     app.cleanup_ctx.append(_engines)
     if settings is not None:
-        app[SETTINGS] = settings
-        app.cleanup_ctx.append(_reloading)
+        app.cleanup_ctx.append(lambda app: reloading(app[SHARED], settings))
     app.router.add_post(body.COMPLETIONS, completions)
     app.router.add_post(body.CHAT, completions)
     app.router.add_get(MODELS, models)
@@ -107,35 +103,6 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
         finally:
             await tokens.close()
             await pool.close()
-
-
-async def _reloading(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(_reload(app), name="watch the settings file")
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _reload(app: web.Application) -> None:
-    """Look at the settings file once a second, and use what it says."""
-    shared, settings = app[SHARED], app[SETTINGS]
-    while True:
-        await asyncio.sleep(RELOAD_EVERY_S)
-        try:
-            config = settings.changed()
-        except SettingsError as error:
-            logger.error("the old settings stay: %s", error)
-            continue
-        if config is None:
-            continue
-        old, shared.config = shared.config, config
-        if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
-            shared.policy = create(config.policy, config.decode_policy)
-        shared.pool.use(config)
-        later = [name for name in AT_START if getattr(config, name) != getattr(app[CONFIG], name)]
-        if later:
-            logger.warning("%s: hold once the router is started again", ", ".join(later))
-        logger.info("the settings have changed")
 
 
 @web.middleware

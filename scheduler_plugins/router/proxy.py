@@ -21,13 +21,13 @@ from scheduler_plugins.router.answers import (
     REQUEST_ID,
 )
 from scheduler_plugins.router.attempt import (
-    AbleEngines,
     AllOverloadedError,
     Attempt,
     RejectedError,
     UnavailableError,
 )
 from scheduler_plugins.router.body import COMPLETIONS, encode, with_tokens
+from scheduler_plugins.router.candidates import Candidates
 from scheduler_plugins.router.circuit import RetryBudget
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.describe import describe
@@ -46,7 +46,6 @@ from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.pairing import Pairing
 from scheduler_plugins.router.policies.base import Defer, Policy, Reject, Request, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
@@ -101,12 +100,8 @@ class ClientRequest:
         self._request = self._described()
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
-        self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(parsed)
+        self._candidates = Candidates(shared.pool, shared.config.attempts, parsed)
         self._ids: list[int] | None = None
-        self._retry_after_s: dict[BackendEngine, int] = {}
-        """Engines that are overloaded, and when they want to be asked again."""
-        self._accepted = 0
 
     @property
     def begun(self) -> bool:
@@ -155,13 +150,12 @@ class ClientRequest:
                 if self._client.begun:
                     why = f"a {attempt.answering.role} engine failed: {failure}"
                     return await self.interrupt(why), "interrupted"
-                self._note(attempt, failure)
+                self._shared.metrics.retries.labels(failure.cause).inc()
+                self._candidates.failed(attempt, failure)
                 if failure.accepted and not self._shared.retries.allows(failure.cause):
                     logger.warning("request %s: no retry, the budget is used up", self._request_id)
                     break
-        if self._retry_after_s and self._accepted < self._config.attempts:
-            raise AllOverloadedError(min(self._retry_after_s.values()))
-        raise UnavailableError(self._reasons())
+        raise self._candidates.exhausted()
 
     def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
@@ -169,9 +163,8 @@ class ClientRequest:
         rest = record.next_body() if record is not None else None
         if record is None or rest is None:
             return False
-        self._failed[attempt.answering] = failure
-        self._accepted += failure.accepted
-        if self._able() is None:
+        self._candidates.failed(attempt, failure)
+        if self._candidates.able() is None:
             return False
         record.resume()
         self._body, self._path, self._ids = rest, COMPLETIONS, None
@@ -213,7 +206,7 @@ class ClientRequest:
             RejectedError: the policy turns the request away.
         """
         loop, shared = asyncio.get_running_loop(), self._shared
-        while (engines := self._able()) is not None:
+        while (engines := self._candidates.able()) is not None:
             now = loop.time()
             able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
             view = LiveView(able, shared.pool.caches.prefixes, now)
@@ -236,44 +229,6 @@ class ClientRequest:
             return Attempt(answering, prefill, "", fresh_tokens)
         return None
 
-    def _able(self) -> AbleEngines | None:
-        """Engines that have not failed this request; None if there are none, or all are overloaded.
-
-        An overloaded engine's work goes to another engine of its role only. If it went to the other
-        role, an overload of one side would spread to both.
-        """
-        if self._accepted >= self._config.attempts:
-            return None
-        pool = self._shared.pool
-        decode = pool.up(Role.DECODE, besides=self._failed)
-        prefill = pool.up(Role.PREFILL, besides=self._failed)
-        able = self._pairing.able_engines(decode, prefill)
-        if able is None:
-            return None
-        if able.decode[0].role is Role.PREFILL:
-            return None if self._overloaded(Role.DECODE) else able
-        wanted = not able.prefill and able.cause != self._pairing.whole
-        return None if wanted and self._overloaded(Role.PREFILL) else able
-
-    def _overloaded(self, role: Role) -> bool:
-        """Whether an engine of this side has turned the request away for lack of room."""
-        return any(engine.role is role for engine in self._retry_after_s)
-
-    def _note(self, attempt: Attempt, failure: EngineFailedError) -> None:
-        """An attempt failed before the client was sent anything."""
-        self._shared.metrics.retries.labels(failure.cause).inc()
-        if isinstance(failure, PrefillRefusedError):
-            return  # the decode engine may be asked again
-        if isinstance(failure, OverloadedError):
-            self._lacks_room(attempt.answering, failure)
-        self._accepted += failure.accepted
-        prefill = attempt.prefill
-        if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
-            # It lives, and has not got the KV: with another prefill engine it may.
-            self._pairing.failed.add((prefill, attempt.answering))
-            return
-        self._failed[attempt.answering] = failure
-
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         request, circuit = self._request, attempt.answering.circuit
         circuit.sent()
@@ -284,17 +239,18 @@ class ClientRequest:
             circuit.given_up()
 
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        if attempt.prefill is None or attempt.prefill.address is None:
+        prefill = attempt.prefill
+        if prefill is None or prefill.address is None:
             call = self._call(self._path, handoff.alone(self._asked(attempt.answering)))
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
         try:
-            plan = await self._handoff(attempt.answering, attempt.prefill)
+            plan = await self._handoff(attempt.answering, prefill)
         except NotTokenizedError as error:
             return await self._responder.refuse(error), "client_error"
         call = self._call(self._path, plan.decode)
         copy = PrefillCopy(
-            attempt.prefill,
+            prefill,
             self._call(plan.path, plan.prefill),
             self._shared.pool,
             self._shared.session,
@@ -302,7 +258,7 @@ class ClientRequest:
             self._request.tokens,
             attempt.fresh_tokens,
             self._request.hashes,
-            lambda: self._other_prefill(attempt.prefill),
+            lambda: self._candidates.other_prefill(prefill),
         )
         lender = copy if plan.lends_logprobs else None
         client_error = False
@@ -314,11 +270,6 @@ class ClientRequest:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
-
-    def _other_prefill(self, failed: BackendEngine | None) -> bool:
-        """Whether another prefill engine could take the copy."""
-        able = self._able()
-        return able is not None and any(engine is not failed for engine in able.prefill)
 
     async def _handoff(self, decode: BackendEngine, prefill: BackendEngine) -> handoff.Handoff:
         """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
@@ -335,17 +286,11 @@ class ClientRequest:
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
-        self._pairing.no_prefill.add(engine)
-        if isinstance(failure, OverloadedError):
-            self._lacks_room(engine, failure)
+        self._candidates.prefill_failed(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning(
             "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
         )
-
-    def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
-        self._retry_after_s[engine] = failure.retry_after_s
-        engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
 
     def _asked(self, engine: BackendEngine) -> dict[str, Any]:
         """What the answering engine is asked: the client's request, and for the ids that a resumption needs."""
@@ -376,19 +321,6 @@ class ClientRequest:
             self._shared.pool.prefilled(attempt.answering, self._request.hashes)
 
         return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
-
-    def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
-        """Every engine, and why it did not serve this request."""
-        found = list[tuple[BackendEngine, str, str]]()
-        for engine in self._shared.pool.engines:
-            if failure := self._failed.get(engine):
-                found.append((engine, failure.cause, str(failure)))
-            elif engine.up:
-                left = f"not tried: {self._config.attempts} engines had failed (setting attempts)"
-                found.append((engine, "not_tried", left))
-            else:
-                found.append((engine, "down", engine.reason))
-        return found
 
 
 def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
