@@ -61,6 +61,13 @@ class Recipe:
         )
 
 
+CHUNK_TOKENS = 128
+CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+PREFILL = Recipe("prefill", 16, args=CHUNKED)
+DECODE = Recipe("decode", 16)
+"""What most tests use, so that they share engines."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A completion: its tokens and their log probabilities."""
@@ -130,6 +137,15 @@ def refused(future: Future[dict[str, Any]]) -> str:
     except HttpError as error:
         return error.body
     raise AssertionError(f"answered: {answer}")
+
+
+def ended(*futures: Future[dict[str, Any]]) -> list[str]:
+    """How requests ended that may have been answered with an error or as aborted."""
+    found = []
+    for future in futures:
+        error = future.exception(timeout=60)
+        found.append(str(error) if error else str(future.result()["meta_info"]["finish_reason"]))
+    return found
 
 
 def assert_same(found: Answer, wanted: Answer) -> None:

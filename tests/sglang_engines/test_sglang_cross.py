@@ -18,9 +18,10 @@ import pytest
 from recipes import COMPILE_NOTHING, PROBE_ARGS, PROBE_ENVIRONMENT
 from sglang_engines.sglang_harness import (
     DEADLINE_S,
+    DECODE,
+    PREFILL,
     TOLERANCE,
     EnginePool,
-    Recipe,
     assert_idle,
     new_room,
     text,
@@ -120,7 +121,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module", params=["vllm:sglang", "sglang:vllm"])
 def cross(request: pytest.FixtureRequest, engines: EnginePool, vllm: VllmEngine) -> Iterator[Cross]:
-    p, d = engines.pair(Recipe("prefill", 16), Recipe("decode", 16))
+    p, d = engines.pair(PREFILL, DECODE)
     vllm.wait_ready()
     prefill, decode = (vllm, d) if request.param == "vllm:sglang" else (p, vllm)
     router = RouterProcess([prefill.base_url], [decode.base_url]).start()
