@@ -52,13 +52,16 @@ def _fuzz(options: argparse.Namespace) -> None:
     from fuzz.mutation import Mutator
     from fuzz.seeds import seeds
 
+    def mutate(data: bytes, most: int) -> bytes:
+        return bytes(atheris.Mutate(data, most))  # libFuzzer puts it there when it begins
+
     known = seeds()
     for number, script in enumerate(known):
         (options.corpus / f"seed-{number:03}").write_bytes(script)
     targets = Targets(keyed=options.key, greeted=options.greeted)
     limits = [f"-max_total_time={round(60 * options.minutes)}", f"-max_len={LONGEST}"]
     arguments = [sys.argv[0], *limits, "-timeout=20", "-rss_limit_mb=4096", str(options.corpus)]
-    mutator = Mutator(known, lambda data, most: atheris.Mutate(data, most))
+    mutator = Mutator(known, mutate)
     atheris.Setup(arguments, targets.run, custom_mutator=mutator)
     atheris.Fuzz()
 
