@@ -4,6 +4,8 @@
 Only sockets live here, no state of transfers. What arrives is bytes; callers decode them.
 """
 
+import contextlib
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -24,7 +26,7 @@ _LOST: dict[int, tuple[Cause, str]] = {
 }
 _WATCHED = sum(_LOST)
 _MOST_SENDERS = 8192
-_MAX_BATCH = 256
+MAX_BATCH = 256
 """Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
 
 
@@ -86,7 +88,7 @@ class Listener:
         """Messages that wait, as (sender, bytes). A message of several frames counts as malformed: its bytes
         are empty."""
         arrived: list[tuple[bytes, bytes]] = []
-        while len(arrived) < _MAX_BATCH and readable(self.socket):
+        while len(arrived) < MAX_BATCH and readable(self.socket):
             first, *rest = self.socket.recv_multipart(copy=False)
             sender = first.bytes
             arrived.append((sender, rest[0].bytes if len(rest) == 1 else b""))
@@ -135,11 +137,16 @@ class Connection:
             raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
 
     def receive(self) -> list[bytes]:
-        """Messages that wait."""
+        """Messages that wait. If there are `MAX_BATCH`, more may wait; otherwise ZeroMQ's descriptor
+        tells of the next one."""
         arrived: list[bytes] = []
-        while len(arrived) < _MAX_BATCH and readable(self.socket):
-            frames = self.socket.recv_multipart()
-            arrived.append(frames[0] if len(frames) == 1 else b"")
+        # Mostly there is just one, so that nobody asks first whether there is one.
+        with contextlib.suppress(zmq.Again):
+            while len(arrived) < MAX_BATCH:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+                arrived.append(frames[0] if len(frames) == 1 else b"")
+                if not readable(self.socket):
+                    break
         return arrived
 
     @property

@@ -18,7 +18,7 @@ SETTINGS = {
 }
 """Settings of every agent. Timeouts are short, so that ten thousand faults pass in hours and not in weeks."""
 
-_BUSY_S = 2.0
+_BUSY_S = 5.0
 DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + _BUSY_S
 """A load that has no outcome after this is lost. No config value lets it wait longer than the first two
 together; the rest is for a busy machine."""
