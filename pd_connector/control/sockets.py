@@ -122,19 +122,22 @@ class Connection:
     back knows nothing of the session, and a new one must be agreed with it."""
 
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys | None) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.linger = 100  # milliseconds, for a last `Cancel`
-        self.socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self.socket.ipv6 = True
-        self.socket.reconnect_ivl = 100
-        if keys:
-            keys.present(self.socket)
-        self.monitor = self.socket.get_monitor_socket(_WATCHED)
-        try:
-            self.socket.connect(endpoint(host, port))
-        except zmq.ZMQError as error:
-            self.close()
-            raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
+        """Raises PDConnectorError if the address cannot be dialled, or no descriptor is left."""
+        with contextlib.ExitStack() as undo:
+            try:
+                self.socket = context.socket(zmq.DEALER)
+                undo.callback(self.close)
+                self.socket.linger = 100  # milliseconds, for a last `Cancel`
+                self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+                self.socket.ipv6 = True
+                self.socket.reconnect_ivl = 100
+                if keys:
+                    keys.present(self.socket)
+                self.monitor = self.socket.get_monitor_socket(_WATCHED)
+                self.socket.connect(endpoint(host, port))
+            except zmq.ZMQError as error:
+                raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
+            undo.pop_all()
 
     def receive(self) -> list[bytes]:
         """Messages that wait. If there are `MAX_BATCH`, more may wait; otherwise ZeroMQ's descriptor
