@@ -79,13 +79,9 @@ class DecodeBackend(AttentionBackend):
             self._begin(PageTables.of(forward_batch, self._req_to_token, self.page_size))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._fixed = FixedTables(
-            max_bs, self._req_to_token.shape[1], self.page_size, self.device
-        )
+        self._fixed = FixedTables(max_bs, self._req_to_token.shape[1], self.page_size, self.device)
 
-    def init_forward_metadata_out_graph(
-        self, forward_batch: Any, in_capture: bool = False
-    ) -> None:
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """A step that is captured or replayed: tables and plans keep their addresses."""
         assert self._fixed is not None, "SGLang calls init_cuda_graph_state first"
         self._begin(self._fixed.fill(forward_batch, self._req_to_token))
@@ -128,7 +124,9 @@ class PagedBackend(DecodeBackend):
         if not isinstance(self.pool, MHATokenToKVPool):
             found.append(f"a KV cache of kind {type(self.pool).__name__}")
         elif self.pool.dtype not in (self.dtype, FP8):
-            found.append(f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3")
+            found.append(
+                f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3"
+            )
         dims, dtypes = (DIMS, _KERNEL_DTYPES) if on_gpu else ((), ())
         for layer in self.layers:
             found += layer_refusals(layer, dims, self.dtype, dtypes)
