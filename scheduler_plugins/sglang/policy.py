@@ -101,6 +101,9 @@ class OrderedPolicy(SchedulePolicy):
 class OrderedAdder(PrefillAdder):
     """Starts what was decided, and nothing else."""
 
+    rem_chunk_tokens: int | None
+    """SGLang's: prompt tokens that are left of the step; None: no limit."""
+
     def __init__(self, decision: Decision, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._may_start = frozenset(decision.start)

@@ -74,7 +74,7 @@ class Ranks:
 
     def _told(self) -> bytes:
         dist.broadcast(self._buffer, src=self._first, group=self._group)
-        head = self._buffer.numpy().tobytes()
+        head: bytes = self._buffer.numpy().tobytes()
         size = int.from_bytes(head[:_SIZE_BYTES], "little")
         text = head[_SIZE_BYTES : _SIZE_BYTES + size]
         if missing := size - len(text):

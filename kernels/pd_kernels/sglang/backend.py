@@ -59,7 +59,7 @@ class DecodeBackend(AttentionBackend):
 
     @property
     def _on_gpu(self) -> bool:
-        return torch.device(self.device).type == "cuda"
+        return bool(torch.device(self.device).type == "cuda")
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
         """Why the kernels, or without a GPU the references, cannot decode this model."""
@@ -174,7 +174,7 @@ class PagedBackend(DecodeBackend):
         keys, values = self.pages(layer)
         coded = keys.dtype == FP8
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
-        out = paged_decode(
+        out: torch.Tensor = paged_decode(
             query,
             keys,
             values,
@@ -186,7 +186,7 @@ class PagedBackend(DecodeBackend):
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
             plan=self.plan(layer),
         )
-        return out.flatten(1)  # type: ignore[no-any-return]
+        return out.flatten(1)
 
 
 class MlaBackend(DecodeBackend):
@@ -242,14 +242,14 @@ class MlaBackend(DecodeBackend):
         refuse([name for name, value in unknown.items() if value is not None])
         if save_kv_cache and k is not None:
             self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
-        out = mla_decode(
+        out: torch.Tensor = mla_decode(
             q.reshape(-1, layer.tp_q_head_num, LATENT + ROPE).contiguous(),
             self.pages(layer),
             *self.tables,
             scale=layer.scaling,
             plan=self.plan(layer),
         )
-        return out.flatten(1)  # type: ignore[no-any-return]
+        return out.flatten(1)
 
 
 def window_of(layer: Any) -> int:
