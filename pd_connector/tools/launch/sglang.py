@@ -79,7 +79,8 @@ class SglangEngine(Service):
         max_tokens: tokens that fit in its cache.
         args: further arguments of SGLang's server; a later one wins over ours.
         env: further variables; they win over ours.
-        namespace: where it runs; None for here.
+        namespace: where it runs; None for here. There it listens everywhere: its HTTP server is
+            asked at the management address, and its registry and data on the limited link.
         python: interpreter of the environment that has SGLang; found by default.
     """
 
@@ -117,7 +118,8 @@ class SglangEngine(Service):
 
     def command(self) -> list[str]:
         command = [self.python, "-m", "sglang.launch_server", "--model-path", self.model]
-        command += ["--host", self.host, "--port", str(self.port), "--enable-metrics"]
+        host = self.host if self.namespace is None else "0.0.0.0"
+        command += ["--host", host, "--port", str(self.port), "--enable-metrics"]
         command += ["--page-size", str(self.page_size), "--tp-size", str(self.tp)]
         command += ["--max-total-tokens", str(self.max_tokens)]
         if sglang_on_cpu(self.python):
@@ -139,7 +141,8 @@ class SglangEngine(Service):
             if self.tp > 1:
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.tp)))
         if self.namespace is not None:
-            environment |= {HOST_VARIABLE: self.namespace.address, **LINK_ONLY}
+            address = self.namespace.address
+            environment |= {HOST_VARIABLE: address, "SGLANG_HOST_IP": address, **LINK_ONLY}
             environment["GLOO_SOCKET_IFNAME"] = LINK
         if self.extra_config:
             environment[CONFIG_VARIABLE] = json.dumps(self.extra_config)
