@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +25,13 @@ from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
 from pd_connector.protocol.peers import Peer, Source
+from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import model_facts
+from pd_connector.sglang.model import kv_scales, model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines
 from pd_connector.sglang.registration import register
+from pd_connector.sglang.requests import fingerprint
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 
@@ -87,10 +89,18 @@ class Manager(BaseKVManager):
         self.buffers = queue.metadata_buffers
         self.page_size = pool.page_size
         self._scheduler = queue.scheduler
+        self._adapters = Adapters(queue.scheduler.tp_worker.model_runner)
         rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
         self._backoff = IdleBackoff(alone=size == 1)
         shard = own_shard(pool, rank, size)
-        cache = describe_cache(pool, model.get_total_num_kv_heads(), shard)
+        cache = describe_cache(
+            pool,
+            model.get_total_num_kv_heads(),
+            shard,
+            sliding_window=queue.scheduler.sliding_window_size or 0,
+            scales=kv_scales(queue.scheduler),
+        )
+        self._windows = any(group.window for group in cache.geometry.groups)
         group = parallel.attn_tp_group
         name = f"sglang-{uuid.uuid4().hex[:12]}"
         engine_id = group.all_gather_object(name)[0]  # one name for all ranks
@@ -199,11 +209,30 @@ class Manager(BaseKVManager):
         for kind in (Free, Finished, Held):
             self._told.pop((kind, request), None)
 
+    def tables(self, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """A request's pages by page table. Those of layers with a sliding window are found by the
+        others; -1 where SGLang has given a page back that the window has passed."""
+        if not self._windows:
+            return (tuple(pages),)
+        slots = torch.tensor(pages, dtype=torch.int64) * self.page_size
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        found = allocator.translate_swa_indices_for_transfer(slots.to(self._scheduler.device))
+        windowed = (found // self.page_size).tolist()
+        return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
+
     def forward_fence(self) -> Any:
         """A point in the stream on which SGLang computes: a forward pass that is under way may still
         write pages of a request that has just ended. None on a CPU."""
         stream = getattr(self._scheduler, "forward_stream", None)
         return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
+
+    def identity(self, req: Any) -> bytes:
+        """What the KV of this request's prompt depends on.
+
+        Raises:
+            PDConnectorError: its adapter cannot be told by content.
+        """
+        return fingerprint(req, self._adapters.name(req.lora_id))
 
     @staticmethod
     def request_name(rid: str, room: int) -> str:

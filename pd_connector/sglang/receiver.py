@@ -18,7 +18,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
-from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import write_row
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Receiver(BaseKVReceiver):
     def bind(self, req: Any) -> None:
         """The request, which a receiver is not told when it is made."""
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = fingerprint(req)
+        self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.watch(self._request)
 
@@ -88,6 +88,8 @@ class Receiver(BaseKVReceiver):
         Args:
             kv_indices: the pages of the tokens after the prefix.
             aux_index: its row of the metadata buffers.
+            state_indices: where layers have a sliding window: the pages of the prompt's last tokens in
+                the pool of these layers.
             decode_prefix_len: tokens at the prompt's start that this engine has already.
         """
         prefix = decode_prefix_len or 0
@@ -95,6 +97,9 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         self._state = KVPoll.Transferring
         held = [-1] * (prefix // self.kv_mgr.page_size)
+        tables = [(*held, *kv_indices.tolist())]
+        for window in state_indices or ():
+            tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
         self.kv_mgr.agent.submit(
             Load(
                 self._request,
@@ -103,7 +108,7 @@ class Receiver(BaseKVReceiver):
                 self._identity,
                 first_token=prefix,
                 stop_token=self._prompt_tokens,
-                pages=((*held, *kv_indices.tolist()),),
+                pages=tuple(tables),
                 wait=True,
             ),
             fence=self.kv_mgr.forward_fence(),

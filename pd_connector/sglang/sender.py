@@ -17,7 +17,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.outgoing import Free, Offer
 from pd_connector.sglang.failure import TransferError, contained
-from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import read_row
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sender(BaseKVSender):
         """The request, which a sender is not told when it is made."""
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = fingerprint(req)
+        self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.watch(self._request)
         self.kv_mgr.agent.submit(Expect(self._transfer))
@@ -148,7 +148,7 @@ class Sender(BaseKVSender):
         offer = Offer(
             self._transfer,
             self._request,
-            (tuple(self._pages),),
+            self.kv_mgr.tables(self._pages),
             self._identity,
             prompt_tokens=self._prompt_tokens,
             tokens=self._sent_tokens,

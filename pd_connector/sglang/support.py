@@ -21,8 +21,8 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
     for name in ("attn_dp_size", "attn_cp_size", "pp_size", "dcp_size"):
         if (found := getattr(parallel, name, 1)) != 1:
             raise ConfigError(_refusal(f"{name} {found}", "use tensor parallelism alone"))
-    if kv_args.state_types:
-        kinds = ", ".join(kind.value for kind in kv_args.state_types)
+    if states := [kind.value for kind in kv_args.state_types if kind.value != "swa"]:
+        kinds = ", ".join(states)
         raise ConfigError(
             _refusal(f"state of kind {kinds} beside the KV pool", "serve this model without it")
         )
@@ -43,7 +43,6 @@ _WANTED = {
     "disaggregation_decode_allocation_policy": "early",
     "disaggregation_decode_host_receive_threshold": 1.0,
     "optimistic_prefill_attempts": 0,
-    "enable_lora": None,
     "enable_memory_saver": False,
 }
 """Arguments of SGLang's, and the one value of each that is known to work here."""

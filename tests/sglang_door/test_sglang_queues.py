@@ -14,7 +14,14 @@ pytest.importorskip("sglang.srt")
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import MetadataBuffers
-from sglang_door.test_sglang_cache import HEADS, TOKENS, full_attention, slots_of
+from sglang_door.test_sglang_cache import (
+    HEADS,
+    SLIDING_WINDOW,
+    TOKENS,
+    full_attention,
+    slots_of,
+    with_windows,
+)
 from support.agents import until
 
 from pd_connector.agent.agent import Agent
@@ -22,6 +29,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
+from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.manager import Manager
@@ -36,10 +44,14 @@ CONFIG = Config(transports=("tcp",), connect_timeout_s=5.0, lease_s=30.0)
 class Engine(Manager):
     """A manager without SGLang's scheduler around it."""
 
-    def __init__(self, *, produces: bool, page_size: int = 16) -> None:
-        self.pool = full_attention(page_size)
+    def __init__(self, *, produces: bool, page_size: int = 16, pool: Any = None) -> None:
+        self.pool = pool or full_attention(page_size)
         self.page_size = page_size
-        cache = describe_cache(self.pool, HEADS, own_shard(self.pool, 0, 1))
+        cache = describe_cache(
+            self.pool, HEADS, own_shard(self.pool, 0, 1), sliding_window=SLIDING_WINDOW
+        )
+        self._windows = pool is not None
+        self._adapters = Adapters(SimpleNamespace(lora_manager=None))
         self.agent = Agent(
             CONFIG,
             "p" if produces else "d",
@@ -55,7 +67,14 @@ class Engine(Manager):
         self.forgotten: list[str] = []
         self._told = {}
         self._watched = set()
-        self._scheduler = SimpleNamespace()
+        self._scheduler = SimpleNamespace(
+            device="cpu",
+            token_to_kv_pool_allocator=SimpleNamespace(
+                translate_swa_indices_for_transfer=lambda slots: (
+                    self.pool.translate_loc_from_full_to_swa(slots)
+                )
+            ),
+        )
 
     def prefill_engine(self, address: str) -> Found:
         return self.found
@@ -65,9 +84,11 @@ class Engine(Manager):
 
 
 class Pair:
-    def __init__(self, page_sizes: tuple[int, int] = (16, 16)) -> None:
-        self.p = Engine(produces=True, page_size=page_sizes[0])
-        self.d = Engine(produces=False, page_size=page_sizes[1])
+    def __init__(
+        self, page_sizes: tuple[int, int] = (16, 16), pools: tuple[Any, Any] = (None, None)
+    ) -> None:
+        self.p = Engine(produces=True, page_size=page_sizes[0], pool=pools[0])
+        self.d = Engine(produces=False, page_size=page_sizes[1], pool=pools[1])
         peer = Peer(Source("127.0.0.1", self.p.agent.port, "p"), own_shard(self.p.pool, 0, 1))
         self.d.found = Found((peer,))
 
@@ -76,6 +97,7 @@ class Pair:
             rid="r",
             origin_input_ids=list(tokens),
             cache_salt=None,
+            lora_id=None,
             return_logprob=False,
             metadata_buffer_index=1,
             output_ids=[9],
@@ -156,6 +178,60 @@ def test_a_request_goes_through_both_engines(pair: Pair) -> None:
     sender.clear()
     receiver.clear()
     until(pair.idle, "idle")
+
+
+@pytest.mark.parametrize("page_sizes", [(16, 16), (1, 16), (16, 1)])
+def test_of_layers_with_a_window_only_the_window_passes(page_sizes: tuple[int, int]) -> None:
+    """Their slots differ from those of other layers, and on both sides."""
+    pools = with_windows(page_sizes[0], shift=16), with_windows(page_sizes[1], shift=48)
+    pair = Pair(page_sizes, pools)
+    try:
+        req = pair.request()
+        sender, receiver = pair.sender(req), pair.receiver(req)
+        pair.send_all(sender, req)
+        reach(receiver.poll, KVPoll.WaitingForInput)
+        pages, size = pair.pages(pair.d), pair.d.page_size
+        first = (TOKENS - SLIDING_WINDOW) // size
+        window = pools[1].full_to_swa_index_mapping[torch.from_numpy(pages[first:]) * size] // size
+        before = pools[1].swa_kv_pool.k_buffer[0].clone()
+        receiver.send_metadata(pages, 2, [window.numpy()], decode_prefix_len=0)
+        reach(receiver.poll, KVPoll.Success)
+        here = slots_of(pair.pages(pair.p).tolist(), pair.p.page_size)
+        there = slots_of(pages.tolist(), size)
+        for part, kept in (("full_kv_pool", TOKENS), ("swa_kv_pool", SLIDING_WINDOW)):
+            shifts = (0, 0) if kept == TOKENS else (16, 48)
+            ours, theirs = (getattr(pool, part) for pool in pools)
+            for name in ("k_buffer", "v_buffer"):
+                for mine, other in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+                    assert torch.equal(
+                        mine[here[-kept:] + shifts[0]], other[there[-kept:] + shifts[1]]
+                    )
+        untouched = there[: first * size] + 48
+        assert torch.equal(pools[1].swa_kv_pool.k_buffer[0][untouched], before[untouched])
+        reach(sender.poll, KVPoll.Success)
+        sender.clear()
+        receiver.clear()
+        until(pair.idle, "idle")
+    finally:
+        pair.close()
+
+
+def test_a_page_that_its_window_has_passed_is_no_page() -> None:
+    pair = Pair(pools=(with_windows(16), with_windows(16)))
+    try:
+        pair.p.pool.full_to_swa_index_mapping[16:32] = 0  # as SGLang marks what it has given back
+        assert pair.p.tables([1, 2]) == ((1, 2), (-1, 3))
+    finally:
+        pair.close()
+
+
+def test_an_adapter_that_is_not_known_ends_its_request(pair: Pair) -> None:
+    req = pair.request()
+    req.lora_id = "nobody's"
+    sender = pair.sender(req)
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(TransferError, match="not loaded"):
+        sender.failure_exception()
 
 
 def test_what_the_decode_engine_has_is_not_fetched(pair: Pair) -> None:

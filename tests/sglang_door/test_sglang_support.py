@@ -35,7 +35,8 @@ def test_every_argument_that_is_looked_at_is_one_of_sglangs() -> None:
 
 def test_an_engine_as_it_comes_is_fine() -> None:
     check_supported(PLAIN, ARGS, ALONE)
-    check_supported(PLAIN, changed(ARGS, enable_lora=False), ALONE)
+    check_supported(PLAIN, changed(ARGS, enable_pdmux=None), ALONE)
+    check_supported(changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, changed(ARGS, enable_hisparse=True), ALONE, "--enable-hisparse True"),
         (PLAIN, ARGS, changed(ALONE, pp_size=2), "pp_size 2"),
         (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "attn_dp_size 2"),
-        (changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE, "kind swa"),
+        (changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]), ARGS, ALONE, "kind mamba"),
         (changed(PLAIN, num_draft_entries=2), ARGS, ALONE, "draft model"),
     ],
 )

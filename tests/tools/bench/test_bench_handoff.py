@@ -40,6 +40,8 @@ LINK, LOCAL = vllm.LINK.ours, vllm.LOCAL.ours
 class FakePair:
     """Records what is done to it; uses as many cores as it is told to."""
 
+    measured_receiving = False
+
     def __init__(self, name: str, log: list[str], cores: float = 0.0, fetches: bool = True) -> None:
         self.contender = {"base": BASELINE, **LOCAL}.get(name) or Contender(name, name)
         self.engines = (SimpleNamespace(client=FakeTokenizer()), None)
@@ -69,9 +71,6 @@ class FakePair:
         self.prompts.append(list(prompt))
         self.salts.append(salt)
         return Run(2.0, 0.001 * len(self.prompts), "ab")
-
-    def decoding(self, prompt) -> None:
-        return None
 
     def check(self) -> None:
         assert not self.frozen, "a frozen engine does not answer"

@@ -151,7 +151,9 @@ class TurnMeasurement:
         prompt, other = self._prompts.make(tokens), self._prompts.make(LONG_ANSWER_PROMPT_TOKENS)
         return [
             measure_receiving(self._turn(index), prompt, other, self._runs)
-            for index in range(len(self._pairs))
+            if pair.measured_receiving
+            else None
+            for index, pair in enumerate(self._pairs)
         ]
 
     def _turn(self, index: int) -> Pair:

@@ -47,7 +47,12 @@ class Pair(ABC):
         contender: the connector that both have.
         prefill: the producer.
         decode: the consumer.
+
+    Attributes:
+        measured_receiving: whether it is also measured what receiving costs.
     """
+
+    measured_receiving = False
 
     def __init__(self, contender: Contender, prefill: Service, decode: Service) -> None:
         self.contender = contender
@@ -98,14 +103,14 @@ class Pair(ABC):
             BenchError: it did not, so that its times are not those of a handoff.
         """
 
-    def decoding(self, prompt: Sequence[int]) -> AbstractContextManager[Sequence[float]] | None:
+    def decoding(self, prompt: Sequence[int]) -> AbstractContextManager[Sequence[float]]:
         """Within, the decode engine decodes one long answer; gives the times at which its tokens came,
-        in seconds of `time.perf_counter`, as they come. None where a pair is not measured while it
-        receives."""
-        return None
+        in seconds of `time.perf_counter`, as they come. Called where `measured_receiving`."""
+        raise NotImplementedError
 
     def kv_gb(self, tokens: int) -> float:
-        """GB of KV that so many tokens have in the engine's cache. Only where there is `decoding`."""
+        """GB of KV that so many tokens have in the engine's cache. Called where
+        `measured_receiving`."""
         raise NotImplementedError
 
 

@@ -27,21 +27,18 @@ class Receiving(NamedTuple):
 
 def measure_receiving(
     pair: Pair, prompt: Sequence[int], other: Sequence[int], runs: int
-) -> Receiving | None:
-    """Hand over one prompt many times; None where pairs of this kind are not measured so.
+) -> Receiving:
+    """Hand over one prompt many times.
 
     Args:
         prompt: is handed over.
         other: prompt of the long answer.
         runs: measurements of each.
     """
-    long_answer = pair.decoding(other)
-    if long_answer is None:
-        return None
     salt = uuid.uuid4().hex
     pair.run(prompt, salt)  # from now on the prefill engine has it
     cpu = [_cpu_s(pair, prompt, salt) / (TRANSFERS * pair.kv_gb(len(prompt))) for _ in range(runs)]
-    with long_answer as times:
+    with pair.decoding(other) as times:
         rates = [_rate(pair, prompt, salt, times) for _ in range(runs)]
     return Receiving(tuple(cpu), tuple(rates))
 

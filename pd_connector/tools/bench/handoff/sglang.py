@@ -62,6 +62,8 @@ class SglangContender(Contender):
 class SglangPair(Pair):
     """Two SGLang engines."""
 
+    measured_receiving = True
+
     def __init__(
         self, contender: Contender, prefill: SglangEngine, decode: SglangEngine, model: str
     ) -> None:
