@@ -65,12 +65,22 @@ class Receiver(BaseKVReceiver):
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill engine is known: wait until its KV begins to come."""
+        """The prefill engine is known: wait until its KV begins to come.
+
+        Args:
+            prefill_dp_rank: which of its replicas has the request.
+        """
         found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
         if found.problem is not None:
             self.fail(*found.problem)
             return
-        self._peers = found.peers
+        if not 0 <= prefill_dp_rank < len(found.replicas):
+            self.fail(
+                Cause.ROLE,
+                f"prefill replica {prefill_dp_rank} of {len(found.replicas)}: there is none",
+            )
+            return
+        self._peers = found.replicas[prefill_dp_rank]
         self._asked = True
         self.kv_mgr.agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
 
@@ -97,7 +107,8 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         self._state = KVPoll.Transferring
         held = [-1] * (prefix // self.kv_mgr.page_size)
-        tables = [(*held, *kv_indices.tolist())]
+        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        tables = [(*held, *pages)]
         for window in state_indices or ():
             tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
         self.kv_mgr.agent.submit(

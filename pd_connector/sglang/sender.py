@@ -79,7 +79,8 @@ class Sender(BaseKVSender):
         assert num_kv_tokens is not None
         final = state_indices is not None
         first = self._sent_tokens // self.kv_mgr.page_size
-        self._pages[first : first + len(kv_indices)] = kv_indices.tolist()
+        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        self._pages[first : first + len(pages)] = pages
         self._sent_tokens = min(self._sent_tokens + num_kv_tokens, self._prompt_tokens)
         if final and self._failure is None:
             self._state = KVPoll.Transferring

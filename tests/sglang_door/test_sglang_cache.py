@@ -193,6 +193,14 @@ def test_pools_that_cannot_be_moved_are_named() -> None:
     with pytest.raises(UnsupportedGeometryError, match="KV pool of type Other"):
         describe_cache(pool, HEADS, own_shard(pool, 0, 1))
     pool = full_attention(16)
+    pool.kv_cache_layout = "hnd"
+    with pytest.raises(UnsupportedGeometryError, match="layout hnd"):
+        describe_cache(pool, HEADS, own_shard(pool, 0, 1))
+    sparse = latents(16)
+    sparse.use_dsa = True
+    with pytest.raises(UnsupportedGeometryError, match="MLATokenToKVPool"):
+        describe_cache(sparse, HEADS, own_shard(sparse, 0, 1))
+    pool = full_attention(16)
     pool.dtype = torch.float8_e5m2
     with pytest.raises(UnsupportedGeometryError, match=r"float8_e5m2.*--kv-cache-dtype auto"):
         describe_cache(pool, HEADS, own_shard(pool, 0, 1))

@@ -73,13 +73,40 @@ def test_a_registry_names_a_rank_and_the_rank_names_all(
 ) -> None:
     rank = ranks(LONG)
     address = registry((503, b"not all ranks have registered"), (200, row(rank.agent.port)))
-    assert found(engines, address) == Found((rank.peer,))
+    assert found(engines, address) == Found(((rank.peer,),))
+
+
+def test_each_replica_of_an_engine_is_asked_for_its_own_ranks(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines
+) -> None:
+    one, other = ranks(LONG), ranks(LONG)
+    engine = json.dumps({"dp_size": 2, "follow_bootstrap_room": True}).encode()
+    address = registry((200, engine), (200, row(one.agent.port)), (200, row(other.agent.port)))
+    assert found(engines, address) == Found(((one.peer,), (other.peer,)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"dp_size": 2, "follow_bootstrap_room": False}, "--load-balance-method"),
+        ({"dp_size": 1 << 40}, "replicas"),
+        ({"dp_size": -1}, "replicas"),
+        ({"dp_size": "x"}, "invalid literal"),
+    ],
+)
+def test_a_registry_cannot_make_an_engine_ask_without_end(
+    registry: Registry, engines: PrefillEngines, engine: Any, told: str
+) -> None:
+    problem = found(engines, registry((200, json.dumps(engine).encode()))).problem
+    assert problem is not None
+    assert problem[0] is Cause.UNREACHABLE
+    assert told in problem[1]
 
 
 def test_a_control_port_is_an_address_too(ranks: Ranks, engines: PrefillEngines) -> None:
     """So a prefill engine that is not SGLang's is reached."""
     rank = ranks(LONG)
-    assert found(engines, f"127.0.0.1:{rank.agent.port}") == Found((rank.peer,))
+    assert found(engines, f"127.0.0.1:{rank.agent.port}") == Found(((rank.peer,),))
 
 
 def test_looking_up_does_not_make_the_engine_wait(engines: PrefillEngines) -> None:

@@ -313,15 +313,15 @@ def test_ours_are_also_compared_among_themselves_where_a_bar_asks_for_it():
         ]
     )
     handoffs = {
-        (other, c.params["page"]): (c.baseline.values, c.bar, c.ok)
+        (other, c.params["engines"]): (c.baseline.values, c.bar, c.ok)
         for other, comparisons in found.tables
         for c in comparisons
         if c.name == "handoff"
     }
     assert handoffs == {
-        ("NIXL page 16", "16"): ((1000.0, 1200.0), 0.97, True),
-        ("NIXL page 1", "1"): ((2000.0,), 0.97, True),
-        ("raw", "1"): ((900.0,), 1.00, False),
+        ("NIXL page 16", "page 16"): ((1000.0, 1200.0), 0.97, True),
+        ("NIXL page 1", "page 1"): ((2000.0,), 0.97, True),
+        ("raw", "page 1"): ((900.0,), 1.00, False),
     }
     assert found.drift == {2048: 1.2}
 

@@ -198,15 +198,15 @@ def _ours(
     tp: tuple[int, int] = (1, 1),
     transport: str = "tcp",
 ) -> SglangContender:
-    shape = "/".join(map(str, pages)) if pages[0] != pages[1] else str(pages[0])
-    ranks = "" if tp == (1, 1) else f" TP {tp[0]}/{tp[1]}"
-    name = f"{transport if transport != 'tcp' else codec}"
+    engines = [f"page {pages[0]}" if pages[0] == pages[1] else f"page {pages[0]}/{pages[1]}"]
+    engines += [f"TP {tp[0]}/{tp[1]}"] if tp != (1, 1) else []
+    name = codec if transport == "tcp" else f"{transport} {codec}"
     name += "+layers" if overlap == "layer" else ""
     return SglangContender(
-        name + (f" page {shape}" if pages != (16, 16) else "") + ranks,
+        " ".join([name, *(part for part in engines if part != "page 16")]),
         "pd_connector",
         {"transports": [transport], "codec": codec, "overlap": overlap},
-        {"codec": codec, "overlap": overlap, "page": shape, "TP": "/".join(map(str, tp))},
+        {"codec": codec, "overlap": overlap, "engines": ", ".join(engines)},
         against,
         True,
         pages,
@@ -250,5 +250,5 @@ _BASELINES = by_name(_PAGE_16, _PAGE_1)
 LINK = LineUp("sglang", _BASELINES, _OVER_LINK, tuple(_OVER_LINK), SglangPair.of, _problem, True)
 """Over a link between two namespaces."""
 
-LOCAL = LineUp("sglang", _BASELINES, _LOCAL, ("shm",), SglangPair.of, _problem, True)
+LOCAL = LineUp("sglang", _BASELINES, _LOCAL, ("shm raw",), SglangPair.of, _problem, True)
 """On one machine."""
