@@ -51,8 +51,8 @@ def describe_cache(
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if type(pool) is not SWAKVPool:
-        numbers = range(shard.first_layer, shard.stop_layer)
-        found = [_describe(pool, numbers, total_heads, scales or {})]
+        held = range(shard.first_layer, shard.stop_layer)
+        found = [_describe(pool, held, total_heads, scales or {})]
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from support.agents import LONG, Ranks, ranks, until
+from support.agents import KEY, LONG, Ranks, ranks, until
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
@@ -122,6 +122,17 @@ def test_a_registry_is_not_believed_about_what_may_not_be_dialled(
     problem = found(engines, registry((200, row(1, host="192.0.2.1")))).problem
     assert problem is not None
     assert problem[0] is Cause.INSECURE_ADDRESS
+
+
+def test_a_registry_that_names_a_stranger_ends_the_look_up(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines
+) -> None:
+    """The registry is plain HTTP: whoever it names must have the key."""
+    stranger = ranks({**LONG, "key": KEY})
+    address = registry((200, row(stranger.agent.port)))
+    problem = found(engines, address).problem
+    assert problem is not None
+    assert problem[0] is Cause.UNREACHABLE
 
 
 @pytest.mark.parametrize(

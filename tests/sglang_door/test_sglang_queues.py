@@ -251,7 +251,7 @@ def test_a_decode_engine_that_is_named_as_the_prefill_engine_says_so(pair: Pair)
     pair.d.found = Found(((itself,),))
     receiver = pair.receiver(pair.request())
     reach(receiver.poll, KVPoll.Failed)
-    with pytest.raises(TransferError, match="role|unreachable"):
+    with pytest.raises(TransferError, match=r"role|unreachable"):
         receiver.failure_exception()
     receiver.clear()
     until(pair.idle, "idle")
