@@ -6,24 +6,21 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pd_connector.agent.chunk_sender import ChunkSender
 from pd_connector.agent.commands import Computed, Revoke
 from pd_connector.agent.consumer_sessions import ConsumerSessions
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.integrity import HasIntegrity
-from pd_connector.agent.outbox import OFFERED, Key, Outbox
-from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
+from pd_connector.agent.outbox import OFFERED, Outbox
+from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.config import is_loopback
 from pd_connector.control.sockets import Listener
-from pd_connector.errors import (
-    Cause,
-    MalformedMessageError,
-    TransportError,
-)
+from pd_connector.errors import Cause, MalformedMessageError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.protocol import messages
-from pd_connector.protocol.outgoing import Action, Free, Offer, Reply, Send
+from pd_connector.protocol.outgoing import Action, Free, Offer, Reply
 from pd_connector.protocol.producer import Producer
 from pd_connector.transport.base import Transport, Written
 
@@ -73,6 +70,9 @@ class ProducerSide:
         self._sessions = ConsumerSessions(resources)
         self._next_sweep = 0.0
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
+        self._sender = ChunkSender(
+            resources, self._producer, self._outbox, self._sessions, self._listener, self._act
+        )
 
     @property
     def host(self) -> str:
@@ -195,17 +195,13 @@ class ProducerSide:
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
-        self._ended_write((transport.name, written.token), written.ok, written.detail)
+        self._sender.ended((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
-        compiling = self._sessions.compiling
-        while not self._outbox.full:
-            send = self._producer.next_send({*self._outbox.backpressured, *compiling})
-            if send is None:
-                return
+        for send in self._sender.ready():
             with self._ending_on_error(send.session, now):
-                self._send(send, now)
+                self._sender.send(send, now)
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
@@ -238,7 +234,7 @@ class ProducerSide:
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
                 if self._outbox.offered_to(sender, message.offer):
-                    self._ended_write((OFFERED, message.offer), True, "")
+                    self._sender.ended((OFFERED, message.offer), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case messages.Cancel():
@@ -277,43 +273,8 @@ class ProducerSide:
         self._act(self._producer.session_lost(sender))
         for key in self._outbox.offers_to(sender):
             # If it still reads there, its checksum will be wrong.
-            self._ended_write(key, False, "the session has ended")
+            self._sender.ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)
-
-    def _send(self, send: Send, now: float) -> None:
-        """Send a chunk, if its pages are still kept."""
-        if not send.kept:
-            self._producer.unsend(send)
-            detail = f"tokens {send.chunk.first_token}-{send.chunk.stop_token} are not kept"
-            self._act(self._producer.fail(send.session, send.transfer, Cause.WINDOW, detail))
-            return
-        try:
-            offer = self._outbox.post(send, self._sessions[send.session].path, now)
-        except RevokedError:
-            self._producer.unsend(send)
-            return
-        except TransportError as error:
-            # Not the exception itself: its frames would keep the slot's memory.
-            logger.warning("write for transfer %s cannot start: %s", send.transfer, str(error))
-            self._act(self._producer.written(send.session, send.transfer, False, str(error)))
-            return
-        self._producer.gathered(send, self._steps.count)
-        if send.early:  # counted first: who sees all chunks sees those that were early
-            self._telemetry.count("early_chunks")
-        self._telemetry.count("sent_chunks")
-        if offer is not None:
-            self._listener.send(send.session, messages.encode(offer))
-
-    def _ended_write(self, key: Key, ok: bool, detail: str) -> None:
-        """A chunk has arrived, or certainly will not."""
-        chunk = self._outbox.ended(key)
-        if chunk is None:
-            return
-        if ok:
-            self._telemetry.count("sent_bytes", chunk.nbytes)
-        else:
-            logger.warning("chunk of transfer %s failed: %s", chunk.transfer, detail)
-        self._act(self._producer.written(chunk.session, chunk.transfer, ok, detail))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

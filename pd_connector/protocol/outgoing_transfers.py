@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from pd_connector.protocol.deadlines import Deadlines
 from pd_connector.protocol.outgoing import SessionId
+from pd_connector.protocol.outgoing_stream import OutgoingStream
 from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
 
 
@@ -40,6 +41,11 @@ class OutgoingTransfers:
             outgoing = self._transfers[transfer] = OutgoingTransfer(transfer, expires)
             self.schedule(outgoing)
         return outgoing
+
+    def stream(self, session: SessionId, transfer: str) -> OutgoingStream | None:
+        """What this session reads of the transfer, if it has opened it."""
+        outgoing = self._transfers.get(transfer)
+        return None if outgoing is None else outgoing.streams.get(session)
 
     def touch(self, session: SessionId, outgoing: OutgoingTransfer) -> None:
         """This session watches or reads the transfer, or has tried to."""

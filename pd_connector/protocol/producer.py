@@ -3,31 +3,23 @@
 
 It has no sockets, no engine and no clock. Events come in as calls with the time; what must happen
 goes out as actions. A transfer has two halves, which may come in either order. Offers come from
-this engine, one with each step of the prefill, and say what is computed. Openings (`Open`) come from
-each consumer rank that needs a part of it. What is both computed and opened is sent.
+this engine, one with each step of the prefill, and say what is computed: they are here, with the
+leases that the last one begins. Openings (`Open`) come from each consumer rank that needs a part of
+it: they are in `openings`. What is both computed and opened is sent: `send_queue` says what is next.
 """
 
-from collections import deque
 from collections.abc import Collection, Sequence
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
-from pd_connector.protocol.draining import Draining
-from pd_connector.protocol.outgoing import (
-    Action,
-    Free,
-    Offer,
-    Reply,
-    Send,
-    SessionId,
-    Step,
-)
-from pd_connector.protocol.outgoing_stream import OutgoingStream
+from pd_connector.protocol.openings import Openings
+from pd_connector.protocol.outgoing import Action, Free, Offer, Send, SessionId, Step
 from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
 from pd_connector.protocol.outgoing_transfers import OutgoingTransfers
 from pd_connector.protocol.past_transfers import PastTransfers
+from pd_connector.protocol.send_queue import SendQueue
 
 LAYERS_PAY_S = 0.005
 """If the link would need this long for a step's KV after its end, in seconds, or longer, the KV is
@@ -47,12 +39,13 @@ class Producer:
         self, config: Config, pages: int | None = None, *, late_revokes: bool = False
     ) -> None:
         self._config = config
-        self._late_revokes = late_revokes
         self._most_leased = float("inf") if pages is None else config.lease_share * pages
         self._transfers = OutgoingTransfers()
-        self._ready: dict[tuple[str, SessionId], None] = {}
-        self._draining = Draining()
         self._past = PastTransfers()
+        self._queue = SendQueue(self._transfers)
+        self._openings = Openings(
+            config, self._transfers, self._past, self._queue, provisional=late_revokes
+        )
 
     @property
     def transfers(self) -> int:
@@ -94,11 +87,11 @@ class Producer:
             self._transfers.schedule(outgoing)
             self._transfers.lease(outgoing)
             if outgoing.all_finished:
-                return self._end(outgoing, outgoing.cause, "")
+                return self._openings.end(outgoing, outgoing.cause, "")
             actions += self._evict(outgoing)
         actions += outgoing.tell_watchers()
         for session in list(outgoing.streams):
-            actions += self._start(outgoing, session)
+            actions += self._openings.start(outgoing, session)
         return actions
 
     def computed(
@@ -119,7 +112,7 @@ class Producer:
         elif self._config.overlap == "layer" or outgoing.link_s(tokens) > LAYERS_PAY_S:
             outgoing.step = Step(tokens, stop_layer)
         for session in outgoing.streams:
-            self._mark_ready(transfer, session)
+            self._queue.add(transfer, session)
         return outgoing.tell_watchers()
 
     def revoke(
@@ -141,7 +134,7 @@ class Producer:
         for session, stream in list(outgoing.streams.items()):
             if stream.last_gathered >= doubtful_since:
                 detail = "the prefill was preempted, and its pages overwritten, as they were read"
-                actions += self.fail(session, transfer, Cause.PREEMPTED, detail)
+                actions += self._openings.fail(session, transfer, Cause.PREEMPTED, detail)
         return actions
 
     def withdraw(self, transfer: str, request: str) -> list[Action]:
@@ -153,46 +146,25 @@ class Producer:
             return []
         if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
-        ended = self._end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        ended = self._openings.end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
         return [action for action in ended if not isinstance(action, Free)]  # it knows
 
     def watch(self, session: SessionId, transfer: str, now: float) -> list[Action]:
         """A consumer wants to hear when the prefill has begun."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None:
-            if self._past.has_ended(transfer) or self._past.is_unwanted(transfer):
-                return [_refusal(session, transfer, *self._past.why_not(transfer))]
-            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
-        self._transfers.touch(session, outgoing)
-        outgoing.watchers.add(session)
-        return outgoing.tell_watchers()
+        return self._openings.watch(session, transfer, now)
 
     def open(
         self, session: SessionId, message: messages.Open, routes: Sequence[Route], now: float
     ) -> list[Action]:
         """A consumer rank asks for KV, which passes along these routes."""
-        transfer = message.transfer
-        outgoing = self._transfers.get(transfer)
-        if (session, transfer) in self._draining:
-            return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
-        if outgoing is None:
-            if not message.wait or self._past.has_ended(transfer):
-                return [_refusal(session, transfer, *self._past.why_not(transfer))]
-            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
-        if session in outgoing.streams or outgoing.full(message.readers):
-            return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
-        self._transfers.touch(session, outgoing)
-        outgoing.watchers.discard(session)
-        outgoing.readers = max(outgoing.readers, message.readers)
-        outgoing.streams[session] = OutgoingStream(message, routes, deque(message.slots))
-        return self._start(outgoing, session)
+        return self._openings.open(session, message, routes, now)
 
     def credit(self, session: SessionId, transfer: str, slots: Sequence[int]) -> None:
         """A consumer grants slots."""
-        stream = self._stream(session, transfer)
+        stream = self._transfers.stream(session, transfer)
         if stream is not None:
             stream.credit(slots)
-            self._mark_ready(transfer, session)
+            self._queue.add(transfer, session)
 
     def next_send(self, busy: Collection[SessionId] = ()) -> Send | None:
         """The next chunk to send; None if there is none. Streams that have credit take turns.
@@ -202,81 +174,37 @@ class Producer:
         Args:
             busy: sessions that cannot take a chunk now.
         """
-        while True:
-            key = next((key for key in self._ready if key[1] not in busy), None)
-            if key is None:
-                return None
-            del self._ready[key]
-            transfer, session = key
-            outgoing = self._transfers.get(transfer)
-            if outgoing is None or not self._may_send(outgoing, session):
-                continue
-            send = outgoing.next_send(session)
-            if send is not None:
-                self._ready[key] = None  # behind all others
-                return send
+        return self._queue.next_send(busy)
 
     def gathered(self, send: Send, step: int) -> None:
         """A chunk has been read from its pages, and posted; `step` is the engine's, counted after
         that."""
-        stream = self._stream(send.session, send.transfer)
+        stream = self._transfers.stream(send.session, send.transfer)
         if stream is not None:
             stream.last_gathered = step
 
     def unsend(self, send: Send) -> None:
         """What `next_send` gave cannot be gathered now: its pages have been revoked. It is given
         again only after something has changed, such as an offer."""
-        self._ready.pop((send.transfer, send.session), None)
-        stream = self._stream(send.session, send.transfer)
-        assert stream is not None  # nothing has happened since
-        stream.unsend(send)
+        self._queue.unsend(send)
 
     def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:
         """A write has ended; `session` is the one it went to."""
-        stream = self._stream(session, transfer)
-        if stream is None:
-            return self._draining.written(session, transfer)
-        stream.writing -= 1
-        return [] if ok else self.fail(session, transfer, Cause.TRANSPORT, detail)
+        return self._openings.written(session, transfer, ok, detail)
 
     def fail(self, session: SessionId, transfer: str, cause: Cause, detail: str) -> list[Action]:
         """What this consumer wants cannot be sent."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None or session not in outgoing.streams:
-            return []
-        told: list[Action] = [_refusal(session, transfer, cause, detail)]
-        return told + self._reader_finished(outgoing, session, cause)
+        return self._openings.fail(session, transfer, cause, detail)
 
     def done(self, session: SessionId, transfer: str) -> list[Action]:
         """The consumer has verified and placed everything."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None or session not in outgoing.streams:
-            return []
-        return self._reader_finished(outgoing, session, None)
+        return self._openings.done(session, transfer)
 
     def cancel(
         self, session: SessionId, transfer: str, cause: Cause, now: float, readers: int = 1
     ) -> list[Action]:
         """A consumer does not want the transfer (any more); it may never have opened it."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None:
-            if (session, transfer) in self._draining:
-                return self._draining.confirm(session, transfer)
-            if readers == 1:
-                self._past.unwant(transfer, now + self._config.lease_s)
-                return [Reply(session, messages.Cancelled(transfer))]
-            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
-        outgoing.watchers.discard(session)
-        if session not in outgoing.streams:
-            known = session in outgoing.refused or session in outgoing.finished
-            if known or outgoing.full(readers):
-                outgoing.refused.discard(session)
-                return self._draining.confirm(session, transfer)
-        outgoing.readers = max(outgoing.readers, readers)
-        if not outgoing.final and len(outgoing.finished) + 1 >= outgoing.readers:
-            self._past.unwant(transfer, now + self._config.wait_timeout_s)
-        actions = self._reader_finished(outgoing, session, cause)
-        return actions + self._draining.confirm(session, transfer)
+        return self._openings.cancel(session, transfer, cause, now, readers)
 
     def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
         """A consumer still wants these transfers, opened or not: their leases are extended."""
@@ -287,20 +215,13 @@ class Producer:
 
     def session_lost(self, session: SessionId) -> list[Action]:
         """A consumer is gone. Nobody will fetch what it had opened."""
-        actions: list[Action] = []
-        for outgoing in self._transfers.lose(session):
-            outgoing.watchers.discard(session)
-            outgoing.refused.discard(session)
-            if session in outgoing.streams:
-                actions += self._reader_finished(outgoing, session, Cause.SESSION_LOST)
-        self._draining.lost(session)
-        return actions
+        return self._openings.session_lost(session)
 
     def end_all(self, cause: Cause, detail: str) -> list[Action]:
         """End every transfer: the KV that it is of may not be used any more."""
         actions: list[Action] = []
         for outgoing in list(self._transfers):
-            actions += self._end(outgoing, cause, detail)
+            actions += self._openings.end(outgoing, cause, detail)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -308,7 +229,7 @@ class Producer:
         actions: list[Action] = []
         for outgoing in self._transfers.due(now):
             if outgoing.expires <= now:
-                actions += self._end(outgoing, *outgoing.expiry)
+                actions += self._openings.end(outgoing, *outgoing.expiry)
             else:
                 self._transfers.schedule(outgoing)
         self._past.tick(now)
@@ -330,13 +251,7 @@ class Producer:
                     raise RuntimeError(
                         f"request {outgoing.offer.request} is leased to {other} and {transfer}"
                     )
-            for session in outgoing.streams:
-                if (session, transfer) in self._draining:
-                    raise RuntimeError(
-                        f"transfer {transfer}: reader {session!r} reads it while its last opening "
-                        "still ends"
-                    )
-        self._draining.check_integrity()
+        self._openings.check_integrity()
 
     def _evict(self, new: OutgoingTransfer) -> list[Action]:
         """Too many pages are leased: the oldest that nobody has begun to fetch lose theirs, so
@@ -347,76 +262,5 @@ class Producer:
             if oldest is None:
                 break
             detail = "more than lease_share of the cache was leased"
-            actions += self._end(oldest, Cause.LEASE_EVICTED, detail)
+            actions += self._openings.end(oldest, Cause.LEASE_EVICTED, detail)
         return actions
-
-    def _start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
-        """Check an opening against an offer, and accept or refuse it; tell when all is there."""
-        transfer, offer, stream = outgoing.transfer, outgoing.offer, outgoing.streams[session]
-        if offer is None:
-            return []
-        known = stream.accepted
-        if not known:
-            slot_bytes = self._config.slot_bytes
-            problem = offer.problem(stream.message, stream.routes, slot_bytes) or stream.prepare()
-            if problem is not None:
-                # The pages stay leased: who asked was not the consumer they are meant for.
-                del outgoing.streams[session]
-                outgoing.refused.add(session)
-                return [_refusal(session, transfer, *problem)]
-        stream.accepted = True
-        self._mark_ready(transfer, session)
-        if known and not offer.final:
-            return []
-        provisional = self._late_revokes and not offer.final
-        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words, provisional)
-        return [Reply(session, accept)]
-
-    def _reader_finished(
-        self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
-    ) -> list[Action]:
-        """One consumer rank needs nothing more. When all have ended, the transfer ends."""
-        transfer = outgoing.transfer
-        stream = outgoing.streams.pop(session, None)
-        if stream is not None:
-            self._draining.add(session, transfer, stream)
-        outgoing.finished[session] = cause
-        if not outgoing.all_finished:
-            return []
-        # A prefill that is under way goes on to its end, where its pages are freed at once.
-        if outgoing.final or self._past.is_unwanted(transfer) or not outgoing.expected:
-            return self._end(outgoing, outgoing.cause, "")
-        return []
-
-    def _end(self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str) -> list[Action]:
-        transfer = outgoing.transfer
-        self._transfers.remove(outgoing)
-        self._past.end(transfer, cause)
-        for session, stream in outgoing.streams.items():
-            self._draining.add(session, transfer, stream)
-        actions: list[Action] = []
-        if cause is not None:
-            told = (*outgoing.streams, *outgoing.watchers)
-            actions += [_refusal(session, transfer, cause, detail) for session in told]
-        if outgoing.offer is not None and outgoing.offer.final:
-            actions.append(Free(outgoing.offer.request, cause))
-        return actions
-
-    def _stream(self, session: SessionId, transfer: str) -> OutgoingStream | None:
-        outgoing = self._transfers.get(transfer)
-        return None if outgoing is None else outgoing.streams.get(session)
-
-    def _may_send(self, outgoing: OutgoingTransfer, session: SessionId) -> bool:
-        """Whether a chunk that may have to be retracted would be."""
-        stream = outgoing.streams.get(session)
-        leased = outgoing.final or not self._late_revokes
-        return stream is not None and (leased or stream.message.provisional)
-
-    def _mark_ready(self, transfer: str, session: SessionId) -> None:
-        stream = self._stream(session, transfer)
-        if stream is not None and stream.accepted and stream.credits:
-            self._ready.setdefault((transfer, session))
-
-
-def _refusal(session: SessionId, transfer: str, cause: Cause, detail: str) -> Reply:
-    return Reply(session, messages.Refuse(transfer, cause, detail))

@@ -18,7 +18,7 @@ from scheduler_plugins.bench import order
 from scheduler_plugins.bench.classes import CACHE_TOKENS, CLASSES, stream
 from scheduler_plugins.bench.replay import ENGINE, Outcome, Setup, p99
 from scheduler_plugins.queue.fair_share import FairShare
-from scheduler_plugins.sim import engine as simulated
+from scheduler_plugins.sim import prefill as simulated
 from scheduler_plugins.sim.workload import merged
 
 STEP_TOKENS = (512, 2048, 8192)

@@ -11,7 +11,7 @@ import pytest
 from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, ranks, until
 from support.children import Children, children, nursery
 
-from pd_connector.agent import consumer_side
+from pd_connector.agent import session_keeper
 from pd_connector.agent.commands import Hold
 from pd_connector.control import addresses
 from pd_connector.errors import Cause
@@ -116,7 +116,7 @@ def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):
 def test_with_as_many_sessions_as_may_be_an_idle_one_makes_room_and_a_used_one_does_not(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(consumer_side, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(session_keeper, "MOST_SESSIONS", 2)
     producers = [ranks(LONG, consumes=False) for _ in range(3)]
     consumer = ranks(LONG, produces=False, seed=1)
     for i, producer in enumerate(producers):

@@ -317,9 +317,12 @@ def test_a_chunk_is_sent_when_it_is_computed_and_without_that_wrong_kv_would_be(
 
     world, _, prefill, _ = streaming()
     world.compute(prefill, 3)
-    (stream,) = world.producer._transfers["transfer0"].streams.values()
-    first = next(iter(stream.queues.values()))
-    monkeypatch.setattr(OutgoingStream, "next_queue", lambda self, offer, step: first)
+    take = OutgoingStream.take
+    monkeypatch.setattr(
+        OutgoingStream,
+        "take",
+        lambda self, offer, step: take(self, offer._replace(tokens=offer.prompt_tokens), step),
+    )
     assert world.send() is not None
     monkeypatch.undo()
     world.finish(prefill)
@@ -475,7 +478,7 @@ def test_a_producer_that_does_not_hold_everything_never_finishes_a_load_well(sha
 def test_without_the_look_at_what_came_half_of_the_heads_would_count(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("pd_connector.protocol.consumer.uncovered", lambda known, geometry: "")
+    monkeypatch.setattr("pd_connector.protocol.fetches.uncovered", lambda known, geometry: "")
     world = World(sources=HALVES[:1])
     world.prefill("transfer0", 12)
     world.load(world.links[0], "transfer0", 12)

@@ -61,11 +61,11 @@ def leased_twice(producer: Producer) -> None:
 
 def still_draining(producer: Producer) -> None:
     (session,) = producer._transfers["transfer0"].streams
-    producer._draining._writing[session, "transfer0"] = 1
+    producer._openings._draining._writing[session, "transfer0"] = 1
 
 
 def drains_nothing(producer: Producer) -> None:
-    producer._draining._writing[b"session", "transfer9"] = 0
+    producer._openings._draining._writing[b"session", "transfer9"] = 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def a_load_of_another(consumer: Consumer) -> None:
 
 
 def kept_back(consumer: Consumer) -> None:
-    consumer._unsent[next(iter(consumer._sessions))] = [messages.Done("transfer9")]
+    consumer._fetches._unsent[next(iter(consumer._sessions))] = [messages.Done("transfer9")]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class EnginePool:
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 16,
-        recipe: Recipe = Recipe(None, args=("--disable-radix-cache",)),  # noqa: B008 (frozen)
+        recipe: Recipe = Recipe(None, args=("--disable-radix-cache",)),
     ) -> list[Answer]:
         """What one engine answers alone; each prompt is asked once a session."""
 

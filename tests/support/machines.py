@@ -702,8 +702,8 @@ class World:
             assert rank.prefills == {}, "every offer ends in one Free"
             assert rank.producer.transfers == 0
             assert rank.producer.leased_pages == 0
-            assert rank.producer._draining._writing == {}
-            assert rank.producer._draining._waiting == set()
+            assert rank.producer._openings._draining._writing == {}
+            assert rank.producer._openings._draining._waiting == set()
             assert rank.producer._past._unwanted == {}
             assert sorted(rank.free_pages) == list(range(PRODUCER_PAGES))
         for link in self.links:
@@ -713,6 +713,6 @@ class World:
             assert link.pool.held == 0, "every slot comes home"
             assert link.pool.free == self.config.slots
             assert link.consumer._grants._ending == {}
-            assert link.consumer._unsent == {}
+            assert link.consumer._fetches._unsent == {}
             assert link.consumer._grants._waiting == {}
             assert sorted(link.free_pages) == list(range(CONSUMER_PAGES))

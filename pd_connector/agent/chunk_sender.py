@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends the chunks of a producer: which is next, whether its pages are kept, and how it ended."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+from pd_connector.agent.consumer_sessions import ConsumerSessions
+from pd_connector.agent.outbox import Key, Outbox
+from pd_connector.agent.page_gate import RevokedError
+from pd_connector.agent.resources import RankResources
+from pd_connector.control.sockets import Listener
+from pd_connector.errors import Cause, TransportError
+from pd_connector.protocol import messages
+from pd_connector.protocol.outgoing import Action, Send
+from pd_connector.protocol.producer import Producer
+
+logger = logging.getLogger("pd_connector.agent.chunk_sender")
+
+
+class ChunkSender:
+    """Used by the agent's thread only.
+
+    Args:
+        act: carries out what the state machine wants done.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        producer: Producer,
+        outbox: Outbox,
+        sessions: ConsumerSessions,
+        listener: Listener,
+        act: Callable[[list[Action]], None],
+    ) -> None:
+        self._telemetry = resources.telemetry
+        self._steps = resources.steps
+        self._producer = producer
+        self._outbox = outbox
+        self._sessions = sessions
+        self._listener = listener
+        self._act = act
+
+    def ready(self) -> Iterator[Send]:
+        """Chunks that can be sent now. Each must be sent before the next is asked for."""
+        compiling = self._sessions.compiling
+        while not self._outbox.full:
+            send = self._producer.next_send({*self._outbox.backpressured, *compiling})
+            if send is None:
+                return
+            yield send
+
+    def send(self, send: Send, now: float) -> None:
+        """Send a chunk, if its pages are still kept."""
+        if not send.kept:
+            self._producer.unsend(send)
+            detail = f"tokens {send.chunk.first_token}-{send.chunk.stop_token} are not kept"
+            self._act(self._producer.fail(send.session, send.transfer, Cause.WINDOW, detail))
+            return
+        try:
+            offer = self._outbox.post(send, self._sessions[send.session].path, now)
+        except RevokedError:
+            self._producer.unsend(send)
+            return
+        except TransportError as error:
+            # Not the exception itself: its frames would keep the slot's memory.
+            logger.warning("write for transfer %s cannot start: %s", send.transfer, str(error))
+            self._act(self._producer.written(send.session, send.transfer, False, str(error)))
+            return
+        self._producer.gathered(send, self._steps.count)
+        if send.early:  # counted first: who sees all chunks sees those that were early
+            self._telemetry.count("early_chunks")
+        self._telemetry.count("sent_chunks")
+        if offer is not None:
+            self._listener.send(send.session, messages.encode(offer))
+
+    def ended(self, key: Key, ok: bool, detail: str) -> None:
+        """A chunk has arrived, or certainly will not."""
+        chunk = self._outbox.ended(key)
+        if chunk is None:
+            return
+        if ok:
+            self._telemetry.count("sent_bytes", chunk.nbytes)
+        else:
+            logger.warning("chunk of transfer %s failed: %s", chunk.transfer, detail)
+        self._act(self._producer.written(chunk.session, chunk.transfer, ok, detail))

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a consumer's sessions with producers: dials them, hears them, looks after them, ends them."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from pd_connector.agent.dialler import Dialler
+from pd_connector.agent.handshake import RefusedError
+from pd_connector.agent.inbox import Inbox
+from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.outage import OutageWatch, named_for_what_it_is
+from pd_connector.agent.page_gate import AbandonedError
+from pd_connector.agent.resources import RankResources
+from pd_connector.errors import Cause, MalformedMessageError
+from pd_connector.kv.model import ModelFacts
+from pd_connector.protocol import messages
+from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.incoming import Action
+from pd_connector.protocol.peers import Source
+
+logger = logging.getLogger("pd_connector.agent.session_keeper")
+
+_SESSIONS_PER_HEARTBEAT = 16
+"""With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
+
+
+class SessionKeeper:
+    """Used by the agent's thread only.
+
+    Args:
+        sessions: those that exist; sessions are added and ended here only.
+        act: carries out what the state machine wants done.
+        read: fetches a chunk that a producer offers.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        dialler: Dialler,
+        sessions: OpenSessions,
+        consumer: Consumer,
+        inbox: Inbox,
+        outage: OutageWatch,
+        act: Callable[[Sequence[Action], float], None],
+        read: Callable[[OpenSession, messages.Offered | messages.OfferedPages, float], None],
+    ) -> None:
+        self._config = resources.config
+        self._cache = resources.cache
+        self._telemetry = resources.telemetry
+        self._dialler = dialler
+        self._sessions = sessions
+        self._consumer = consumer
+        self._inbox = inbox
+        self._outage = outage
+        self._act = act
+        self._read = read
+        self._next_heartbeat = 0.0
+
+    def receive(self, now: float) -> None:
+        """Handle every message that waits, and every connection that broke."""
+        for session in self._sessions.ready():
+            with self._ending_on_error(session, now):
+                self._receive(session, now)
+
+    def _receive(self, session: OpenSession, now: float) -> None:
+        for data in self._sessions.received(session):
+            if not self._sessions.holds(session):
+                return
+            try:
+                message = messages.decode_producer_message(data)
+            except MalformedMessageError as error:
+                self.end(session, Cause.MALFORMED_MESSAGE, str(error), now)
+                return
+            self._dispatch(session, message, now)
+            self._sessions.heard(session, now)
+        if self._sessions.holds(session) and (lost := self._sessions.lost(session)):
+            self.end(session, *lost, now)
+
+    def _dispatch(
+        self, session: OpenSession, message: messages.ProducerMessage, now: float
+    ) -> None:
+        source = session.source
+        match message:
+            case messages.Welcome():
+                self._welcome(session, message, now)
+            case messages.Reject():
+                detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
+                self.end(session, _cause(message.cause), detail, now)
+            case messages.Ready():
+                self._act(self._consumer.ready(source, message.transfer), now)
+            case messages.Offered() | messages.OfferedPages():
+                self._read(session, message, now)
+            case messages.Accept():
+                self._act(self._consumer.accept(source, message, now), now)
+            case messages.Refuse():
+                self._act(self._consumer.refuse(source, message, now), now)
+            case messages.Cancelled():
+                self._act(self._consumer.cancelled(source, message.transfer, now), now)
+            case messages.Pulse():
+                self._act(self._consumer.pulse(source, message.engine_age_ms / 1000, now), now)
+
+    def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
+        if session.path is not None:
+            return self.end(session, Cause.MALFORMED_MESSAGE, "a second welcome", now)
+        try:
+            session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
+        except RefusedError as refused:
+            return self.end(session, refused.cause, str(refused), now)
+        self._sessions.agreed(session)
+        return self._establish(session, now)
+
+    def _establish(self, session: OpenSession, now: float) -> None:
+        """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
+        session alive."""
+        agreed = session.agreed
+        if agreed is not None and self._cache.prepare(agreed.routes, gathers=False):
+            session.agreed = None
+            self._act(self._consumer.session_up(session.source, agreed, now), now)
+
+    def tick(self, now: float) -> None:
+        """Dial those whose turn has come, end those that are silent, and send heartbeats that are
+        due."""
+        while (queued := self._sessions.next_queued(now)) is not None:
+            source, addresses = queued
+            if addresses and self._consumer.wants(source):
+                self.dial(source, addresses, now)
+            else:
+                self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
+        for session in self._sessions.compiling_sessions():
+            with self._ending_on_error(session, now):
+                self._establish(session, now)
+        for session in self._sessions.due(now):
+            with self._ending_on_error(session, now):
+                self._look_after(session, now)
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_interval_s
+            for session in self._sessions:
+                if session.path is not None:
+                    wanted = self._consumer.wanted(session.source)
+                    self._sessions.send_heartbeat(session, wanted)
+
+    def _look_after(self, session: OpenSession, now: float) -> None:
+        """End a session that is lost or idle."""
+        if session.deadline <= now:
+            self.end(session, session.timeout_cause, "the producer does not answer", now)
+            return
+        if self._consumer.wants(session.source):
+            session.last_wanted = now
+        if session.path is None or session.last_wanted + self._config.idle_timeout_s > now:
+            self._sessions.look_again(session, now)
+        else:
+            self.end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
+
+    @property
+    def _heartbeat_interval_s(self) -> float:
+        """With many sessions heartbeats are further apart, as far as sessions and leases allow."""
+        config = self._config
+        stretched = config.heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
+        most = min(config.session_timeout_s, config.lease_s) / 2
+        return max(config.heartbeat_s, min(stretched, most))
+
+    def dial(self, source: Source, addresses: int, now: float) -> None:
+        """Open a session with this producer, if there is none."""
+        if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
+            self._make_room(now)
+        if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
+            detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
+            return self._refused(source, Cause.SESSION_LIMIT, detail, now)
+        try:
+            self._sessions.dial(source, addresses, now)
+        except RefusedError as refused:
+            self._refused(source, refused.cause, str(refused), now)
+        return None
+
+    def _refused(self, source: Source, cause: Cause, detail: str, now: float) -> None:
+        """There will be no session with this producer."""
+        self._act(self._consumer.session_down(source, cause, detail, now), now)
+
+    def _make_room(self, now: float) -> None:
+        """End the session that has been idle longest, if there is one."""
+        idle = self._sessions.oldest_idle(self._consumer.wants)
+        if idle is not None:
+            self.end(idle, Cause.NOT_NEEDED, "its place was needed for another producer", now)
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: KV that is under way is of no use, and every producer
+        must be compared with again."""
+        self._dialler.change_model(facts)
+        for session in self._sessions:
+            self.end(session, Cause.MODEL, "this engine's weights have changed", now)
+
+    def stalled(self, source: Source, now: float) -> None:
+        """End the session, so that the next transfer gets a new connection: nobody may have told
+        that this one is dead. A peer that writes by itself has no such connection."""
+        session = self._sessions.get(source)
+        if session and session.path and not session.path.transport.one_sided:
+            self.end(session, Cause.STALLED, "no chunk within stall_timeout_s", now)
+
+    def end(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
+        """End a session: what was wanted of its producer fails with this cause."""
+        source, path = session.source, session.path
+        detail = named_for_what_it_is(source.host, cause, detail)
+        level = self._outage.level if self._consumer.wants(source) else logging.INFO
+        logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
+        self._telemetry.count("lost_sessions", cause=cause)
+        silenced = path is None or path.transport.silenced(path.expected)
+        if path is not None:
+            path.transport.dismiss(path.expected)
+        self._inbox.lost(source)
+        down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
+        self._act(down, now)
+        self._sessions.end(session)  # last, because a `Cancel` may have been sent just now
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, session: OpenSession, now: float) -> Iterator[None]:
+        """An error of one session ends that session, and nothing else."""
+        try:
+            yield
+        except AbandonedError:
+            raise
+        except Exception:
+            logger.exception("session with %s:%d failed", *session.source[:2])
+            self._telemetry.count("session_errors")
+            if self._sessions.holds(session):
+                self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
+
+
+def _cause(name: str) -> Cause:
+    return Cause(name) if name in list(Cause) else Cause.UNREACHABLE
