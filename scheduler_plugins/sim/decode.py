@@ -62,6 +62,10 @@ class DecodeStage:
         """For each sequence: when it joined, and the tokens it has."""
         return [(since_s, end - (step - self._step)) for step, end, _, since_s in self._ends]
 
+    def left(self) -> list[tuple[str, int]]:
+        """Every sequence, and the tokens that it has yet to generate."""
+        return [(request_id, step - self._step) for step, _, request_id, _ in self._ends]
+
     def add(
         self, request_id: str, tokens: int, more: int, now_s: float, *, fresh: bool = False
     ) -> None:
