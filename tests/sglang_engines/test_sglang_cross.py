@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import harness
 import pytest
 from recipes import COMPILE_NOTHING, PROBE_ARGS, PROBE_ENVIRONMENT
 from sglang_engines.sglang_harness import (
@@ -67,6 +68,11 @@ class Cross:
     def received(self) -> float:
         """Transfers that have arrived at the decode engine's ranks."""
         return self.decode.client.metrics().total("pd_connector:received_transfers_total")
+
+    def assert_idle(self) -> None:
+        """Wait until nothing is under way."""
+        harness.assert_idle(self.alone)
+        assert_idle(*(each for each in (self.prefill, self.decode) if each is not self.alone))
 
     def wait_received(self, wanted: float) -> None:
         """Wait until so many have arrived: an engine brings its metrics up to date now and then."""
@@ -145,7 +151,7 @@ def test_every_token_is_as_one_engine_computes_it(cross: Cross, path: str, strea
     assert flows.total("pd_router:flows_total") == disaggregated
     computes_last = cross.decode is cross.alone  # vLLM fetches nothing for a prompt of one token
     cross.wait_received(before + len(LENGTHS) - (computes_last and path == COMPLETIONS))
-    assert_idle(cross.prefill, cross.decode)
+    cross.assert_idle()
 
 
 def test_one_damaged_page_moves_the_logprobs(cross: Cross) -> None:

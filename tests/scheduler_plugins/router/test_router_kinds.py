@@ -17,7 +17,8 @@ from router_fakes import (
 )
 
 from scheduler_plugins.router.engines import Role
-from scheduler_plugins.router.kinds import Kind
+from scheduler_plugins.router.handoff import Prefill, of_two_kinds
+from scheduler_plugins.router.kinds import Kind, sglang_facts
 
 IDS = [5, 6, 7]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -179,6 +180,21 @@ def test_sglang_prefills_what_vllm_has_read() -> None:
             assert prefill["cache_salt"] == "x"
 
     run(scenario())
+
+
+def test_of_replicas_the_one_is_named_that_sglang_gives_the_room_to() -> None:
+    states = []
+    for number in range(3):
+        address = {"remote_engine_id": f"replica-{number}", "remote_host": "10.0.0.1"}
+        states.append({"pd_connector": {**address, "remote_port": 7000 + number}})
+    told = {"disaggregation_mode": "prefill", "internal_states": states, "model_path": "m"}
+    facts = sglang_facts(json.dumps(told).encode())
+    assert facts is not None
+    prefill = Prefill(Kind.SGLANG, "m", facts.replicas, ("10.0.0.1", BOOTSTRAP_PORT))
+    for _ in range(8):
+        plan = of_two_kinds({"model": "m", "prompt": "hello"}, prefill, IDS)
+        replica = plan.prefill["bootstrap_room"] % 3
+        assert plan.decode["kv_transfer_params"]["remote_engine_id"] == f"replica-{replica}"
 
 
 def test_a_prompt_of_ids_is_not_tokenised() -> None:
