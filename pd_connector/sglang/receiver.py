@@ -19,7 +19,7 @@ from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.recompute import SecondPrefill
-from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import write_row
 
 if TYPE_CHECKING:
@@ -65,18 +65,28 @@ class Receiver(BaseKVReceiver):
         """The request, which a receiver is not told when it is made."""
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = fingerprint(req)
+        self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.watch(self._request)
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill engine is known: wait until its KV begins to come."""
+        """The prefill engine is known: wait until its KV begins to come.
+
+        Args:
+            prefill_dp_rank: which of its replicas has the request.
+        """
         found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
         if found.problem is not None:
             self.fail(*found.problem)
             return
-        self._peers = found.peers
+        if not 0 <= prefill_dp_rank < len(found.replicas):
+            self.fail(
+                Cause.ROLE,
+                f"prefill replica {prefill_dp_rank} of {len(found.replicas)}: there is none",
+            )
+            return
+        self._peers = found.replicas[prefill_dp_rank]
         self._ask()
 
     @contained
@@ -93,6 +103,8 @@ class Receiver(BaseKVReceiver):
         Args:
             kv_indices: the pages of the tokens after the prefix.
             aux_index: its row of the metadata buffers.
+            state_indices: where layers have a sliding window: the pages of the prompt's last tokens in
+                the pool of these layers.
             decode_prefix_len: tokens at the prompt's start that this engine has already.
         """
         prefix = decode_prefix_len or 0
@@ -100,7 +112,11 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         self._state = KVPoll.Transferring
         held = [-1] * (prefix // self.kv_mgr.page_size)
-        self._tables = ((*held, *kv_indices.tolist()),)
+        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        tables = [(*held, *pages)]
+        for window in state_indices or ():
+            tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
+        self._tables = tuple(tables)
         self._prefix = prefix
         self._ask()
 
@@ -210,7 +226,10 @@ class Receiver(BaseKVReceiver):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)
             self.fail(cause, f"{detail}; asked again: {found.problem[1]}")
             return
-        self._peers = found.peers
+        if len(found.replicas) != 1:
+            self.fail(cause, f"{detail}; asked again: it has {len(found.replicas)} replicas")
+            return
+        self._peers = found.replicas[0]
         self._ask()
 
     def _drop(self) -> None:

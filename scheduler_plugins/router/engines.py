@@ -44,6 +44,8 @@ class BackendEngine:
     """Which engine it is; None until it has been asked."""
     model: str = ""
     """The name of its model, where it is a prefill engine."""
+    replicas: tuple[ProducerAddress, ...] = ()
+    """`address`, and those of its other data-parallel replicas where it is one of SGLang's."""
     bootstrap_port: int | None = None
     """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
     in_flight: int = 0
@@ -161,6 +163,8 @@ class BackendEngine:
 
     def set_address(self, address: ProducerAddress | None, reason: str = "") -> None:
         self.address, self.reason = address, reason
+        if address not in self.replicas:
+            self.replicas = () if address is None else (address,)
         self._report()
 
     @contextmanager

@@ -49,7 +49,7 @@ class Prefill(NamedTuple):
 
     kind: Kind
     model: str
-    address: ProducerAddress
+    replicas: tuple[ProducerAddress, ...]  # SGLang's data-parallel ones take turns by the room
     bootstrap: tuple[str, int]  # host and port that an SGLang decode engine asks
 
 
@@ -101,7 +101,7 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         return Handoff(
             path,
             body.prefill_copy(request, transfer),
-            body.decode_copy(request, prefill.address, transfer),
+            body.decode_copy(_clean(request), prefill.replicas[0], transfer),
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
     alone = {name: value for name, value in both.items() if name != "stream_options"}
@@ -118,12 +118,13 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
     passed = {name: request[name] for name in _PASSED if request.get(name) is not None}
     bootstrap = Bootstrap(*prefill.bootstrap, room).fields()
     if prefill.kind is Kind.SGLANG:
+        address = prefill.replicas[room % len(prefill.replicas)]
         sampling = {"max_new_tokens": 1, "temperature": 0}
         copy = {"input_ids": list(ids), "sampling_params": sampling, "stream": False}
         return Handoff(
             GENERATE,
             {**copy, **passed, **bootstrap},
-            body.decode_copy(_clean(request), prefill.address, str(room)),
+            body.decode_copy(_clean(request), address, str(room)),
         )
     wanted = _wanted_logprobs(request)
     return Handoff(

@@ -25,13 +25,13 @@ class SglangFacts(NamedTuple):
     Attributes:
         mode: `prefill`, `decode`, or `null` for an engine that works alone.
         model: the name under which it serves its model.
-        address: of a prefill engine with our backend; None of any other engine.
+        replicas: addresses of a prefill engine with our backend, one for each data-parallel replica.
         bootstrap_port: where a decode engine of SGLang's asks for a prefill engine's ranks.
     """
 
     mode: str
     model: str
-    address: ProducerAddress | None
+    replicas: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
 
 
@@ -60,13 +60,16 @@ def sglang_facts(raw: bytes) -> SglangFacts | None:
     if not isinstance(told, dict) or not isinstance(told.get("disaggregation_mode"), str):
         return None
     states = told.get("internal_states")
-    first = states[0] if isinstance(states, list) and states else None
-    address = parse_address(first.get(_BACKEND)) if isinstance(first, dict) else None
+    addresses = [
+        parse_address(state.get(_BACKEND)) if isinstance(state, dict) else None
+        for state in (states if isinstance(states, list) else ())
+    ]
+    replicas = tuple(address for address in addresses if address is not None)
     port = told.get("disaggregation_bootstrap_port")
     model = told.get("served_model_name") or told.get("model_path")
     return SglangFacts(
         mode=told["disaggregation_mode"],
         model=str(model),
-        address=address,
+        replicas=replicas if len(replicas) == len(addresses) else (),
         bootstrap_port=port if isinstance(port, int) else None,
     )

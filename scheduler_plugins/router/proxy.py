@@ -275,7 +275,7 @@ class ClientRequest:
         """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
         assert prefill.address is not None
         kind = prefill.kind or Kind.VLLM
-        asked = handoff.Prefill(kind, prefill.model, prefill.address, prefill.bootstrap)
+        asked = handoff.Prefill(kind, prefill.model, prefill.replicas, prefill.bootstrap)
         if kind is (decode.kind or Kind.VLLM):
             return handoff.of_one_kind(self._asked(decode), self._path, asked)
         if self._ids is None:

@@ -222,7 +222,8 @@ class EngineWatch:
         if facts is None:
             raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
         engine.model, engine.bootstrap_port = facts.model, facts.bootstrap_port
-        return facts.address
+        engine.replicas = facts.replicas
+        return facts.replicas[0] if facts.replicas else None
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}

@@ -15,8 +15,8 @@ pytest.importorskip("sglang.srt")
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_door.door import CONFIG, ROOM, Engine, Pair, reach
 from sglang_door.test_sglang_cache import TOKENS
-from sglang_door.test_sglang_queues import CONFIG, ROOM, Engine, Pair, reach
 from support.agents import until
 
 from pd_connector.errors import Cause

@@ -43,22 +43,32 @@ class Recipe:
     role: str | None
     page_size: int = 16
     tp: int = 1
+    pp: int = 1
     args: tuple[str, ...] = ()
     config: str = "{}"  # JSON, so that a recipe can be a key
+    model: str = str(MODEL_DIR)
     env: tuple[tuple[str, str], ...] = ()
 
     def engine(self, name: str, log: Path) -> SglangEngine:
         return SglangEngine(
-            MODEL_DIR,
+            self.model,
             self.role,  # type: ignore[arg-type]
             extra_config=json.loads(self.config),
             page_size=self.page_size,
             tp=self.tp,
+            pp=self.pp,
             name=name,
             args=[*EXACT_ARGS, *self.args],
             env=dict(self.env),
             log_path=log,
         )
+
+
+CHUNK_TOKENS = 128
+CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+PREFILL = Recipe("prefill", 16, args=CHUNKED)
+DECODE = Recipe("decode", 16)
+"""What most tests use, so that they share engines."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,15 @@ def refused(future: Future[dict[str, Any]]) -> str:
     raise AssertionError(f"answered: {answer}")
 
 
+def ended(*futures: Future[dict[str, Any]]) -> list[str]:
+    """How requests ended that may have been answered with an error or as aborted."""
+    found = []
+    for future in futures:
+        error = future.exception(timeout=60)
+        found.append(str(error) if error else str(future.result()["meta_info"]["finish_reason"]))
+    return found
+
+
 def assert_same(found: Answer, wanted: Answer) -> None:
     """All tokens equal, all log probabilities within the tolerance."""
     assert found.tokens == wanted.tokens
@@ -192,17 +211,25 @@ class EnginePool:
         wait_all([engine for engine in started if engine is not None])
         return self._running[prefill.role][1], self._running[decode.role][1]
 
-    def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[Answer]:
+    def reference(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        recipe: Recipe = Recipe(None, args=("--disable-radix-cache",)),
+    ) -> list[Answer]:
         """What one engine answers alone; each prompt is asked once a session."""
-        recipe = Recipe(None, args=("--disable-radix-cache",))
-        missing = [p for p in prompts if json.dumps([p, max_tokens]) not in self._answers]
+
+        def key(prompt: Sequence[int]) -> str:
+            return json.dumps([prompt, max_tokens, recipe.model, recipe.args])
+
+        missing = [p for p in prompts if key(p) not in self._answers]
         if missing:
             started = self._want(recipe)
             wait_all([started] if started else [])
             engine = self._running[None][1]
             for prompt in missing:
-                self._answers[json.dumps([prompt, max_tokens])] = ask(engine, prompt, max_tokens)
-        return [self._answers[json.dumps([p, max_tokens])] for p in prompts]
+                self._answers[key(prompt)] = ask(engine, prompt, max_tokens)
+        return [self._answers[key(p)] for p in prompts]
 
     def stop(self) -> None:
         stop_services(self.services)

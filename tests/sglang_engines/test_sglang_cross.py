@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import harness
 import pytest
 from recipes import COMPILE_NOTHING, PROBE_ARGS, PROBE_ENVIRONMENT
 from sglang_engines.sglang_harness import (
     DEADLINE_S,
+    DECODE,
+    PREFILL,
     TOLERANCE,
     EnginePool,
-    Recipe,
     assert_idle,
     new_room,
     text,
@@ -66,6 +68,11 @@ class Cross:
     def received(self) -> float:
         """Transfers that have arrived at the decode engine's ranks."""
         return self.decode.client.metrics().total("pd_connector:received_transfers_total")
+
+    def assert_idle(self) -> None:
+        """Wait until nothing is under way."""
+        harness.assert_idle(self.alone)
+        assert_idle(*(each for each in (self.prefill, self.decode) if each is not self.alone))
 
     def wait_received(self, wanted: float) -> None:
         """Wait until so many have arrived: an engine brings its metrics up to date now and then."""
@@ -120,7 +127,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module", params=["vllm:sglang", "sglang:vllm"])
 def cross(request: pytest.FixtureRequest, engines: EnginePool, vllm: VllmEngine) -> Iterator[Cross]:
-    p, d = engines.pair(Recipe("prefill", 16), Recipe("decode", 16))
+    p, d = engines.pair(PREFILL, DECODE)
     vllm.wait_ready()
     prefill, decode = (vllm, d) if request.param == "vllm:sglang" else (p, vllm)
     router = RouterProcess([prefill.base_url], [decode.base_url]).start()
@@ -144,7 +151,7 @@ def test_every_token_is_as_one_engine_computes_it(cross: Cross, path: str, strea
     assert flows.total("pd_router:flows_total") == disaggregated
     computes_last = cross.decode is cross.alone  # vLLM fetches nothing for a prompt of one token
     cross.wait_received(before + len(LENGTHS) - (computes_last and path == COMPLETIONS))
-    assert_idle(cross.prefill, cross.decode)
+    cross.assert_idle()
 
 
 def test_one_damaged_page_moves_the_logprobs(cross: Cross) -> None:

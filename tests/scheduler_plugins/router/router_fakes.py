@@ -156,8 +156,6 @@ class FakeEngine:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[CIMultiDictProxy[str]] = []
         self.probes = 0
-        self.ids: list[int] | None = None
-        self.tokenized: list[dict[str, Any]] = []
         self.health_checks = 0
         self.metrics = ""
         self.report: bytes | None = None
@@ -238,13 +236,9 @@ class FakeEngine:
         return web.Response(body=self.report, content_type="application/json")
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        self.tokenized.append(await request.json())
-        if self.tokenize is not None:
-            return web.json_response({"tokens": self.tokenize(self.tokenized[-1])})
-        if self.ids is None:
-            error = {"message": "no such template", "code": 400}
-            return web.json_response({"error": error}, status=400)
-        return web.json_response({"tokens": self.ids, "count": len(self.ids)})
+        if self.tokenize is None:
+            return web.Response(status=404)
+        return web.json_response({"tokens": self.tokenize(await request.json())})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

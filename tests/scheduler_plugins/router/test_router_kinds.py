@@ -17,18 +17,35 @@ from router_fakes import (
 )
 
 from scheduler_plugins.router.engines import Role
-from scheduler_plugins.router.kinds import Kind
+from scheduler_plugins.router.handoff import Prefill, of_two_kinds
+from scheduler_plugins.router.kinds import Kind, sglang_facts
 
 IDS = [5, 6, 7]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 BOOTSTRAP_PORT = 8998
 
 
-class FakeSglang(FakeEngine):
+class Fake(FakeEngine):
+    """An engine with a tokenizer."""
+
+    def __init__(self, name: str, engine_id: str | None) -> None:
+        super().__init__(name, engine_id)
+        self.ids: list[int] | None = IDS
+        self.tokenized: list[dict[str, Any]] = []
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        self.tokenized.append(await request.json())
+        if self.ids is None:
+            error = {"message": "no such template", "code": 400}
+            return web.json_response({"error": error}, status=400)
+        return web.json_response({"tokens": self.ids, "count": len(self.ids)})
+
+
+class FakeSglang(Fake):
     """An SGLang engine's HTTP side."""
 
     def __init__(self, name: str, mode: str) -> None:
-        super().__init__(name, engine_id=f"engine-{name}")
+        super().__init__(name, f"engine-{name}")
         self.mode = mode
 
     def describes_itself(self) -> dict[str, Any]:
@@ -56,9 +73,8 @@ def world(prefill: str, decode: str, **settings: Any) -> World:
     for side, letters in (("prefill", prefill), ("decode", decode)):
         for number, letter in enumerate(letters):
             name = f"{side[0]}{number}"
-            vllm = FakeEngine(name, engine_id=f"engine-{name}" if side == "prefill" else None)
+            vllm = Fake(name, f"engine-{name}" if side == "prefill" else None)
             engine = FakeSglang(name, side) if letter == "s" else vllm
-            engine.ids = IDS
             (made.p if side == "prefill" else made.d).append(engine)
     return made
 
@@ -104,7 +120,8 @@ def test_two_of_sglang_get_the_same_request_and_room() -> None:
             room = room_of(decode)
             assert room == room_of(prefill) != 1
             named = {"bootstrap_host": "127.0.0.1", "bootstrap_port": BOOTSTRAP_PORT}
-            assert decode == {**request, **named, "bootstrap_room": room}
+            asked = {"return_token_ids": True}  # for a stream that may have to go on elsewhere
+            assert decode == {**request, **named, "bootstrap_room": room, **asked}
             assert prefill == {**CHAT, "stream": False, **named, "bootstrap_room": room}
 
     run(scenario())
@@ -163,6 +180,21 @@ def test_sglang_prefills_what_vllm_has_read() -> None:
             assert prefill["cache_salt"] == "x"
 
     run(scenario())
+
+
+def test_of_replicas_the_one_is_named_that_sglang_gives_the_room_to() -> None:
+    states = []
+    for number in range(3):
+        address = {"remote_engine_id": f"replica-{number}", "remote_host": "10.0.0.1"}
+        states.append({"pd_connector": {**address, "remote_port": 7000 + number}})
+    told = {"disaggregation_mode": "prefill", "internal_states": states, "model_path": "m"}
+    facts = sglang_facts(json.dumps(told).encode())
+    assert facts is not None
+    prefill = Prefill(Kind.SGLANG, "m", facts.replicas, ("10.0.0.1", BOOTSTRAP_PORT))
+    for _ in range(8):
+        plan = of_two_kinds({"model": "m", "prompt": "hello"}, prefill, IDS)
+        replica = plan.prefill["bootstrap_room"] % 3
+        assert plan.decode["kv_transfer_params"]["remote_engine_id"] == f"replica-{replica}"
 
 
 def test_a_prompt_of_ids_is_not_tokenised() -> None:
@@ -371,7 +403,7 @@ def test_an_engine_of_another_kind_may_come_back_at_the_same_address() -> None:
             assert (known.kind, known.role) == (Kind.SGLANG, Role.PREFILL)
             await engine.die()
             await w.down(engine)
-            other = FakeEngine("p0", engine_id="engine-new")
+            other = Fake("p0", "engine-new")
             other.port = engine.port
             w.p[0] = other
             await other.start()
