@@ -112,9 +112,21 @@ def qos(
 
 
 @app.command("ablation")
-def without(seeds: Seeds = 5, minutes: Minutes = 2.0, json: Json = None) -> None:
+def without(
+    seeds: Seeds = 5,
+    minutes: Minutes = 2.0,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="Recorded lengths, besides made ones; may be repeated."),
+    ] = None,
+    json: Json = None,
+) -> None:
     """What each part of the scheduler is worth: with it, and with it switched off, in simulation."""
-    _tell("Parts of the scheduler", ablation.compare(range(seeds), minutes * 60), json)
+    try:
+        found = ablation.compare(range(seeds), minutes * 60, traces or ())
+    except trace.TraceError as error:
+        raise typer.BadParameter(str(error), param_hint="--trace") from None
+    _tell("Parts of the scheduler", found, json)
 
 
 @app.command()

@@ -150,7 +150,10 @@ class SimulatedEngine:
     def _step(self, now_s: float) -> SimulatedStep | None:
         """The next step; None if nothing can be computed."""
         running, own_batch = self._running, self.queue.policy.wants_own_batch
-        self.queue.begin_scan(full=any(own_batch(one.request) for one in running))
+        self.queue.begin_scan(
+            full=any(own_batch(one.request) for one in running),
+            prefilling=[one.request.id for one in running],
+        )
         self._give_way()
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens

@@ -104,12 +104,13 @@ class PrefixAwareScheduler(AsyncScheduler):
         if self._untidy:
             self._tidy_up()
         prefills = [request for request in self.running if request.is_prefill_chunk]
-        self.waiting.begin_scan()
+        ids = [request.request_id for request in prefills]
+        self.waiting.begin_scan(prefilling=ids)
         if prefills:
             if self.pause_state == PauseState.UNPAUSED:
                 self._give_way(prefills)
             if self._prefills_own_batch():
-                self.waiting.begin_scan(full=True)
+                self.waiting.begin_scan(full=True, prefilling=ids)
         if self.pause_state == PauseState.UNPAUSED:  # else nobody starts who could overtake
             self._shape.limit(prefills)
         try:
