@@ -20,7 +20,7 @@ from scheduler_plugins.bench.class_mix import MADE, ClassMix
 from scheduler_plugins.bench.replay import ENGINE
 from scheduler_plugins.queue.fair_share import FairShare
 from scheduler_plugins.queue.guards import Guards
-from scheduler_plugins.sim import engine as simulated
+from scheduler_plugins.sim import prefill as simulated
 
 STEP_TOKENS = (512, 2048, 8192)
 """Prompt tokens that the engine computes in a step at most; vLLM's defaults are 2,048 and 8,192."""

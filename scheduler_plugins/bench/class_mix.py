@@ -14,6 +14,7 @@ from scheduler_plugins.bench.classes import CACHE_TOKENS, CLASSES
 from scheduler_plugins.bench.replay import Setup, capacity, p99
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.qos.classes import ONLY
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.workload import lengths, poisson
 
@@ -59,7 +60,7 @@ class ClassMix:
             replace(one, arrival_s=0.0, max_tokens=1)
             for one in self.recorded or lengths(0, _CALIBRATION)
         ]
-        most = capacity(at_once, setup._replace(policy="fcfs", classes=replay.ONLY))
+        most = capacity(at_once, setup._replace(policy="fcfs", classes=ONLY))
         rate = sum(LOADS.values()) * most
         return [_figures(setup, self._stream(rate, duration_s, seed)) for seed in seeds]
 
