@@ -23,6 +23,7 @@ class LruBlocks:
             raise ValueError(f"capacity {capacity}: must be at least 1 block")
         self._capacity = capacity
         self._lag_s = lag_s
+        self._notes_evictions = lag_s > 0.0
         self._blocks: OrderedDict[BlockHash, float] = OrderedDict()
         self._computing: list[BlockHash] = []
         self._evicted: OrderedDict[BlockHash, tuple[float, float]] = OrderedDict()
@@ -70,8 +71,8 @@ class LruBlocks:
         evicted = len(blocks) - self._capacity
         for _ in range(evicted):
             gone, since_s = blocks.popitem(last=False)
-            if self._lag_s:
-                self._remember(gone, since_s, now_s)
+            if self._notes_evictions:
+                self._evict(gone, since_s, now_s)
         if evicted > 0:
             self.on_removed()
         if added:
@@ -91,7 +92,8 @@ class LruBlocks:
         self._evicted.clear()
         self.on_removed()
 
-    def _remember(self, block: BlockHash, since_s: float, now_s: float) -> None:
+    def _evict(self, block: BlockHash, since_s: float, now_s: float) -> None:
+        """A block that was computed at `since_s` is gone at `now_s`."""
         self._evicted[block] = (since_s, now_s)
         while self._evicted:
             first, (_, gone_s) = next(iter(self._evicted.items()))

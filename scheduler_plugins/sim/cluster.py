@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.qos.classes import QosClass
+from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
 from scheduler_plugins.router.policies.base import (
     Defer,
     Policy,
@@ -64,7 +64,7 @@ class Cluster:
         policy: Policy,
         *,
         network: Network | None = None,
-        classes: Sequence[QosClass] = (),
+        classes: Sequence[QosClass] = ONLY,
         seed: int = 0,
     ) -> None:
         """`classes`: their promises (SLOs) are shown to the policy."""
@@ -73,13 +73,8 @@ class Cluster:
         self.view = ClusterView(self.nodes, self.links)
         self._policy = policy
         self._random = Random(seed)
-        self._promises = {
-            one.name: (
-                inf if one.slo.ttft_ms is None else one.slo.ttft_ms / 1e3,
-                inf if one.slo.tpot_ms is None else one.slo.tpot_ms / 1e3,
-            )
-            for one in classes
-        }
+        self._promises = {one.name: _promise(one) for one in classes}
+        self._promise = _promise(default_class(classes))
         self._heap: list[tuple[float, int, int, Node | Callable[[float], None]]] = []
         self._seq = 0
         self._links_ticket = 0
@@ -162,7 +157,7 @@ class Cluster:
 
     def _arrive(self, record: Served) -> None:
         one = record.request
-        ttft_slo_s, tpot_slo_s = self._promises.get(one.qos, (inf, inf))
+        ttft_slo_s, tpot_slo_s = self._promises.get(one.qos, self._promise)
         asked = Request(
             one.id,
             one.tokens,
@@ -334,3 +329,10 @@ class Cluster:
             self.now_s = at_s
             what.engine.advance(at_s)
             self._schedule(what)
+
+
+def _promise(one: QosClass) -> tuple[float, float]:
+    """TTFT and TPOT that a class is promised, in seconds."""
+    promised = (one.slo.ttft_ms, one.slo.tpot_ms)
+    ttft_s, tpot_s = (inf if ms is None else ms / 1e3 for ms in promised)
+    return ttft_s, tpot_s

@@ -39,6 +39,7 @@ class DecodeStage:
         self._costs = costs
         self._capacity = capacity_tokens
         self._slack_s = slack_s
+        self._instant = slack_s > 0.0 and not (costs.d0 or costs.d1 or costs.d2)
         self.now_s = 0.0
         """The end of the last step."""
         self.busy_s = 0.0
@@ -60,6 +61,10 @@ class DecodeStage:
     def decoding(self) -> list[tuple[float, int]]:
         """For each sequence: when it joined, and the tokens it has."""
         return [(since_s, end - (step - self._step)) for step, end, _, since_s in self._ends]
+
+    def left(self) -> list[tuple[str, int]]:
+        """Every sequence, and the tokens that it has yet to generate."""
+        return [(request_id, step - self._step) for step, _, request_id, _ in self._ends]
 
     def add(
         self, request_id: str, tokens: int, more: int, now_s: float, *, fresh: bool = False
@@ -100,7 +105,7 @@ class DecodeStage:
         done: list[tuple[str, float]] = []
         ends, until_s = self._ends, until_s - self._slack_s
         self._make_room()
-        while ends and self.now_s < until_s:
+        while ends and (self.now_s < until_s or self._instant):
             most = 1 if self._fresh else ends[0][0] - self._step
             if self._capacity < inf:
                 most = min(most, self._steps_of_room())
