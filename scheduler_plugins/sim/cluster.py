@@ -176,7 +176,7 @@ class Cluster:
         if not view.engines(Role.DECODE):
             self._stranded.append(journey)
             return
-        view.now_s = now_s
+        view.begin(now_s)
         decision = self._policy.decide(journey.asked, view, now_s, self._random)
         if isinstance(decision, Route):
             self._send(journey, decision, now_s)
@@ -195,13 +195,13 @@ class Cluster:
         p = journey.p = None if route.p is None else self.nodes[route.p]
         record.p, record.d = route.p, route.d
         computes = p or d
-        blocks = computes.cache.seen(request.block_hashes, now_s)
+        (blocks,) = self.view.match(request.block_hashes, (computes,))
         cached = cached_tokens(journey.asked, computes, blocks)
         d.load.decode_sent(request.id, request.tokens, request.max_tokens)
         pulled = 0
         if route.pull_from is not None:
             source = self.nodes[route.pull_from]
-            blocks = source.cache.seen(request.block_hashes, now_s)
+            (blocks,) = self.view.match(request.block_hashes, (source,))
             pulled = cached_tokens(journey.asked, source, blocks) - cached
         cost_s = computes.costs.prefill_s(request.tokens, cached + max(0, pulled))
         fresh = request.tokens - cached - max(0, pulled)
@@ -301,11 +301,15 @@ class Cluster:
 
     def _schedule(self, node: Node) -> None:
         """Note when an engine has something to do next."""
-        at_s = node.engine.next_event_s
+        engine = node.engine
+        due = (engine.next_event_s, engine.next_kind)
+        if due == node.due:
+            return
+        node.due = due
         self._seq += 1
         node.ticket = self._seq
-        if at_s < inf:
-            heapq.heappush(self._heap, (at_s, node.engine.next_kind, self._seq, node))
+        if due[0] < inf:
+            heapq.heappush(self._heap, (*due, self._seq, node))
 
     def _schedule_links(self) -> None:
         self._seq += 1
@@ -327,6 +331,7 @@ class Cluster:
             what(at_s)
         elif what.ticket == ticket:
             self.now_s = at_s
+            what.due = None
             what.engine.advance(at_s)
             self._schedule(what)
 
