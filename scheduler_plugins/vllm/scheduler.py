@@ -24,10 +24,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.cost.profile import load
+from scheduler_plugins.qos.file import SchedulerSection
+from scheduler_plugins.qos.live import LiveSettings
+from scheduler_plugins.qos.settings import cost_model_path, settings_path
 from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
-from scheduler_plugins.vllm.live import LiveSettings, start_model
 from scheduler_plugins.vllm.reporter import Reporter
 from scheduler_plugins.vllm.request_queue import (
     OrderedRequests,
@@ -71,10 +74,14 @@ class PrefixAwareScheduler(AsyncScheduler):
             # vLLM would not have taken its async scheduler: neither may its bookkeeping be used.
             for name in ("_update_after_schedule", "_update_request_with_output"):
                 setattr(self, name, MethodType(getattr(Scheduler, name), self))
-        self._live = LiveSettings(self.vllm_config)
+        # A file's policy goes before `--scheduling-policy priority`.
+        by_priority = self.scheduler_config.policy == "priority"
+        without = SchedulerSection(policy="priority") if by_priority else SchedulerSection()
+        self._live = LiveSettings(settings_path(self.vllm_config), without)
         self._cache = CacheView(self.kv_cache_manager)
         self._page_size: int = self._cache.page_size
-        start = start_model(self.vllm_config)
+        profile = cost_model_path(self.vllm_config)
+        start = load(profile) if profile else None
         self._steps = StepTimer(OnlineFit(start=start, chunk_tokens=self.max_num_scheduled_tokens))
         self._order = WaitingQueue(
             self._live.policy(),
