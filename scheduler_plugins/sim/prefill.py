@@ -112,25 +112,27 @@ class PrefillStage:
         """What the next step computes; empty if nothing can be. Blocks are stored by `store`."""
         queue, running = self.queue, self.running
         own_batch = queue.policy.wants_own_batch if queue.policy.splits_batches else None
-        queue.begin_scan(full=bool(own_batch and any(own_batch(one.request) for one in running)))
+        queue.begin_scan(
+            full=bool(own_batch and any(own_batch(one.request) for one in running)),
+            prefilling=[one.request.id for one in running],
+        )
         if running:
             self._give_way()
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         if budget:
             budget = step_tokens(queue, budget, (one.request.qos for one in running))
-        before = self._before(budget)
-        for one in running:
-            budget -= self._compute(one, budget - before, chunks)
+        if running:
+            before = self._before(budget)
+            for one in running:
+                budget -= self._compute(one, budget - before, chunks)
         while (budget > 0 or not chunks) and (prefill := self._start(now_s)):
             running.append(prefill)
             budget -= self._compute(prefill, budget, chunks)
         return chunks
 
     def _before(self, budget: int) -> int:
-        """Tokens of the step that are kept for those that go before the prefills under way."""
-        if not self.running:
-            return 0
+        """Tokens of the step that are kept for those that go before the prefills under way, of which there are some."""
         first = min(self.running, key=lambda one: one.left)
         return tokens_before(self.queue, first.request, first.done, budget)
 

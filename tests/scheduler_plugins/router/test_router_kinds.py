@@ -120,8 +120,8 @@ def test_two_of_sglang_get_the_same_request_and_room() -> None:
             room = room_of(decode)
             assert room == room_of(prefill) != 1
             named = {"bootstrap_host": "127.0.0.1", "bootstrap_port": BOOTSTRAP_PORT}
-            asked = {"return_token_ids": True}  # for a stream that may have to go on elsewhere
-            assert decode == {**request, **named, "bootstrap_room": room, **asked}
+            # SGLang refuses `return_token_ids` in streams of chats, so it is not asked for them.
+            assert decode == {**request, **named, "bootstrap_room": room}
             assert prefill == {**CHAT, "stream": False, **named, "bootstrap_room": room}
 
     run(scenario())

@@ -58,7 +58,7 @@ class Live:
         metrics = Metrics()
         self.index = Index()
         self.engines = {
-            name: BackendEngine(name, role, metrics, costs=COSTS, block_tokens=BLOCK)
+            name: BackendEngine(name, role, metrics, costs=COSTS, told_block_tokens=BLOCK)
             for name, role in ROLES.items()
         }
         for engine in self.engines.values():
@@ -105,7 +105,7 @@ class Simulated:
         self.nodes[name].cache.computed(now_s)
 
     def view(self, now_s: float) -> ClusterView:
-        self._view.now_s = now_s
+        self._view.begin(now_s)
         return self._view
 
 
