@@ -10,7 +10,7 @@ import numpy as np
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.router.index.blocks import BlockIndex
-from scheduler_plugins.router.index.events import Batch, Stored
+from scheduler_plugins.router.index.events import Batch, BlockName, Stored
 from scheduler_plugins.router.index.hashes import Hashes
 from scheduler_plugins.router.index.held import HeldBlocks
 
@@ -33,7 +33,7 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
     random = np.random.default_rng(0)
     for first in range(0, blocks, _AT_ONCE):
         for n, one in enumerate(held):
-            names = [int(name) for name in random.integers(1, 2**63, _AT_ONCE)]
+            names: list[BlockName] = [int(name) for name in random.integers(1, 2**63, _AT_ONCE)]
             tokens = [n, first] * _AT_ONCE
             one.apply(Batch(0.0, [Stored(names, None, tokens, 2)]))
     taken = index.nbytes + sum(one.nbytes for one in held)
