@@ -200,6 +200,25 @@ def added(json: Json = None) -> None:
         _tell("Time added to a step of vLLM's scheduler", live_overhead.compare(), json)
 
 
+@app.command("sglang")
+def sglang_steps(
+    seeds: Seeds = 3,
+    posts: Annotated[int, typer.Option(min=2, help="That each of 20 users is asked about.")] = 50,
+    load: Annotated[
+        list[float] | None, typer.Option(min=0.1, help="Of what FCFS drains; may be repeated.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """SGLang's own policies and ours with SGLang's cache and prefill adder, in simulated time.
+
+    Run it with the Python that has SGLang. For real engines: `queue --engine sglang`.
+    """
+    from scheduler_plugins.bench import sglang_steps as measured
+
+    found = measured.compare(posts, load or order.LOADS, range(seeds))
+    _tell("Order of waiting requests in SGLang's steps", found, json)
+
+
 @app.command()
 def hybrid(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Of PD_HYBRID_PREFILL_CHUNK.")] = 1024,

@@ -46,9 +46,9 @@ class LruBlocks:
 
     def seen(self, hashes: Sequence[BlockHash], now_s: float) -> int:
         """How many leading blocks others believe to be cached at `now_s`."""
-        get, known_s, count = self._blocks.get, now_s - self._lag_s, 0
+        get, known_s, count, late = self._blocks.get, now_s - self._lag_s, 0, self._lag_s > 0.0
         for block in hashes:
-            if get(block, inf) > known_s and not self._evicted_late(block, known_s):
+            if get(block, inf) > known_s and not (late and self._evicted_late(block, known_s)):
                 return count
             count += 1
         return count

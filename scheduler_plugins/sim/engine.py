@@ -183,7 +183,8 @@ class SimulatedEngine:
         self._load = load
         self._left_s = self.prefill.left_s() if self.truth.chunk_tokens else 0.0
         self.busy_s += self._step - now_s
-        self.on_step(SimulatedStep(chunks, load, now_s, self._step))
+        if self.on_step is not _ignore_step:
+            self.on_step(SimulatedStep(chunks, load, now_s, self._step))
 
     def _end_step(self, now_s: float) -> None:
         self._step = None
@@ -232,7 +233,8 @@ class SimulatedEngine:
                     record.first_token_s = at_s
                     self.on_first_token(record)
             stage.first_tokens = []
-        self._ended(ended)
+        if ended:
+            self._ended(ended)
         if stage.preempted:
             for one in stage.preempted:
                 record, request = self._decoding.pop(one.request_id)

@@ -122,18 +122,17 @@ class PrefillStage:
         budget = self._truth.chunk_tokens
         if budget:
             budget = step_tokens(queue, budget, (one.request.qos for one in running))
-        before = self._before(budget)
-        for one in running:
-            budget -= self._compute(one, budget - before, chunks)
+        if running:
+            before = self._before(budget)
+            for one in running:
+                budget -= self._compute(one, budget - before, chunks)
         while (budget > 0 or not chunks) and (prefill := self._start(now_s)):
             running.append(prefill)
             budget -= self._compute(prefill, budget, chunks)
         return chunks
 
     def _before(self, budget: int) -> int:
-        """Tokens of the step that are kept for those that go before the prefills under way."""
-        if not self.running:
-            return 0
+        """Tokens of the step that are kept for those that go before the prefills under way, of which there are some."""
         first = min(self.running, key=lambda one: one.left)
         return tokens_before(self.queue, first.request, first.done, budget)
 

@@ -105,7 +105,7 @@ class Simulated:
         self.nodes[name].cache.computed(now_s)
 
     def view(self, now_s: float) -> ClusterView:
-        self._view.now_s = now_s
+        self._view.begin(now_s)
         return self._view
 
 
