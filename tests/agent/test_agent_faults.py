@@ -294,7 +294,7 @@ class MeddlingReader(MeddlingTransport):
 
     def read(self, source: Any, *what: Any) -> None:
         if (changed := self._meddle_read(*what)) is not None:
-            self._inner.read(source, *changed)
+            self.inner.read(source, *changed)
 
 
 def reading_pair(
