@@ -112,7 +112,10 @@ class PrefillStage:
         """What the next step computes; empty if nothing can be. Blocks are stored by `store`."""
         queue, running = self.queue, self.running
         own_batch = queue.policy.wants_own_batch if queue.policy.splits_batches else None
-        queue.begin_scan(full=bool(own_batch and any(own_batch(one.request) for one in running)))
+        queue.begin_scan(
+            full=bool(own_batch and any(own_batch(one.request) for one in running)),
+            prefilling=[one.request.id for one in running],
+        )
         if running:
             self._give_way()
         chunks = list[PrefillChunk]()
