@@ -115,6 +115,8 @@ class Audits:
             Commands for the agents, and requests that have ended whose pages may be freed.
         """
         commands: list[Command] = []
+        if not self._audits and not self._over:
+            return [], []
         for request_id in output.preempted_req_ids or ():
             commands += self._drop(request_id, Cause.ABORTED)
         for request_id, computed in scheduled(output, self._audits):

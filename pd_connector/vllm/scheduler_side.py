@@ -6,7 +6,7 @@ with a request's parameters, the request is computed here as if it had none.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
