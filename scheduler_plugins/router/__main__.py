@@ -76,7 +76,13 @@ def _parser(config: type) -> argparse.ArgumentParser:
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
-        "--policy", default="round_robin", metavar="NAME", help="which engine of a side serves next"
+        "--policy", default="round_robin", metavar="NAME", help="which engines serve a request"
+    )
+    parser.add_argument(
+        "--decode-policy",
+        default="",
+        metavar="NAME",
+        help="which decode engine, if not by the rule that goes with --policy",
     )
     parser.add_argument(
         "--api-key",

@@ -19,6 +19,7 @@ from scheduler_plugins.router.answers import (
     headers_to_client,
     headers_to_engine,
 )
+from scheduler_plugins.router.attempt import AllOverloadedError, UnavailableError
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.connections import (
     BodyBudget,
@@ -36,14 +37,9 @@ from scheduler_plugins.router.exchange import (
     exchange,
 )
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policy import RouterPolicy, create
+from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
-from scheduler_plugins.router.proxy import (
-    AllOverloadedError,
-    ClientRequest,
-    Shared,
-    UnavailableError,
-)
+from scheduler_plugins.router.proxy import ClientRequest, Shared
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +85,8 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     )
     async with session:
         pool = EnginePool(config, session, app[METRICS])
-        policies: dict[Role, RouterPolicy] = {role: create(config.policy) for role in Role}
-        app[SHARED] = Shared(config, pool, session, app[METRICS], policies)
+        policy = create(config.policy, config.decode_policy)
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policy)
         try:
             await pool.start()
             yield

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
-from scheduler_plugins.router.policy import create
+from scheduler_plugins.router.policies.registry import create
 
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
 """Settings that must be 1 or more."""
@@ -24,7 +24,9 @@ class RouterConfig:
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
     policy: str = "round_robin"
-    """Which engine of a side serves next; other packages can add policies (`policy.py`)."""
+    """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
+    decode_policy: str = ""
+    """Which decode engine, if not by the rule that goes with `policy`."""
     api_key: str = ""
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
@@ -70,7 +72,7 @@ class RouterConfig:
         Raises:
             ValueError: naming the setting, the value found and the value wanted.
         """
-        create(self.policy)
+        create(self.policy, self.decode_policy)
         for side in ("prefill", "decode"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
         if not 0 <= self.port <= 65535:

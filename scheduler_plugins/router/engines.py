@@ -4,23 +4,23 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
+from math import inf
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.describe import BLOCK_TOKENS
+from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
-
-
-class Role(StrEnum):
-    """The side of a handoff an engine is on."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+from scheduler_plugins.router.policies.base import Role as Role
 
 
 @dataclass(eq=False)
 class BackendEngine:
-    """One engine as the router knows it. Changed on the event loop only."""
+    """One engine as the router knows it. Changed on the event loop only.
+
+    Policies see it as an `EngineView`.
+    """
 
     url: str
     role: Role
@@ -39,6 +39,47 @@ class BackendEngine:
     """When it went down, on the event loop's clock."""
     refusing: bool = False
     """Down, but only known to take no new connections: it may be draining."""
+    load: EngineLoad = field(default_factory=EngineLoad, repr=False)
+    """What this router has sent to it."""
+    costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
+    """How long prefill and decode take there. Counts tokens until the engine tells more."""
+    block_tokens: int = BLOCK_TOKENS
+    free_kv: float = inf
+    pull_prefix: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    @property
+    def open_requests(self) -> int:
+        return self.load.open_requests
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens
+
+    @property
+    def prefills(self) -> int:
+        return self.load.prefills
+
+    @property
+    def batch(self) -> int:
+        return self.load.batch
+
+    @property
+    def context(self) -> int:
+        return self.load.context
+
+    @property
+    def heavy(self) -> int:
+        return self.load.heavy
+
+    def queued_s(self, now_s: float) -> float:
+        return self.load.queued_s(now_s)
+
+    def accepts(self, now_s: float) -> bool:
+        return self.load.accepts(now_s)
 
     def lost(self, now: float, drain_timeout_s: float) -> bool:
         """Whether nothing more is to be expected of the requests it has."""
@@ -81,6 +122,15 @@ class BackendEngine:
         finally:
             self.in_flight -= 1
             gauge.dec()
+
+    @contextmanager
+    def decoding(self, request_id: str, tokens: int, max_tokens: int) -> Iterator[None]:
+        """Count one request that it answers. Policies see the count at once."""
+        self.load.decode_sent(request_id, tokens, max_tokens)
+        try:
+            yield
+        finally:
+            self.load.decode_ended(request_id)
 
     def describe(self) -> dict[str, Any]:
         """Its state as `/health` shows it."""

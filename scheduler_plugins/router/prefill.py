@@ -4,6 +4,7 @@
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import Callable
 from types import TracebackType
 
@@ -39,18 +40,25 @@ class PrefillCopy:
         pool: EnginePool,
         session: aiohttp.ClientSession,
         config: RouterConfig,
+        fresh_tokens: int,
     ) -> None:
+        """`fresh_tokens`: of the prompt, which the engine is expected to compute."""
         self.engine = engine
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
         self._failed_at = 0.0
+        self._id = uuid.uuid4().hex
         self._call = call
         self._pool = pool
         self._session = session
         self._config = config
+        self._fresh_tokens = fresh_tokens
 
     async def __aenter__(self) -> "PrefillCopy":
+        engine, now = self.engine, asyncio.get_running_loop().time()
+        cost_s = engine.costs.prefill_s(self._fresh_tokens)
+        engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
         self._task = asyncio.create_task(self._run(), name=f"prefill copy {self.engine.url}")
         return self
 
@@ -62,6 +70,7 @@ class PrefillCopy:
     ) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._ended()  # a task that was cancelled before its first step has not said so
 
     def refused(self, now: float) -> EngineFailedError | None:
         """Why a decode engine that still waits for the KV waits in vain; None if it may not.
@@ -89,6 +98,11 @@ class PrefillCopy:
         except Exception as error:
             logger.exception("the prefill copy to %s failed", self.engine.url)
             self._fail(EngineFailedError("internal", repr(error)))
+        finally:
+            self._ended()
+
+    def _ended(self) -> None:
+        self.engine.load.prefill_ended(self._id, asyncio.get_running_loop().time())
 
     async def _send(self) -> None:
         # The decode side's limits end this block, so the copy needs none of its own but liveness.

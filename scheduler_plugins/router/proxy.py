@@ -4,16 +4,17 @@
 import asyncio
 import logging
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.router import body
 from scheduler_plugins.router.answers import (
     EVENT_STREAM,
@@ -21,7 +22,15 @@ from scheduler_plugins.router.answers import (
     EventCutter,
     headers_to_client,
 )
+from scheduler_plugins.router.attempt import (
+    AbleEngines,
+    AllOverloadedError,
+    Attempt,
+    RejectedError,
+    UnavailableError,
+)
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.describe import describe
 from scheduler_plugins.router.downstream import Downstream
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -34,36 +43,12 @@ from scheduler_plugins.router.exchange import (
     raise_for_status,
 )
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policy import RouterPolicy
+from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.view import LiveView, NoIndex, PrefixView
 
 logger = logging.getLogger(__name__)
-
-
-class UnavailableError(Exception):
-    """No engine could serve the request.
-
-    The message is for the operator's log: it has every engine's URL. `causes` is for the client: how
-    many engines of each role failed, by cause.
-    """
-
-    def __init__(self, engines: list[tuple[BackendEngine, str, str]]) -> None:
-        """`engines`: each with its cause, one word, and its reason, a text."""
-        tried = "; ".join(f"{e.url} ({e.role}): {reason}" for e, _, reason in engines)
-        super().__init__(f"no engine could serve the request: {tried}")
-        counted = Counter((str(engine.role), cause) for engine, cause, _ in engines)
-        self.causes: dict[str, dict[str, int]] = {}
-        for (role, cause), count in sorted(counted.items()):
-            self.causes.setdefault(role, {})[cause] = count
-
-
-class AllOverloadedError(Exception):
-    """Every engine that could have served the request is overloaded."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(f"all engines are overloaded; the first has room in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)
@@ -74,23 +59,12 @@ class Shared:
     pool: EnginePool
     session: aiohttp.ClientSession
     metrics: Metrics
-    policies: dict[Role, RouterPolicy]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Who answers the client, and who prefills for it."""
-
-    answering: BackendEngine
-    prefill: BackendEngine | None
-    cause: str
-    """Why there is no prefill engine; empty if there is one."""
-
-    @property
-    def flow(self) -> str:
-        if self.prefill is not None:
-            return "disaggregated"
-        return "decode_alone" if self.answering.role is Role.DECODE else "prefill_alone"
+    policy: Policy
+    index: PrefixView = field(default_factory=NoIndex)
+    """What engines have cached."""
+    lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
+    """How many tokens a text has."""
+    random: Random = field(default_factory=Random)
 
 
 class ClientRequest:
@@ -111,6 +85,9 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
+        self._request = describe(
+            parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
+        )
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._failed: dict[BackendEngine, EngineFailedError] = {}
         self._no_prefill: set[BackendEngine] = set()
@@ -132,7 +109,7 @@ class ClientRequest:
             AllOverloadedError: the same, and some engine only lacked room.
             ClientGoneError: there is nobody to answer any more.
         """
-        while (attempt := self._next_attempt()) is not None:
+        while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
                 return await self._try(attempt)
@@ -155,7 +132,34 @@ class ClientRequest:
             raise AllOverloadedError(min(self._retry_after_s.values()))
         raise UnavailableError(self._reasons())
 
-    def _next_attempt(self) -> Attempt | None:
+    async def _next_attempt(self) -> Attempt | None:
+        """What the policy decides; None if no engine is left to ask, or all are overloaded.
+
+        Raises:
+            RejectedError: the policy turns the request away.
+        """
+        loop, shared = asyncio.get_running_loop(), self._shared
+        while (engines := self._able()) is not None:
+            view = LiveView(
+                {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}, shared.index
+            )
+            now = loop.time()
+            decision = shared.policy.decide(self._request, view, now, shared.random)
+            if isinstance(decision, Reject):
+                raise RejectedError(decision)
+            if isinstance(decision, Defer):
+                await asyncio.sleep(max(0.0, decision.until_s - now))
+                continue
+            answering = next(one for one in engines.decode if one.name == decision.d)
+            if decision.p is None:
+                return Attempt(answering, None, engines.cause or "policy")
+            prefill = next(one for one in engines.prefill if one.name == decision.p)
+            (blocks,) = view.match(self._request.hashes, [prefill])
+            fresh_tokens = self._request.tokens - cached_tokens(self._request, prefill, blocks)
+            return Attempt(answering, prefill, "", fresh_tokens)
+        return None
+
+    def _able(self) -> AbleEngines | None:
         """Engines that have not failed this request; None if there are none, or all are overloaded.
 
         An overloaded engine's work goes to another engine of its role only. If it went to the other
@@ -163,24 +167,23 @@ class ClientRequest:
         """
         if self._accepted >= self._config.attempts:
             return None
-        pool, policies = self._shared.pool, self._shared.policies
+        pool = self._shared.pool
         decode = pool.up(Role.DECODE, besides=self._failed)
         prefill = pool.up(Role.PREFILL, besides=self._failed)
         if not decode:
             if not prefill or self._overloaded(Role.DECODE):
                 return None
-            return Attempt(policies[Role.PREFILL].choose(prefill), None, "no_decode")
-        answering = policies[Role.DECODE].choose(decode)
+            return AbleEngines(prefill, [], "no_decode")
         if self._single_cause is not None:
-            return Attempt(answering, None, self._single_cause)
+            return AbleEngines(decode, [], self._single_cause)
         able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
         if able:
-            return Attempt(answering, policies[Role.PREFILL].choose(able), "")
+            return AbleEngines(decode, able, "")
         if self._overloaded(Role.PREFILL):
             return None
         if self._no_prefill:
-            return Attempt(answering, None, "prefill_refused")
-        return Attempt(answering, None, "no_address" if prefill else "no_prefill")
+            return AbleEngines(decode, [], "prefill_refused")
+        return AbleEngines(decode, [], "no_address" if prefill else "no_prefill")
 
     def _overloaded(self, role: Role) -> bool:
         """Whether an engine of this side has turned the request away for lack of room."""
@@ -192,11 +195,16 @@ class ClientRequest:
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
         if isinstance(failure, OverloadedError):
-            self._retry_after_s[attempt.answering] = failure.retry_after_s
+            self._lacks_room(attempt.answering, failure)
         self._failed[attempt.answering] = failure
         self._accepted += failure.accepted
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+        request = self._request
+        with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
+            return await self._send(attempt)
+
+    async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         if attempt.prefill is None or attempt.prefill.address is None:
             call = self._call(body.single_engine_copy(self._body))
             async with self._answer(attempt.answering, call, None) as answer:
@@ -209,6 +217,7 @@ class ClientRequest:
             self._shared.pool,
             self._shared.session,
             self._shared.config,
+            attempt.fresh_tokens,
         )
         client_error = False
         try:
@@ -224,11 +233,15 @@ class ClientRequest:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._no_prefill.add(engine)
         if isinstance(failure, OverloadedError):
-            self._retry_after_s[engine] = failure.retry_after_s
+            self._lacks_room(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning(
             "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
         )
+
+    def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
+        self._retry_after_s[engine] = failure.retry_after_s
+        engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
 
     def _call(self, content: dict[str, Any]) -> EngineCall:
         return EngineCall("POST", self._path, self._headers, body.encode(content))

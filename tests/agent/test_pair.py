@@ -475,7 +475,7 @@ def test_a_producer_that_does_not_hold_everything_never_finishes_a_load_well(sha
 def test_without_the_look_at_what_came_half_of_the_heads_would_count(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("pd_connector.protocol.consumer.uncovered", lambda known, geometry: "")
+    monkeypatch.setattr("pd_connector.protocol.fetches.uncovered", lambda known, geometry: "")
     world = World(sources=HALVES[:1])
     world.prefill("transfer0", 12)
     world.load(world.links[0], "transfer0", 12)

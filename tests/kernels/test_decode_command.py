@@ -171,6 +171,13 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
     assert printed.count("not run: sgl-flash-mla (ModuleNotFoundError") == 1
 
 
+@pytest.mark.usefixtures("eager_flex")
+def test_only_the_cases_that_are_asked_for_are_measured() -> None:
+    rows = list(decode.measure_decode(quick=True, only=["mla_decode", "fp8"]))
+    assert {(row.name, row.params["cache"]) for row in rows} == {("mla_decode", "fp8")}
+    assert list(decode.measure_decode(quick=True, only=["no such case"])) == []
+
+
 @pytest.mark.parametrize("name", decode_cases.LENGTHS)
 def test_lengths_are_the_same_each_time(name: str) -> None:
     make = decode_cases.LENGTHS[name]

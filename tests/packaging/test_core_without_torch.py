@@ -12,7 +12,7 @@ import pd_connector
 
 ABSENT = ("torch", "numba", "llvmlite", "triton", "vllm", "sglang", "transformers", "nixl", "ucxx")
 ROOMS = ("kv", "plan", "protocol", "control")
-ROUTER = ("scheduler_plugins.router.body", "scheduler_plugins.router.policy")
+ROUTER = ("scheduler_plugins.router.body", "scheduler_plugins.router.policies.registry")
 
 BLOCK = f"""
 import sys

@@ -34,9 +34,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the check's random cases")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="of decode, only cases with this text in their name or parameters; may be repeated",
+    )
+    parser.add_argument(
         "--json", type=Path, help="also write all rows to this file, as they are measured"
     )
     options = parser.parse_args(arguments)
+    if options.only and options.what != "decode":
+        parser.error("--only chooses cases of decode; transfer has --quick")
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
         return 2
@@ -50,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     if problems or options.check:
         return int(bool(problems))
     if options.what == "decode":
-        rows = report(measure_decode(options.quick), options.json)
+        rows = report(measure_decode(options.quick, options.only), options.json)
     else:
         counts = (512, 7_500) if options.quick else (512, 7_500, 32_000)
         rows = report(measure_transfer(counts), options.json)

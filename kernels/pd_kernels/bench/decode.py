@@ -5,7 +5,7 @@ replace."""
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,42 +69,69 @@ MERGE_BAR = 0.01
 Calls = list[Callable[[], Any]]
 
 
-def measure_decode(quick: bool) -> Iterator[Comparison]:
-    """Yield each row when it is measured. Prints a line for each batch, and for each baseline that
-    cannot run."""
+class Case(NamedTuple):
+    """Rows that belong together and share their buffers."""
+
+    name: str
+    params: dict[str, Param]
+    rows: Iterator[Comparison]  # measured as they are asked for
+
+    def matches(self, only: Sequence[str]) -> bool:
+        """Whether each of these texts stands in the name or in a parameter."""
+        told = [self.name, *map(str, self.params.values())]
+        return all(any(text in one for one in told) for text in only)
+
+
+def measure_decode(quick: bool, only: Sequence[str] = ()) -> Iterator[Comparison]:
+    """Yield each row when it is measured. Prints a line for each case, and for each baseline that
+    cannot run.
+
+    Args:
+        quick: fewer batches.
+        only: texts that must all stand in a case's name or parameters.
+    """
     rows = []
-    for row in _measured(quick):
+    for row in _measured(quick, only):
         rows.append(row)
         yield row
     yield from geometric_means(rows, LENGTHS)
 
 
-def _measured(quick: bool) -> Iterator[Comparison]:
+def _measured(quick: bool, only: Sequence[str]) -> Iterator[Comparison]:
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
+    for case in cases(quick, copy):
+        if case.matches(only):
+            print(f"{case.name}: {', '.join(map(str, case.params.values()))}", flush=True)
+            yield from guarded(case.name, case.params, case.rows)
+            torch.cuda.empty_cache()
+
+
+def cases(quick: bool, copy: float) -> Iterator[Case]:
+    """All cases in their order; nothing is measured before a case's rows are asked for.
+
+    Args:
+        quick: fewer batches.
+        copy: bytes per second, read and written, of a plain copy.
+    """
     for heads in (LLAMA,) if quick else HEADS:
         for name in QUICK if quick else LENGTHS:
-            print(f"{heads}, {name}", flush=True)
             lengths = LENGTHS[name](random.Random(1))
             params: dict[str, Param] = {"heads": str(heads), "lengths": name}
             for page in PAGES:
                 told = params | {"page": page}
-                yield from guarded("paged_decode", told, _paged(heads, told, lengths, page, copy))
-                torch.cuda.empty_cache()
+                yield Case("paged_decode", told, _paged(heads, told, lengths, page, copy))
             if heads == LLAMA:  # each batch is compiled anew
                 told = params | {"page": decode_baselines.FLEX_PAGE}
                 flex = _against_flex(heads, told, lengths)
-                yield from guarded("paged_decode / FlexAttention", told, flex)
-                torch.cuda.empty_cache()
+                yield Case("paged_decode / FlexAttention", told, flex)
     told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
-    yield from guarded("merge_partials / paged_decode", told, _merging(LLAMA, told, SHARDED))
+    yield Case("merge_partials / paged_decode", told, _merging(LLAMA, told, SHARDED))
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
-        print(f"MLA, {name}", flush=True)
         lengths, count, queries = MLA_CASES[name]
         for cache in ("bfloat16", "fp8"):
             told = {"heads": count, "lengths": name, "page": 64, "cache": cache}
-            yield from guarded("mla_decode", told, _latent(told, lengths, count, queries, copy))
-            torch.cuda.empty_cache()
+            yield Case("mla_decode", told, _latent(told, lengths, count, queries, copy))
 
 
 def paged_calls(sets: Sequence[PagedSet]) -> tuple[Calls, Callable[[], Any]]:

@@ -26,6 +26,10 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
+GPU_ARGS = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 << 30))
+"""Several engines share a GPU here. Told the size of its cache, an engine does not look how much
+memory is free while its neighbours start."""
+
 LINK_ONLY = {
     # UCX would find the shared memory that joins both namespaces, and the management link.
     "UCX_TLS": "tcp",
@@ -98,6 +102,8 @@ class VllmEngine(Service):
         command += ["--block-size", str(PAGE_TOKENS), "--max-model-len", str(self.max_model_len)]
         if on_cpu():
             command.append("--enforce-eager")
+        else:
+            command += GPU_ARGS
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(self._kv_transfer_config())]
         return command + self.args

@@ -9,21 +9,22 @@ import pytest
 from support.distributions import add_distribution
 
 from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.policy import GROUP, POLICIES, RoundRobin, create
+from scheduler_plugins.router.policies.registry import DECODE, GROUP, PREFILL, create
+from scheduler_plugins.router.policies.sides import Sides
 
 MODULE = """
-from scheduler_plugins.router.policy import RouterPolicy
+from scheduler_plugins.router.policies.base import Policy, Role, Route
 
-class First(RouterPolicy):
-    def choose(self, candidates):
-        return candidates[0]
+class First(Policy):
+    def decide(self, request, view, now_s, random):
+        return Route(None, view.engines(Role.DECODE)[0].name)
 
 seven = 7
 """
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from scheduler_plugins.router.policy import create
+from scheduler_plugins.router.policies.registry import create
 for name in sys.argv[2:]:
     try:
         print(type(create(name)).__name__)
@@ -33,14 +34,19 @@ for name in sys.argv[2:]:
 
 
 def test_our_own_are_made_by_name() -> None:
-    assert isinstance(create("round_robin"), RoundRobin)
-    assert all(create(name) for name in POLICIES)
+    assert isinstance(create("round_robin"), Sides)
+    assert all(create(name) for name in [*PREFILL, "length", "length:jsq"])
+    assert all(create("conductor", name) for name in DECODE)
 
 
 def test_a_config_with_a_name_that_nobody_has_is_refused_at_start() -> None:
     engines = {"prefill": ("http://a",), "decode": ("http://b",)}
-    with pytest.raises(ValueError, match="policy 'robin' is not known: there are round_robin"):
+    with pytest.raises(
+        ValueError, match="policy 'robin' is not known: there are random, round_robin"
+    ):
         RouterConfig(**engines, policy="robin")
+    with pytest.raises(ValueError, match="decode policy 'best' is not known: there are least_tpot"):
+        RouterConfig(**engines, decode_policy="best")
 
 
 def test_another_packages_policy_is_found_and_ours_stay_ours(tmp_path: Path) -> None:
@@ -49,6 +55,6 @@ def test_another_packages_policy_is_found_and_ours_stay_ours(tmp_path: Path) -> 
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), "first", "round_robin", "seven"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     found, ours, wrong = done.stdout.splitlines()
-    assert (found, ours) == ("First", "RoundRobin")
+    assert (found, ours) == ("First", "Sides")
     assert "package 'toy'" in wrong
-    assert "must be a subclass of scheduler_plugins.router.policy.RouterPolicy" in wrong
+    assert "must be a subclass of scheduler_plugins.router.policies.base.Policy" in wrong

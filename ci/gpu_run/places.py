@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of a run, and the environment in which its steps find this clone."""
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository."""
+
+STATE = ROOT / "build" / "gpu"
+"""Results so far, from which a second call goes on. Git ignores it."""
+
+
+def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
+    """This process's environment, in which this clone is a package with its entry points.
+
+    Args:
+        state: folder of the run.
+        sites: further folders with packages, such as the engine's; they come after ours.
+    """
+    site = state / "site"
+    describe_project(site)
+    paths = [ROOT, ROOT / "kernels", ROOT / "ci", site, *(path.resolve() for path in sites)]
+    before = os.environ.get("PYTHONPATH")
+    told = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+    return {**os.environ, "PYTHONPATH": told, "PYTHONUNBUFFERED": "1"}
+
+
+def describe_project(site: Path) -> None:
+    """Write what an installer would write about this project: its name and its entry points.
+
+    Nothing is copied and no build tool is needed; a host without a package index may have none.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups: dict[str, Mapping[str, str]] = {"console_scripts": project["scripts"]}
+    groups |= project["entry-points"]
+    name, version = project["name"], project["version"]
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / "METADATA").write_text(metadata)
+    lines = []
+    for group, entries in groups.items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
+    (folder / "entry_points.txt").write_text("\n".join(lines))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the steps: rewritten after each, so that a run that is cut off loses none."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = "results.json"
+REPORT = "report.txt"
+LOG = "steps.log"
+
+DONE = ("ok", "failed", "timeout")
+"""States after which a step is not run again."""
+
+TAIL_LINES = 40
+LOG_BYTES = 1 << 20
+"""The most that is kept of one step's output: its end."""
+
+
+@dataclass
+class Result:
+    """How one step ended.
+
+    Args:
+        state: `ok`; `failed`: it ended with another exit code than 0, which is also how a bench
+            tells that a bar was missed; `timeout`; `missing`: what it needs is not there; `cut`:
+            the run ended while it ran.
+        why: what was missing or how it failed, in a line.
+        seconds: how long it ran.
+        returncode: its exit code; None where it did not end by itself.
+        command: what was run.
+        tail: the last lines of its output.
+        figures: what it wrote as JSON.
+    """
+
+    state: str
+    why: str = ""
+    seconds: float = 0.0
+    returncode: int | None = None
+    command: str = ""
+    tail: list[str] = field(default_factory=list)
+    figures: Any = None
+
+    @property
+    def line(self) -> str:
+        """State, time and reason, for people."""
+        return f"{self.state:8} {self.seconds:6.0f} s  {self.why}".rstrip()
+
+
+class Record:
+    """The results of one run.
+
+    Args:
+        folder: where they are kept. What an earlier call left there is gone on with.
+        out: a folder that gets a copy of them after each step; None for none.
+    """
+
+    def __init__(self, folder: Path, out: Path | None = None) -> None:
+        self._folder = folder
+        self._out = out
+        folder.mkdir(parents=True, exist_ok=True)
+        self.results: dict[str, Result] = self._read()
+
+    def done(self, name: str) -> bool:
+        """Whether a step has a result that needs no second try."""
+        return name in self.results and self.results[name].state in DONE
+
+    def put(self, name: str, result: Result, log: Path | None = None) -> None:
+        """Keep a step's result, and the end of its output."""
+        self.results[name] = result
+        if log is not None and log.exists():
+            self._append(name, result, log.read_bytes()[-LOG_BYTES:])
+        self._write()
+
+    def report(self) -> str:
+        """All results, a line each, and the end of the output of those that did not go well."""
+        lines = [f"{name:16} {result.line}" for name, result in self.results.items()]
+        for name, result in self.results.items():
+            if result.state != "ok" and result.tail:
+                lines += ["", f"== {name}: {result.command}", *result.tail]
+        return "\n".join(lines) + "\n"
+
+    def _append(self, name: str, result: Result, output: bytes) -> None:
+        with (self._folder / LOG).open("ab") as file:
+            file.write(f"\n==== {name}: {result.command}\n==== {result.line}\n".encode())
+            file.write(output)
+
+    def _read(self) -> dict[str, Result]:
+        path = self._folder / RESULTS
+        if not path.exists():
+            return {}
+        return {name: Result(**one) for name, one in json.loads(path.read_text()).items()}
+
+    def _write(self) -> None:
+        told = {name: asdict(result) for name, result in self.results.items()}
+        _replace(self._folder / RESULTS, json.dumps(told, indent=1))
+        _replace(self._folder / REPORT, self.report())
+        if self._out is None:
+            return
+        self._out.mkdir(parents=True, exist_ok=True)
+        for name in (RESULTS, REPORT, LOG):
+            if (self._folder / name).exists():
+                shutil.copyfile(self._folder / name, self._out / name)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one."""
+    fresh = path.with_suffix(path.suffix + ".new")
+    fresh.write_text(text)
+    fresh.replace(path)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the steps that fit into the time, one after another."""
+
+import importlib.machinery
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_run.places import ROOT
+from gpu_run.processes import run_limited
+from gpu_run.record import TAIL_LINES, Record, Result
+from gpu_run.steps import JSON, Step
+
+LEAST_S = 20.0
+"""A step is not begun with less time than this."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What all steps of a call share.
+
+    Args:
+        state: folder for files of the steps.
+        record: where results go.
+        env: the steps' environment.
+        rehearse: run what needs no GPU in place of each step.
+        say: gets a line when a step begins and when it ends.
+    """
+
+    state: Path
+    record: Record
+    env: Mapping[str, str]
+    rehearse: bool
+    say: Say
+
+    def run(self, steps: Sequence[Step], budget_s: float) -> list[str]:
+        """Run steps until the time is over.
+
+        Args:
+            steps: in this order. Those that have a result are passed over.
+            budget_s: seconds for all of them.
+
+        Returns:
+            Names of those that were not begun, or had too little time.
+        """
+        deadline = time.monotonic() + budget_s
+        left = []
+        for step in steps:
+            if self.record.done(step.name):
+                self.say(f"{step.name:16} has a result: {self.record.results[step.name].line}")
+                continue
+            remaining_s = deadline - time.monotonic()
+            if remaining_s < min(LEAST_S, step.limit_s):
+                left.append(step.name)
+                continue
+            self._run(step, min(step.limit_s, remaining_s))
+            if self.record.results[step.name].state == "cut":
+                left.append(step.name)
+        return left
+
+    def _run(self, step: Step, limit_s: float) -> None:
+        if reason := self._missing(step):
+            result = Result("missing", reason)
+            self.record.put(step.name, result)
+            self.say(f"{step.name:16} {result.line}")
+            return
+        figures, log = self.state / f"{step.name}.json", self.state / f"{step.name}.out"
+        figures.unlink(missing_ok=True)
+        told = step.rehearsal if self.rehearse else step.command
+        command = [part.replace(JSON, str(figures)) for part in told]
+        self.say(f"{step.name:16} begins, at most {limit_s:.0f} s: {step.why}")
+        # What is on file if this very program is ended with the step.
+        self.record.put(step.name, Result("cut", command=shlex.join(command)))
+        ended = run_limited(command, cwd=ROOT, env=self.env, log=log, limit_s=limit_s)
+        result = Result(
+            "ok",
+            seconds=round(ended.seconds, 1),
+            returncode=None if ended.timed_out else ended.returncode,
+            command=shlex.join(command),
+            tail=log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
+            figures=_figures(figures),
+        )
+        if ended.timed_out:
+            # With less than its own time it has had no fair chance, and is run again.
+            result.state = "timeout" if limit_s >= step.limit_s else "cut"
+            result.why = f"ended after {limit_s:.0f} s"
+        elif ended.returncode != 0:
+            result.state, result.why = "failed", f"exit code {ended.returncode}"
+        self.record.put(step.name, result, log)
+        self.say(f"{step.name:16} {result.line}")
+
+    def _missing(self, step: Step) -> str:
+        """What the step needs and this host does not have; empty where all is there."""
+        lacking = [name for name in step.imports if not self._importable(name)]
+        if lacking:
+            return f"not importable: {', '.join(lacking)} (name their folder with --site)"
+        if step.program and not self.rehearse and not shutil.which(step.program):
+            return f"not on PATH: {step.program}"
+        return ""
+
+    def _importable(self, module: str) -> bool:
+        paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
+        found = importlib.machinery.PathFinder.find_spec(module, [*paths, *sys.path])
+        return found is not None
+
+
+def _figures(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is run, in this order: what decides most comes first, what takes longest last."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PYTHON = sys.executable
+BENCH = (PYTHON, "-m", "pd_kernels.bench")
+OURS = (PYTHON, "-m", "pd_connector.tools.cli")
+PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+
+CORE = ("msgspec", "numpy", "xxhash")
+CONNECTOR = (*CORE, "zmq", "cryptography", "prometheus_client", "typer", "rich")
+NIXL = (*CONNECTOR, "nixl")
+VLLM = (*NIXL, "vllm")
+
+JSON = "{json}"
+"""Stands in a command for the file to which the step writes its figures."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program.
+
+    Args:
+        name: what `--only` calls it.
+        why: what it shows, in a line.
+        command: program and arguments, run at the repository's root.
+        rehearsal: the same on a machine without a GPU: on the CPU, or in Triton's interpreter.
+        limit_s: seconds after which it is ended.
+        imports: modules beside torch and Triton without which it is not begun.
+        program: a program on PATH without which it is not begun.
+    """
+
+    name: str
+    why: str
+    command: Sequence[str]
+    rehearsal: Sequence[str]
+    limit_s: float
+    imports: Sequence[str] = CORE
+    program: str = ""
+
+
+_GPU_TESTS = (
+    "tests/pages/test_kernel_pages.py",
+    "tests/pages/test_paged_cache.py",
+    "tests/memory/test_pins.py",
+    "tests/tools/bench/test_bench_gpu.py",
+)
+_DECODE_TESTS = (*PYTEST, "tests/kernels/test_decode_command.py")
+_TRANSFER_TESTS = (*PYTEST, "tests/kernels/test_transfer_command.py")
+_SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
+_CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
+
+
+def _handoff(*tokens: int, runs: int) -> tuple[str, ...]:
+    lengths = [part for count in tokens for part in ("--prompt-tokens", str(count))]
+    return ("--runs", str(runs), *lengths, "--json", JSON)
+
+
+def _decode(*arguments: str) -> tuple[str, ...]:
+    return (*BENCH, "decode", "--cases", "0", "--json", JSON, *arguments)
+
+
+STEPS: Sequence[Step] = (
+    Step(
+        "probe",
+        "versions, clocks, copies, pinned copies, memory registered for reading only",
+        (PYTHON, "-m", "gpu_run.probe", JSON),
+        (PYTHON, "-m", "gpu_run.probe", JSON),
+        90,
+        (),
+    ),
+    Step(
+        "decode-check",
+        "decode kernels equal their references",
+        (*BENCH, "decode", "--check", "--cases", "40"),
+        _DECODE_TESTS,
+        150,
+    ),
+    Step(
+        "transfer-check",
+        "transfer kernels equal their references",
+        (*BENCH, "transfer", "--check", "--cases", "40"),
+        _TRANSFER_TESTS,
+        120,
+    ),
+    Step(
+        "sanitizer",
+        "transfer kernels stay within their memory",
+        (*_SANITIZER, *BENCH, "transfer", "--check", "--cases", "4"),
+        _TRANSFER_TESTS,
+        120,
+        program="compute-sanitizer",
+    ),
+    Step(
+        "mla",
+        "MLA beside FlashMLA",
+        _decode("--only", "mla_decode"),
+        _DECODE_TESTS,
+        180,
+    ),
+    Step(
+        "transfer-quick",
+        "gather, scatter, reshard beside a copy and torch",
+        (*BENCH, "transfer", "--cases", "0", "--quick", "--json", JSON),
+        _TRANSFER_TESTS,
+        150,
+    ),
+    Step(
+        "paged-quick",
+        "paged decode beside FlashInfer and FlexAttention",
+        _decode("--quick", "--only", "paged_decode"),
+        _DECODE_TESTS,
+        150,
+    ),
+    Step(
+        "handoff-gpu",
+        "KV between two processes, beside NIXL with a descriptor per page",
+        (*OURS, "bench", "handoff", "--gpu", *_handoff(512, 7500, runs=3)),
+        (*OURS, "bench", "handoff", "--gpu", "--device", "cpu", *_handoff(64, runs=1)),
+        180,
+        NIXL,
+    ),
+    Step(
+        "tests",
+        "tests that need a GPU",
+        (*PYTEST, "-m", "gpu", *_GPU_TESTS),
+        (*PYTEST, "-m", "gpu", *_GPU_TESTS),
+        150,
+        (*CONNECTOR, "pytest"),
+    ),
+    Step(
+        "engines",
+        "vLLM: prefill and decode on one GPU answer as one engine does",
+        (*OURS, "demo"),
+        (*OURS, "demo"),
+        240,
+        VLLM,
+    ),
+    Step(
+        "engines-kernels",
+        "the same with our attention kernels",
+        (*OURS, "demo", *_CUSTOM),
+        (*OURS, "demo", *_CUSTOM),
+        240,
+        VLLM,
+    ),
+    Step(
+        "engines-handoff",
+        "the same beside NixlConnector, timed",
+        (*OURS, "bench", "handoff", "--local", *_handoff(512, 2048, 3500, runs=3)),
+        (*OURS, "bench", "handoff", "--local", *_handoff(64, runs=1)),
+        300,
+        VLLM,
+    ),
+    Step(
+        "paged",
+        "paged decode in full",
+        _decode("--only", "paged_decode"),
+        _DECODE_TESTS,
+        560,
+    ),
+    Step(
+        "transfer",
+        "gather, scatter, reshard in full",
+        (*BENCH, "transfer", "--cases", "60", "--json", JSON),
+        _TRANSFER_TESTS,
+        560,
+    ),
+)
+
+
+def chosen(only: Sequence[str]) -> list[Step]:
+    """The steps of these names in their order; all where none is named.
+
+    Raises:
+        ValueError: no step has such a name; the message lists those there are.
+    """
+    names = [step.name for step in STEPS]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"no step is called {', '.join(unknown)}: there are {', '.join(names)}")
+    return [step for step in STEPS if not only or step.name in only]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cache_aware`: SGLang's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from scheduler_plugins.router.policies.base import EngineView, Request, View, cached_tokens
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+MATCH = 0.3
+"""Part of the prompt from which on a cached prefix decides."""
+ABSOLUTE, RELATIVE = 64, 1.5
+"""Load is out of balance when the busiest engine has this many open requests more than the idlest, and this many
+times as many."""
+
+
+class CacheAware(Rule):
+    """The longest cached prefix while load is in balance, else the fewest open requests.
+
+    Rule and thresholds are those of SGLang's and vLLM's routers (`cache_aware`, `--cache-threshold 0.3
+    --balance-abs-threshold 64 --balance-rel-threshold 1.5`).
+    """
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        loads = [engine.open_requests for engine in engines]
+        low, high = min(loads), max(loads)
+        if high - low <= ABSOLUTE or high <= RELATIVE * low:
+            matches = view.match(request.hashes, engines)
+            best = max(range(len(engines)), key=matches.__getitem__)
+            found = cached_tokens(request, engines[best], matches[best])
+            if found > MATCH * request.tokens:
+                return Choice(engines[best])
+        return Choice(engines[loads.index(low)])

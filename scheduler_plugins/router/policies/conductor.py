@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`conductor`: Mooncake's algorithm 1, the default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from random import Random
+
+from scheduler_plugins.router.policies.base import EngineView, Request, View, cached_tokens
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+THRESHOLD = 2.0
+"""How many times an engine's own match the best one must be before the prefix is fetched. Mooncake names no value."""
+
+
+class Conductor(Rule):
+    """The smallest predicted TTFT: what is queued, what this prompt costs there, and what fetching its prefix costs.
+
+    An engine whose own match is near the best (`match * threshold >= best`) computes the rest itself. Any other could
+    fetch the best prefix from the engine that has it, if it can (`pull_prefix`); it does where that is sooner. Where no
+    engine can, a prefix that many want is computed again elsewhere once its engine's queue costs more, and so spreads.
+    Source: Mooncake, FAST '25, algorithm 1.
+    """
+
+    def __init__(self, threshold: float = THRESHOLD, own_weight: float = 1.0) -> None:
+        """`own_weight`: how often the prompt's own time counts. Above 1 it minds those that come after it."""
+        self._threshold = threshold
+        self._own_weight = own_weight
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        matches = view.match(request.hashes, engines)
+        best = max(matches)
+        owner = engines[matches.index(best)]
+        most = cached_tokens(request, owner, best)
+        chosen, least, expected_s = owner, inf, 0.0
+        source: EngineView | None = None
+        for engine, blocks in zip(engines, matches, strict=True):
+            own = cached_tokens(request, engine, blocks)
+            prefill_s = engine.costs.prefill_s(request.tokens, own)
+            pull_from = None
+            if engine.pull_prefix and blocks * self._threshold < best:
+                pulled_s = view.transfer_s(owner, engine, most - own)
+                pulled_s += engine.costs.prefill_s(request.tokens, most)
+                if pulled_s < prefill_s:
+                    prefill_s, pull_from = pulled_s, owner
+            queued_s = engine.queued_s(now_s)
+            cost_s = queued_s + self._own_weight * prefill_s
+            if cost_s < least:
+                chosen, least, source = engine, cost_s, pull_from
+                expected_s = queued_s + prefill_s
+        return Choice(chosen, expected_s, source)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jsq`: join the shortest queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from scheduler_plugins.router.policies.base import EngineView, Request, View
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+
+class ShortestQueue(Rule):
+    """The engine with the fewest open requests, whatever their size; the first of equals.
+
+    On the prefill side a request is open until its prompt is computed.
+    """
+
+    decode = "jsq"
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        return Choice(min(engines, key=lambda engine: engine.open_requests))

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_cost`: Dynamo's cost of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+from random import Random
+
+from scheduler_plugins.router.policies.base import EngineView, Request, View, cached_tokens
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+
+class KvCostPrefill(Rule):
+    """Smallest `weight * prefill blocks`: what the engine has yet to compute, and what this prompt adds.
+
+    Dynamo's KV router adds the blocks that decode; its prefill stage leaves them out, as here. An engine of role
+    `BOTH` has them, so there they count.
+    """
+
+    decode = "kv_cost"
+
+    def __init__(self, weight: float = 1.0, temperature: float = 0.0) -> None:
+        """`temperature`: 0 takes the smallest cost; above, engines are drawn by softmax of their costs."""
+        self._weight = weight
+        self._temperature = temperature
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        costs = []
+        for engine, blocks in zip(engines, view.match(request.hashes, engines), strict=True):
+            fresh = request.tokens - cached_tokens(request, engine, blocks)
+            prefill = (engine.queued_tokens + fresh) / engine.block_tokens
+            costs.append(self._weight * prefill + engine.context / engine.block_tokens)
+        return Choice(_drawn(engines, costs, self._temperature, random))
+
+
+class KvCostDecode(Rule):
+    """Fewest blocks that decode; what is cached does not count."""
+
+    def __init__(self, temperature: float = 0.0) -> None:
+        self._temperature = temperature
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        costs = [engine.context / engine.block_tokens for engine in engines]
+        return Choice(_drawn(engines, costs, self._temperature, random))
+
+
+def _drawn(
+    engines: Sequence[EngineView], costs: Sequence[float], temperature: float, random: Random
+) -> EngineView:
+    low, high = min(costs), max(costs)
+    if not temperature or high == low:
+        return engines[costs.index(low)]
+    weights = [exp((low - cost) / (high - low) / temperature) for cost in costs]
+    return random.choices(engines, weights)[0]

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`least_work`: the engine that will have computed its prompts first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from scheduler_plugins.router.policies.base import EngineView, Request, View
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+
+class LeastWork(Rule):
+    """Smallest predicted seconds of queued prefill, then fewest open requests. It does not look at caches."""
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        chosen = min(engines, key=lambda engine: (engine.queued_s(now_s), engine.open_requests))
+        expected_s = chosen.queued_s(now_s) + chosen.costs.prefill_s(request.tokens)
+        return Choice(chosen, expected_s)

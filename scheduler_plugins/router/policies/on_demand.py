@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`on_demand`: P/D-Serve's forwarding on acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from scheduler_plugins.router.policies.base import Defer, EngineView, Reject, Request, View
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+BATCH = 4
+"""Prompts that a prefill engine takes at once."""
+PATIENCE_S = 30.0
+"""Longest wait for an engine to accept."""
+RETRY_S = 0.05
+"""Pause before all engines are asked again."""
+
+
+class OnDemand(Rule):
+    """Prefill engines keep no queue: the first that has room takes the request, else it waits at the router.
+
+    Engines are asked in the order of their open requests. One accepts while it has fewer than `batch` prompts, and
+    has not answered that it has no room. When all refuse, all are asked again until the deadline; then the
+    request is rejected. Source: P/D-Serve, on-demand forwarding.
+    """
+
+    def __init__(self, batch: int = BATCH, patience_s: float = PATIENCE_S) -> None:
+        self._batch = batch
+        self._patience_s = patience_s
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice | Reject | Defer:
+        for engine in sorted(engines, key=lambda engine: engine.open_requests):
+            if engine.prefills < self._batch and engine.accepts(now_s):
+                return Choice(engine)
+        deadline_s = min(request.deadline_s, request.arrival_s + self._patience_s)
+        if now_s >= deadline_s:
+            return Reject("deadline", max(1.0, min(e.queued_s(now_s) for e in engines)))
+        return Defer(min(deadline_s, now_s + RETRY_S))

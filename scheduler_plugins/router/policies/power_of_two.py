@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`power_of_two`: TetriInfer's choice of a decode engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from scheduler_plugins.router.policies.base import EngineView, Request, View
+from scheduler_plugins.router.policies.sides import Choice, Rule
+
+
+class PowerOfTwo(Rule):
+    """Two engines at random of those with room for prompt and answer; the one with fewer heavy decodes.
+
+    Heavy and light decodes are spread evenly that way, and routers that act at the same time do not all choose the
+    same engine. Equal numbers are decided by the tokens in the caches. Source: TetriInfer, dispatch to decode instances.
+    """
+
+    decode = "power_of_two"
+
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice:
+        wanted = request.tokens + request.max_tokens
+        able = [engine for engine in engines if engine.free_kv >= wanted] or engines
+        two = random.sample(able, 2) if len(able) > 2 else able
+        return Choice(min(two, key=lambda engine: (engine.heavy, engine.context, engine.batch)))

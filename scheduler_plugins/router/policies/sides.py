@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy made of two rules: one chooses the prefill engine, the other the decode engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from random import Random
+from typing import ClassVar, NamedTuple
+
+from scheduler_plugins.router.policies.base import (
+    Decision,
+    Defer,
+    EngineView,
+    Policy,
+    Reject,
+    Request,
+    Role,
+    Route,
+    View,
+)
+
+
+class Choice(NamedTuple):
+    """An engine, and what was predicted for it."""
+
+    engine: EngineView
+    expected_s: float = 0.0  # TTFT of a prefill engine, TPOT of a decode engine; 0: not predicted
+    pull_from: EngineView | None = None
+
+    @property
+    def source(self) -> str | None:
+        """Name of the engine that the prefix is fetched from."""
+        return self.pull_from.name if self.pull_from else None
+
+
+class Rule(ABC):
+    """Chooses among the engines of one side."""
+
+    decode: ClassVar[str] = "least_tpot"
+    """Name of the rule for decode that goes with this rule for prefill, if the user names none."""
+
+    @abstractmethod
+    def choose(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        view: View,
+        now_s: float,
+        random: Random,
+    ) -> Choice | Reject | Defer:
+        """Choose one of `engines`, which is never empty and may differ from call to call."""
+
+
+class Sides(Policy):
+    """Asks a rule for each side, and keeps the promises that are made to classes.
+
+    A rule that predicts a time above the request's SLO turns it into a rejection: no other engine would have done
+    better by that rule. An engine of role `BOTH` that is chosen for prefill decodes as well.
+    """
+
+    def __init__(self, prefill: Rule, decode: Rule) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
+        prefill = view.engines(Role.PREFILL)
+        p: Choice | None = None
+        if prefill:
+            found = self._prefill.choose(request, prefill, view, now_s, random)
+            if isinstance(found, Reject | Defer):
+                return found
+            p = found
+            if p.expected_s > request.ttft_slo_s:
+                return Reject("ttft", p.expected_s - request.ttft_slo_s)
+            if p.engine.role is Role.BOTH:
+                return Route(None, p.engine.name, p.source)
+        d = self._decode.choose(request, view.engines(Role.DECODE), view, now_s, random)
+        if isinstance(d, Reject | Defer):
+            return d
+        if d.expected_s > request.tpot_slo_s:
+            # The batch shrinks as answers end; an answer's length in steps is what is waited for.
+            return Reject("tpot", request.max_tokens * d.expected_s)
+        if p is None:
+            return Route(None, d.engine.name)
+        return Route(p.engine.name, d.engine.name, p.source)
