@@ -51,6 +51,7 @@ class Auditor:
         self._outage = outage
         self._report = report
         self._doubtful: dict[str, tuple[Finished, int]] = {}  # by request: the step it was found in
+        self._ending: list[tuple[Counterpart, str]] = []  # whose sessions end with this turn
 
     @property
     def distrusted(self) -> int:
@@ -71,11 +72,16 @@ class Auditor:
             self._conclude(doubtful[0]._replace(cause=Cause.ABORTED, detail=detail), now)
 
     def tick(self, now: float) -> None:
-        """Believe what was found, where the engine has not taken the pages back since."""
+        """Believe what was found, where the engine has not taken the pages back since; end sessions
+        with those that are not believed, after all that is to be said in them."""
         for request, (finished, step) in list(self._doubtful.items()):
             if self._steps.count >= step + 2:
                 del self._doubtful[request]
                 self._conclude(finished, now)
+        ending, self._ending = self._ending, []
+        for producer, why in ending:
+            if session := self._sessions.get(producer.source):
+                self._keeper.end(session, Cause.AUDIT, why, now)
 
     def change_model(self, facts: ModelFacts) -> None:
         """This engine serves other weights: every producer has to pass again."""
@@ -83,12 +89,10 @@ class Auditor:
         if self._book is not None:
             self._book.forget_passed()
 
-    def distrust(self, command: Distrust, now: float) -> None:
+    def distrust(self, command: Distrust) -> None:
         """Another rank of this engine has found that a producer's KV is wrong."""
         every = self._consumer.producers()
-        self._distrust(
-            [one for one in every if one.engine_id == command.engine_id], command.why, now
-        )
+        self._distrust((one for one in every if one.engine_id == command.engine_id), command.why)
 
     def _conclude(self, finished: Finished, now: float) -> None:
         comparison, cause = finished.comparison, finished.cause
@@ -100,7 +104,7 @@ class Auditor:
             self._outage.succeeded()
             names = ", ".join(sorted({one.engine_id for one in comparison.counterparts}))
             logger.info("audit of engine %s passed: %s", names or "(unnamed)", comparison)
-        elif cause is Cause.AUDIT:
+        elif cause is Cause.AUDIT and comparison.counterparts:
             told = ", ".join(sorted({one.told for one in comparison.counterparts}))
             here = described(self._facts) if self._facts else "not known"
             detail = f"{finished.detail}; the model here: {here}; at the producer: {told}"
@@ -114,7 +118,7 @@ class Auditor:
                 names or "(unnamed)",
                 detail,
             )
-            self._distrust(comparison.counterparts, detail, now)
+            self._distrust(comparison.counterparts, detail)
         elif cause is not Cause.ABORTED:
             self._telemetry.count("failed_transfers", cause=cause)
             self._outage.failed(cause, finished.detail, now)
@@ -127,9 +131,8 @@ class Auditor:
             )
         self._report(finished)
 
-    def _distrust(self, producers: Iterable[Counterpart], why: str, now: float) -> None:
+    def _distrust(self, producers: Iterable[Counterpart], why: str) -> None:
         for producer in producers:
             if self._book is not None:
                 self._book.distrust(producer.source, producer.epoch, why)
-            if session := self._sessions.get(producer.source):
-                self._keeper.end(session, Cause.AUDIT, why, now)
+            self._ending.append((producer, why))

@@ -162,9 +162,9 @@ class ConsumerSide:
         self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
 
-    def distrust(self, command: Distrust, now: float) -> None:
+    def distrust(self, command: Distrust) -> None:
         """An audit on another rank has found that a producer's KV is wrong."""
-        self._auditor.distrust(command, now)
+        self._auditor.distrust(command)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""

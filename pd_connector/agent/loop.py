@@ -225,7 +225,7 @@ class Loop:
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
             case Distrust() if consumer_side:
-                consumer_side.distrust(command, now)
+                consumer_side.distrust(command)
             case ChangeModel(facts):
                 if producer_side:
                     producer_side.change_model(facts, now)
