@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 LEAST_PAGES = 2
 """Prompts of which fewer pages would be fetched are not audited: they would show little."""
-_RETRY_S = 30.0
-"""Time between two audits of a producer that was found wrong, in seconds. Whether it has started anew is known only
-by asking it."""
 _MOST_PAIRS = 4096
 
 
@@ -69,6 +66,8 @@ class Audits:
         self._off = config.audit == "off"
         self._share = config.audit_share
         self._keep_s = config.stall_timeout_s
+        # Whether a producer that was found wrong has started anew is known only by asking it.
+        self._retry_s = config.session_timeout_s
         self._windows = windows
         self._least_tokens = LEAST_PAGES * max(windows.page_sizes, default=1)
         self._ranks = ranks
@@ -176,7 +175,7 @@ class Audits:
                 continue
             if report.cause is Cause.AUDIT:
                 self._passed.pop(pair, None)
-                self._retry[pair] = self._clock() + _RETRY_S
+                self._retry[pair] = self._clock() + self._retry_s
                 commands += [Distrust(engine, report.detail) for engine in report.engines]
             commands += self._drop(report.request, Cause.ABORTED)
         return commands
