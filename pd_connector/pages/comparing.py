@@ -8,6 +8,7 @@ the payload as it would be written.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pd_connector.codec import load_codec
@@ -21,6 +22,8 @@ from pd_connector.plan.chunks import Chunk, blocks
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import parts
 from pd_connector.protocol.audit import Distance
+
+Squares = npt.NDArray[np.float64]
 
 _SEGMENT = 64
 """Dims that are compared by themselves: a wrong rotation is seen where only a part of K is rotated."""
@@ -61,7 +64,7 @@ def distances(
     )
     found = []
     for layer, part, ours, theirs in pairs:
-        apart, own = _squares(ours, theirs, page_of_token, len(numbers))
+        apart, own = _squares(ours, theirs, page_of_token)
         apart, own = apart[:, here], own[:, here]
         tokens = np.bincount(page_of_token, minlength=len(numbers))[here]
         by_page = _by_page(apart, own, tokens)
@@ -156,27 +159,32 @@ def _dense(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _squares(
-    ours: torch.Tensor, theirs: torch.Tensor, page_of_token: Index, pages: int
-) -> tuple["np.ndarray[tuple[int, ...], np.dtype[np.float64]]", ...]:
+    ours: torch.Tensor, theirs: torch.Tensor, page_of_token: Index
+) -> tuple[Squares, Squares]:
     """Sums of squares of the differences, and of ours: float64 `[head, page, segment]`."""
     a, b = ours.float(), theirs.float()
-    lost = ~torch.isfinite(a)  # nothing can be held to that
-    a, b = a.masked_fill(lost, 0), b.masked_fill(lost, 0)
-    dims = a.shape[-1]
+    apart, own = _by_token(b - a), _by_token(a)
+    if not (np.isfinite(own).all() and np.isfinite(apart).all()):  # seldom
+        lost = ~torch.isfinite(a)  # nothing can be held to that
+        a, b = a.masked_fill(lost, 0), b.masked_fill(lost, 0)
+        apart = np.nan_to_num(_by_token(b - a), nan=np.inf, posinf=np.inf)
+        own = _by_token(a)
+    begins = np.flatnonzero(np.diff(page_of_token, prepend=-1))
+    return np.add.reduceat(apart, begins, axis=1), np.add.reduceat(own, begins, axis=1)
+
+
+def _by_token(x: torch.Tensor) -> Squares:
+    """Sums of squares of `[head, token, dim]`: float64 `[head, token, segment]`."""
+    dims = x.shape[-1]
     segment = _SEGMENT if dims % _SEGMENT == 0 else dims
-    apart = torch.nan_to_num((a - b).square(), nan=torch.inf, posinf=torch.inf)
-    which = torch.from_numpy(page_of_token).to(a.device)
-    sums = []
-    for x in (apart, a.square()):
-        by_token = x.unflatten(-1, (-1, segment)).sum(-1, dtype=torch.float64)
-        out = by_token.new_zeros(a.shape[0], pages, by_token.shape[-1])
-        sums.append(out.index_add_(1, which, by_token).cpu().numpy())
-    return tuple(sums)
+    summed = x.square().unflatten(-1, (-1, segment)).sum(-1)
+    found: Squares = summed.cpu().numpy().astype(np.float64)
+    return found
 
 
 def _by_page(
-    apart: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
-    own: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
+    apart: Squares,
+    own: Squares,
     tokens: Index,
 ) -> list[float]:
     """Distance of each page, of its worst head and segment."""
