@@ -44,7 +44,7 @@ class Dialler:
             )
         try:
             connection = Connection(self._context, source.host, source.port, self._keys)
-        except (PDConnectorError, OSError) as error:  # OSError: no descriptor or socket is left
+        except PDConnectorError as error:
             raise RefusedError(Cause.UNREACHABLE, str(error)) from None
         transports = list(self._transports.values())
         geometry = self._cache.geometry

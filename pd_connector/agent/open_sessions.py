@@ -2,7 +2,7 @@
 """A consumer's sessions with producers, from dialling to their end: connections and deadlines."""
 
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -10,7 +10,7 @@ import zmq
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import ReceivePath
 from pd_connector.config import Config
-from pd_connector.control.sockets import Connection
+from pd_connector.control.sockets import MAX_BATCH, Connection
 from pd_connector.errors import Cause
 from pd_connector.protocol import messages
 from pd_connector.protocol.deadlines import Deadlines
@@ -38,6 +38,9 @@ class OpenSession:
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None
     has_event: bool = True  # something may have happened to the connection
+    # What the last heartbeat named, and the messages that say so: at rest they stay the same.
+    named: tuple[str, ...] = ()
+    heartbeats: tuple[bytes, ...] = ()
 
     @property
     def timeout_cause(self) -> Cause:
@@ -155,16 +158,18 @@ class OpenSessions:
         session.connection.send(messages.encode(message))
         self._used[session.source] = session
 
-    def send_heartbeat(self, session: OpenSession, transfers: Sequence[str]) -> None:
+    def send_heartbeat(self, session: OpenSession, transfers: tuple[str, ...]) -> None:
         """Speak for these transfers, and for the session itself if there are none."""
-        size = _TRANSFERS_PER_HEARTBEAT
-        for first in range(0, max(1, len(transfers)), size):
-            self.send(session, messages.Heartbeat(list(transfers[first : first + size])))
+        if session.named is not transfers or not session.heartbeats:
+            session.named, session.heartbeats = transfers, _heartbeats(transfers)
+        for data in session.heartbeats:
+            session.connection.send(data)
+        self._used[session.source] = session
 
     def received(self, session: OpenSession) -> list[bytes]:
         """Messages that wait; more may follow."""
         messages_ = session.connection.receive()
-        if messages_:
+        if len(messages_) >= MAX_BATCH:
             self._used[session.source] = session
         return messages_
 
@@ -215,3 +220,9 @@ class OpenSessions:
         for session in self:
             self.end(session)
         self._epoll.close()
+
+
+def _heartbeats(transfers: tuple[str, ...]) -> tuple[bytes, ...]:
+    size = _TRANSFERS_PER_HEARTBEAT
+    parts = (transfers[first : first + size] for first in range(0, max(1, len(transfers)), size))
+    return tuple(messages.encode(messages.Heartbeat(list(part))) for part in parts)

@@ -5,7 +5,6 @@ libzmq accepts every connection and keeps it. Each takes a descriptor, and someb
 thousands and says nothing would take the engine's last one.
 """
 
-import os
 import resource
 import socket
 from collections.abc import Mapping
@@ -99,7 +98,8 @@ class Connections:
         """Shut the connection; libzmq sees its end, and closes the descriptor."""
         del self._waiting[descriptor]
         try:
-            connection = socket.socket(fileno=os.dup(descriptor))
+            # No duplicate: this is needed most when there is no descriptor left for one.
+            connection = socket.socket(fileno=descriptor)
         except OSError:
             return  # it has gone by itself
         try:
@@ -109,7 +109,7 @@ class Connections:
         except (OSError, IndexError, TypeError):
             pass  # not connected any more, or no such socket
         finally:
-            connection.close()
+            connection.detach()  # libzmq's to close
 
 
 def _most_connections() -> int:

@@ -42,7 +42,8 @@ def trusted_peers(params: TransferParams, config: Config) -> tuple[Peer, ...]:
     peers = params.peers()
     if config.key and params.remote_seal:
         wanted = _seal(params.remote_engine_id or "", peers, config.key)
-        if hmac.compare_digest(wanted, params.remote_seal):
+        # As bytes: text that is not ASCII, which a client may have written, cannot be compared.
+        if hmac.compare_digest(wanted.encode(), params.remote_seal.encode()):
             return peers
     for peer in peers:
         if not config.is_peer(peer.source.host):

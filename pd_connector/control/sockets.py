@@ -4,6 +4,8 @@
 Only sockets live here, no state of transfers. What arrives is bytes; callers decode them.
 """
 
+import contextlib
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -24,7 +26,7 @@ _LOST: dict[int, tuple[Cause, str]] = {
 }
 _WATCHED = sum(_LOST)
 _MOST_SENDERS = 8192
-_MAX_BATCH = 256
+MAX_BATCH = 256
 """Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
 
 
@@ -86,7 +88,7 @@ class Listener:
         """Messages that wait, as (sender, bytes). A message of several frames counts as malformed: its bytes
         are empty."""
         arrived: list[tuple[bytes, bytes]] = []
-        while len(arrived) < _MAX_BATCH and readable(self.socket):
+        while len(arrived) < MAX_BATCH and readable(self.socket):
             first, *rest = self.socket.recv_multipart(copy=False)
             sender = first.bytes
             arrived.append((sender, rest[0].bytes if len(rest) == 1 else b""))
@@ -120,26 +122,34 @@ class Connection:
     back knows nothing of the session, and a new one must be agreed with it."""
 
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys | None) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.linger = 100  # milliseconds, for a last `Cancel`
-        self.socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self.socket.ipv6 = True
-        self.socket.reconnect_ivl = 100
-        if keys:
-            keys.present(self.socket)
-        self.monitor = self.socket.get_monitor_socket(_WATCHED)
-        try:
-            self.socket.connect(endpoint(host, port))
-        except zmq.ZMQError as error:
-            self.close()
-            raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
+        """Raises PDConnectorError if the address cannot be dialled, or no descriptor is left."""
+        with contextlib.ExitStack() as undo:
+            try:
+                self.socket = context.socket(zmq.DEALER)
+                undo.callback(self.close)
+                self.socket.linger = 100  # milliseconds, for a last `Cancel`
+                self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+                self.socket.ipv6 = True
+                self.socket.reconnect_ivl = 100
+                if keys:
+                    keys.present(self.socket)
+                self.monitor = self.socket.get_monitor_socket(_WATCHED)
+                self.socket.connect(endpoint(host, port))
+            except zmq.ZMQError as error:
+                raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
+            undo.pop_all()
 
     def receive(self) -> list[bytes]:
-        """Messages that wait."""
+        """Messages that wait. If there are `MAX_BATCH`, more may wait; otherwise ZeroMQ's descriptor
+        tells of the next one."""
         arrived: list[bytes] = []
-        while len(arrived) < _MAX_BATCH and readable(self.socket):
-            frames = self.socket.recv_multipart()
-            arrived.append(frames[0] if len(frames) == 1 else b"")
+        # Mostly there is just one, so that nobody asks first whether there is one.
+        with contextlib.suppress(zmq.Again):
+            while len(arrived) < MAX_BATCH:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+                arrived.append(frames[0] if len(frames) == 1 else b"")
+                if not readable(self.socket):
+                    break
         return arrived
 
     @property

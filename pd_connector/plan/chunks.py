@@ -136,16 +136,15 @@ def plan(
     if len(routes) > 1:
         cuts.sort()
     return tuple(
-        Chunk(
-            sequence=sequence,
-            route=cut.route,
-            first_layer=cut.first_layer,
-            stop_layer=cut.stop_layer,
-            first_token=cut.first_token,
-            stop_token=cut.stop_token,
-            verbatim=cut.verbatim,
-        )
-        for sequence, cut in enumerate(cut_edges(routes, cuts))
+        Chunk(sequence, route, first_layer, stop_layer, first_token, stop_token, verbatim)
+        for sequence, (
+            first_token,
+            route,
+            first_layer,
+            stop_layer,
+            stop_token,
+            verbatim,
+        ) in enumerate(cut_edges(routes, cuts))
     )
 
 

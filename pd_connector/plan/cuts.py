@@ -2,33 +2,25 @@
 """Where a token range of a route is cut into chunks. Pure functions."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from pd_connector.kv.coding import ELEMENT_BYTES
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import page_part_bytes, span_bytes
 
-
-class Cut(NamedTuple):
-    """A chunk that has no number yet. Its fields are in sending order."""
-
-    first_token: int
-    route: int
-    first_layer: int
-    stop_layer: int
-    stop_token: int
-    verbatim: bool
+Cut = tuple[int, int, int, int, int, bool]
+"""A chunk that has no number yet: its first token, route, first layer, stop layer, stop token, and
+whether it is verbatim. Cuts sort in sending order. Bare tuples, because thousands are made."""
 
 
 def cut_route(
     number: int, route: Route, first_token: int, stop_token: int, chunk_bytes: int, streamed: bool
-) -> Iterator[Cut]:
+) -> list[Cut]:
     """The chunks of one route. What passes verbatim comes first, then the rest of the last page."""
     first = route.first_token(first_token, stop_token)
     if first == stop_token:
-        return
+        return []
     verbatim = route.verbatim and first % route.source.page_size == 0
     if not verbatim and route.source.dtype not in ELEMENT_BYTES:
         raise ValueError(
@@ -36,12 +28,14 @@ def cut_route(
             f"{route.source.dtype} pass as a whole only"
         )
     whole = _whole_until(route, stop_token) if verbatim else stop_token
+    cuts: list[Cut] = []
     if first < whole:
         shape = _shape(route, verbatim, whole - first, chunk_bytes, streamed)
-        yield from _cut_span(number, route, first, whole, verbatim, shape)
+        cuts += _cut_span(number, route, first, whole, verbatim, shape)
     if whole < stop_token:
         shape = _shape(route, False, stop_token - whole, chunk_bytes, False)
-        yield from _cut_span(number, route, whole, stop_token, False, shape)
+        cuts += _cut_span(number, route, whole, stop_token, False, shape)
+    return cuts
 
 
 def cut_edges(routes: Sequence[Route], cuts: Sequence[Cut]) -> list[Cut]:
@@ -67,39 +61,42 @@ def _whole_until(route: Route, stop_token: int) -> int:
 
 def _cut_span(
     number: int, route: Route, first: int, stop: int, verbatim: bool, shape: tuple[int, int]
-) -> Iterator[Cut]:
+) -> list[Cut]:
     """Chunks of `shape` (layers, tokens) that carry tokens [first, stop), by token, then layer."""
     layers, tokens = shape
     count = len(route.layers)
-    for start in (first, *range((first // tokens + 1) * tokens, stop, tokens)):
-        end = min(stop, (start // tokens + 1) * tokens)
-        for layer in range(0, count, layers):
-            yield Cut(start, number, layer, min(layer + layers, count), end, verbatim)
+    edges = [first, *range((first // tokens + 1) * tokens, stop, tokens), stop]
+    rows = [(layer, min(layer + layers, count)) for layer in range(0, count, layers)]
+    return [
+        (start, number, first_layer, stop_layer, end, verbatim)
+        for start, end in itertools.pairwise(edges)
+        for first_layer, stop_layer in rows
+    ]
 
 
 def _pieces(routes: Sequence[Route], whole: Cut) -> list[Cut]:
     """A chunk in `edge_pieces` pieces, by layer or, if it has one layer, by token. Fewer, where
     pieces would be smaller than `min_chunk_bytes`."""
-    route = routes[whole.route]
+    first_token, number, first_layer, stop_layer, stop_token, verbatim = whole
+    route = routes[number]
     rules = route.rules
-    layers, tokens = whole.stop_layer - whole.first_layer, whole.stop_token - whole.first_token
-    nbytes = layers * span_bytes(route, whole.verbatim, tokens)
+    layers, tokens = stop_layer - first_layer, stop_token - first_token
+    nbytes = layers * span_bytes(route, verbatim, tokens)
     pieces = min(rules.edge_pieces, nbytes // rules.min_chunk_bytes)
     if pieces < 2:
         return [whole]
     if layers > 1:
         each = _divided_up(layers, pieces)
-        edges = [*range(whole.first_layer, whole.stop_layer, each), whole.stop_layer]
+        edges = [*range(first_layer, stop_layer, each), stop_layer]
         return [
-            whole._replace(first_layer=first, stop_layer=stop)
+            (first_token, number, first, stop, stop_token, verbatim)
             for first, stop in itertools.pairwise(edges)
         ]
     step = max(rules.min_chunk_tokens, route.token_step)
     each = _divided_up(_divided_up(tokens, pieces), step) * step
-    inner = range(whole.first_token // each * each + each, whole.stop_token, each)
-    edges = [whole.first_token, *inner, whole.stop_token]
+    edges = [first_token, *range(first_token // each * each + each, stop_token, each), stop_token]
     return [
-        whole._replace(first_token=first, stop_token=stop)
+        (first, number, first_layer, stop_layer, stop, verbatim)
         for first, stop in itertools.pairwise(edges)
     ]
 

@@ -80,7 +80,7 @@ class Consumer:
         """Transfers that are held or loading."""
         return len(self._transfers)
 
-    def wanted(self, source: Source) -> list[str]:
+    def wanted(self, source: Source) -> tuple[str, ...]:
         """Transfers that heartbeats to this producer name: those that are still wanted."""
         return self._transfers.of_source(source)
 

@@ -29,10 +29,14 @@ class Grants:
         # `Cancelled` comes or the time has passed. Until then the same transfer is not loaded
         # again: a `Cancelled` does not say which of two loads it confirms the end of.
         self._ending: dict[Key, tuple[list[int], float]] = {}
+        # As many free slots have found nobody who may have one, since a stream began to wait or to
+        # want more. With thousands of streams it matters not to ask all of them in every turn.
+        self._unwanted = 0
 
     def wait(self, transfer: str, source: Source, stream: IncomingStream) -> None:
         """This stream can use more slots, as far as it has chunks for them."""
         self._waiting[transfer, source] = stream
+        self._unwanted = 0
 
     def take(self, transfer: str, source: Source, stream: IncomingStream, wanted: int) -> list[int]:
         """Grant as many slots as there are, up to `wanted`."""
@@ -93,6 +97,8 @@ class Grants:
 
     def grant_free(self, now: float) -> list[Action]:
         """Grant free slots to the streams that wait for some, one at a time in turn."""
+        if self._pool.free <= self._unwanted:
+            return []
         granted: dict[Key, list[int]] = {}
         progress = True
         while progress and self._pool.free:
@@ -107,6 +113,7 @@ class Grants:
                     # Behind those that have had none yet.
                     self._waiting[key] = self._waiting.pop(key)
                     progress = True
+        self._unwanted = self._pool.free
         return [
             Tell(source, messages.Credit(transfer, slots))
             for (transfer, source), slots in granted.items()
@@ -138,6 +145,10 @@ class Grants:
                 raise RuntimeError(f"slots {sorted(twice)} are granted, and {key} still ends")
             if key in streams and streams[key].opened:
                 raise RuntimeError(f"{key} is loaded again while its last load still ends")
+        if 0 < self._pool.free <= self._unwanted:
+            for key, stream in self._waiting.items():
+                if len(stream.slots) < self._most(stream):
+                    raise RuntimeError(f"{self._pool.free} slots are free, and {key} gets none")
         if unknown := self._waiting.keys() - streams.keys():
             raise RuntimeError(f"{unknown} wait for slots, and have ended")
 

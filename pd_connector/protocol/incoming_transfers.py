@@ -14,6 +14,7 @@ class IncomingTransfers:
     def __init__(self) -> None:
         self._transfers: dict[str, IncomingTransfer] = {}
         self._by_source: dict[Source, dict[str, None]] = {}
+        self._names: dict[Source, tuple[str, ...]] = {}  # of `_by_source`, as far as asked for
         self._by_request: dict[str, str] = {}
         self._deadlines: Deadlines[str] = Deadlines()
 
@@ -39,6 +40,7 @@ class IncomingTransfers:
         self._by_request[incoming.request] = transfer
         for source in incoming.streams:
             self._by_source.setdefault(source, {})[transfer] = None
+            self._names.pop(source, None)
 
     def remove(self, transfer: str) -> None:
         """Forget a transfer; nothing, if there is none of that name."""
@@ -51,12 +53,19 @@ class IncomingTransfers:
         for source in incoming.streams:
             names = self._by_source[source]
             del names[transfer]
+            self._names.pop(source, None)
             if not names:
                 del self._by_source[source]
 
-    def of_source(self, source: Source) -> list[str]:
-        """Names of the transfers that this producer has a part of."""
-        return list(self._by_source.get(source, ()))
+    def of_source(self, source: Source) -> tuple[str, ...]:
+        """Names of the transfers that this producer has a part of: the same object until they
+        change."""
+        names = self._names.get(source)
+        if names is None:
+            if source not in self._by_source:
+                return ()
+            names = self._names[source] = tuple(self._by_source[source])
+        return names
 
     def has_source(self, source: Source) -> bool:
         return source in self._by_source
@@ -83,5 +92,7 @@ class IncomingTransfers:
                 raise RuntimeError(f"transfer {transfer}: its deadline is not watched")
         if wanted != {source: set(names) for source, names in self._by_source.items()}:
             raise RuntimeError(f"transfers by producer {self._by_source}, wanted {wanted}")
+        if wrong := {s: n for s, n in self._names.items() if set(n) != wanted.get(s, set())}:
+            raise RuntimeError(f"names of transfers by producer {wrong}, wanted {wanted}")
         if lost := set(self._by_request.values()) - self._transfers.keys():
             raise RuntimeError(f"transfers {lost} have ended, and their requests are kept")

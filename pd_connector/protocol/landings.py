@@ -10,6 +10,7 @@ from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
 from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import Action, PlaceChunk, ProducerSession
+from pd_connector.protocol.incoming_transfer import IncomingTransfer
 from pd_connector.protocol.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.peers import Source
 
@@ -47,8 +48,10 @@ class Landings:
     ) -> list[Action]:
         """See `Consumer.landed`."""
         incoming = self._transfers.get(header.transfer)
-        source = self._writer(header, slot)
-        if source is None or incoming is None or incoming.load is None:
+        if incoming is None or incoming.load is None:
+            return []
+        source = self._writer(incoming, header, slot)
+        if source is None:
             return []
         stream = incoming.streams[source]
         chunk = stream.missing.get(header.sequence)
@@ -93,11 +96,10 @@ class Landings:
             stream.deadline = now + self._config.stall_timeout_s
         return self._fetches.go_on(incoming, source, now)
 
-    def _writer(self, header: ChunkHeader, slot: int) -> Source | None:
+    def _writer(self, incoming: IncomingTransfer, header: ChunkHeader, slot: int) -> Source | None:
         """The producer that has the header's epoch and was granted this slot for this transfer.
         One producer may be known by several addresses, and each has a session."""
-        incoming = self._transfers.get(header.transfer)
-        for source in incoming.streams if incoming else ():
+        for source in incoming.streams:
             session = self._sessions.get(source)
             known = session is not None and session.epoch == header.epoch
             if known and self._grants.holds(header.transfer, source, slot):

@@ -24,7 +24,8 @@ class Openings:
     was refused, or is gone. When all readers have ended, the transfer ends.
 
     Args:
-        provisional: what comes before the end of a prefill may turn out to be wrong.
+        provisional: what comes before the end of a prefill may turn out to be wrong. It is sent
+            only to consumers that can wait for the end.
     """
 
     def __init__(
@@ -71,7 +72,10 @@ class Openings:
         self._transfers.touch(session, outgoing)
         outgoing.watchers.discard(session)
         outgoing.readers = max(outgoing.readers, message.readers)
-        outgoing.streams[session] = OutgoingStream(message, routes, deque(message.slots))
+        leased_only = self._provisional and not message.provisional
+        outgoing.streams[session] = OutgoingStream(
+            message, routes, deque(message.slots), leased_only
+        )
         return self.start(outgoing, session)
 
     def start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:

@@ -24,12 +24,9 @@ class LayerQueue:
     last_layer: int  # in model numbering
     chunks: deque[Chunk] = field(default_factory=deque)
 
-    def computed(self, offer: Offer, step: Step | None) -> bool:
-        """Whether the first chunk is computed."""
-        stop_token = self.chunks[0].stop_token
-        return stop_token <= offer.tokens or (
-            step is not None and stop_token <= step.tokens and self.last_layer < step.stop_layer
-        )
+    def computed_in(self, step: Step) -> bool:
+        """Whether the first chunk is computed by a step that is still under way."""
+        return self.chunks[0].stop_token <= step.tokens and self.last_layer < step.stop_layer
 
 
 @dataclass(slots=True)
@@ -39,6 +36,7 @@ class OutgoingStream:
     message: messages.Open
     routes: Sequence[Route]
     credits: deque[int]  # landing slots that it has granted
+    leased_only: bool = False  # nothing is sent to it before the prefill has ended
     planned: int = 0  # chunks
     unsent: int = 0
     token_bytes: float = 0.0  # on the wire, in all layers
@@ -80,21 +78,21 @@ class OutgoingStream:
         rate = self.message.bytes_per_s
         return self.token_bytes * tokens / rate if rate else float("inf")
 
-    def next_queue(self, offer: Offer, step: Step | None) -> LayerQueue | None:
-        """The queue whose first chunk comes first in the plan, among those that are computed."""
+    def take(self, offer: Offer, step: Step | None) -> tuple[Chunk, int] | None:
+        """The chunk that comes first in the plan among those that are computed, and the landing
+        slot that it goes into; None if there is none. Call it only while there are credits."""
         best: LayerQueue | None = None
+        least = self.planned
         for queue in self.queues.values():
-            if not queue.chunks or not queue.computed(offer, step):
+            if not queue.chunks or (first := queue.chunks[0]).sequence >= least:
                 continue
-            if best is None or queue.chunks[0].sequence < best.chunks[0].sequence:
-                best = queue
-        return best
-
-    def take(self, queue: LayerQueue) -> tuple[Chunk, int]:
-        """The first chunk of this queue, and the landing slot that it goes into."""
+            if first.stop_token <= offer.tokens or (step is not None and queue.computed_in(step)):
+                best, least = queue, first.sequence
+        if best is None:
+            return None
         self.unsent -= 1
         self.writing += 1
-        return queue.chunks.popleft(), self.credits.popleft()
+        return best.chunks.popleft(), self.credits.popleft()
 
     def unsend(self, send: Send) -> None:
         """What was taken last comes next again."""

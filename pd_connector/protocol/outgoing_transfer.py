@@ -78,10 +78,12 @@ class OutgoingTransfer:
         stream, offer = self.streams.get(session), self.offer
         if stream is None or offer is None or not stream.credits or not stream.accepted:
             return None
-        queue = stream.next_queue(offer, self.step)
-        if queue is None:
+        if stream.leased_only and not offer.final:
             return None
-        chunk, slot = stream.take(queue)
+        taken = stream.take(offer, self.step)
+        if taken is None:
+            return None
+        chunk, slot = taken
         route = stream.routes[chunk.route]
         span = chunk.pages(route.source.page_size)
         return Send(
@@ -93,7 +95,7 @@ class OutgoingTransfer:
             pages=offer.pages[route.source.table][span.start : span.stop],
             identity=offer.identity,
             slot=slot,
-            direct=stream.message.direct and self.final and chunk.verbatim,
+            direct=stream.message.direct and offer.final and chunk.verbatim,
             early=offer.tokens < stream.message.stop_token,
         )
 

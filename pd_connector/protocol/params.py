@@ -23,8 +23,10 @@ from pd_connector.protocol.peers import Peer, Source
 MAX_RANKS = 1024
 """The most ranks of one producer: tensor-parallel size times pipeline stages."""
 
-_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+# JSON can spell halves of surrogate pairs, which no message can carry.
+_ENCODABLE = "^[^\ud800-\udfff]*\\Z"
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=_ENCODABLE)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=_ENCODABLE)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 _Rank = tuple[_Host, _Port, _Count, _Count, _Count]
@@ -49,7 +51,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     """Tensor-parallel size of the producer."""
     remote_block_ids: Any = None
     """Null where the prefill may not have finished; its value is not used otherwise."""
-    remote_seal: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    remote_seal: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")] = ""
     """The producer's proof that the address is its own (`control.seal`)."""
     transfer_id: _Id | None = None
     """A name for the KV that the proxy chose, so that it can tell both sides at once."""

@@ -42,7 +42,7 @@ class Producer:
         self._most_leased = float("inf") if pages is None else config.lease_share * pages
         self._transfers = OutgoingTransfers()
         self._past = PastTransfers()
-        self._queue = SendQueue(self._transfers, leased_only=late_revokes)
+        self._queue = SendQueue(self._transfers)
         self._openings = Openings(
             config, self._transfers, self._past, self._queue, provisional=late_revokes
         )

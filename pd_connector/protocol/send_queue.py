@@ -4,21 +4,14 @@
 from collections.abc import Collection
 
 from pd_connector.protocol.outgoing import Send, SessionId
-from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
 from pd_connector.protocol.outgoing_transfers import OutgoingTransfers
 
 
 class SendQueue:
-    """Streams that may have something to send, in the order of their turns. Used by one thread.
+    """Streams that may have something to send, in the order of their turns. Used by one thread."""
 
-    Args:
-        leased_only: nothing is sent before the prefill has ended, except to consumers that can wait
-            for its end.
-    """
-
-    def __init__(self, transfers: OutgoingTransfers, *, leased_only: bool) -> None:
+    def __init__(self, transfers: OutgoingTransfers) -> None:
         self._transfers = transfers
-        self._leased_only = leased_only
         self._ready: dict[tuple[str, SessionId], None] = {}
 
     def add(self, transfer: str, session: SessionId) -> None:
@@ -36,9 +29,7 @@ class SendQueue:
             del self._ready[key]
             transfer, session = key
             outgoing = self._transfers.get(transfer)
-            if outgoing is None or not self._may_send(outgoing, session):
-                continue
-            send = outgoing.next_send(session)
+            send = outgoing.next_send(session) if outgoing else None
             if send is not None:
                 self._ready[key] = None  # behind all others
                 return send
@@ -49,9 +40,3 @@ class SendQueue:
         stream = self._transfers.stream(send.session, send.transfer)
         assert stream is not None  # nothing has happened since
         stream.unsend(send)
-
-    def _may_send(self, outgoing: OutgoingTransfer, session: SessionId) -> bool:
-        """Whether a chunk that may have to be retracted would be."""
-        stream = outgoing.streams.get(session)
-        leased = outgoing.final or not self._leased_only
-        return stream is not None and (leased or stream.message.provisional)

@@ -3,8 +3,12 @@
 
 A layer's K is `[slot, head, dim]`, one slot a token, and V lies elsewhere in the same form. A page
 is `page_size` neighbouring slots. Page 0 takes what padding tokens write, and is never a request's.
+
+Layers with a sliding window have a pool of their own, whose slots SGLang finds by those of the
+other pool: they are a second page table.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,47 +21,108 @@ from pd_connector.pages.paged_cache import PagedCache
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FP8 = "fp8_e4m3"
+WINDOW_TABLE = 1
+"""Page table of the layers with a sliding window; that of all others is 0."""
+
+Scales = Mapping[int, tuple[float, float]]
+"""Of K and V of a layer in an FP8 pool, by its number in the model."""
 
 
-def describe_cache(pool: Any, total_heads: int, shard: Shard) -> PagedCache:
+def describe_cache(
+    pool: Any,
+    total_heads: int,
+    shard: Shard,
+    *,
+    sliding_window: int = 0,
+    scales: Scales | None = None,
+) -> PagedCache:
     """A rank's pool as a `PagedCache`.
 
     Args:
         pool: SGLang's `token_to_kv_pool`.
         total_heads: KV heads of a layer in the whole model.
         shard: what this rank holds.
+        sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
+        scales: of an FP8 pool; 1 where a layer is not in it.
 
     Raises:
         UnsupportedGeometryError: a pool of a kind that cannot be moved.
     """
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    if type(pool) is not SWAKVPool:
+        held = range(shard.first_layer, shard.stop_layer)
+        found = [_describe(pool, held, total_heads, scales or {})]
+    else:
+        if not sliding_window:
+            raise UnsupportedGeometryError(
+                f"KV pool of type {type(pool).__name__} of a model without a sliding window: "
+                "PDConnector cannot tell what of it a request needs"
+            )
+        found = []
+        for part, table in ((pool.full_kv_pool, 0), (pool.swa_kv_pool, WINDOW_TABLE)):
+            places = {
+                place: number
+                for number, (place, windowed) in pool.layers_mapping.items()
+                if windowed == bool(table)
+            }
+            if not places:
+                continue
+            heads = total_heads * getattr(part, "head_num", 1) // pool.head_num
+            numbers = [places[place] for place in range(len(places))]
+            # A window counts the token that sees, too.
+            window = sliding_window + 1 if table else 0
+            found.append(_describe(part, numbers, heads, scales or {}, window=window, table=table))
+    layers = {number: pages for part, _ in found for number, pages in part.items()}
+    return PagedCache(layers, Geometry(shard, tuple(group for _, group in found)))
+
+
+def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
+    """The part of the model that the pool holds."""
+    numbers = getattr(pool, "layers_mapping", None)
+    if numbers is not None:
+        return Shard(min(numbers), max(numbers) + 1, tp_rank, tp_size)
+    return Shard(pool.start_layer, pool.start_layer + pool.layer_num, tp_rank, tp_size)
+
+
+def _describe(
+    pool: Any,
+    numbers: Sequence[int],
+    total_heads: int,
+    scales: Scales,
+    *,
+    window: int = 0,
+    table: int = 0,
+) -> tuple[dict[int, LayerPages], Group]:
+    """Layers with these numbers, which one pool of plain tensors holds."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     dtype = _DTYPE_NAMES.get(pool.dtype)
-    if dtype is None or dtype == _FP8:
+    if dtype is None:
         raise UnsupportedGeometryError(
             f"KV pool of {pool.dtype}: PDConnector moves SGLang's pools of "
-            f"{', '.join(name for name in DTYPES if name != _FP8)} (--kv-cache-dtype auto)"
+            f"{', '.join(DTYPES)} (--kv-cache-dtype auto, bf16 or fp8_e4m3)"
         )
-    layers = range(pool.layer_num)
+    places = range(pool.layer_num)
     if type(pool) is MHATokenToKVPool:
         if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
             raise UnsupportedGeometryError(
                 f"KV pool in layout {pool.kv_cache_layout}, quantised {pool.is_quantized_kv_cache}: "
                 "PDConnector moves layout nhd, not quantised"
             )
-        pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in layers]
+        pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in places]
         dims = pool.head_dim, pool.v_head_dim
-    elif type(pool) is MLATokenToKVPool and not pool.use_dsa:
-        pages = [_layer(pool, pool.kv_buffer[n], None) for n in layers]
+    elif type(pool) is MLATokenToKVPool and not pool.use_dsa and dtype != _FP8:
+        pages = [_layer(pool, pool.kv_buffer[n], None) for n in places]
         dims = pool.kv_cache_dim, 0
         total_heads = 1
     else:
         raise UnsupportedGeometryError(
-            f"KV pool of type {type(pool).__name__}: PDConnector moves full attention "
-            "(MHATokenToKVPool) and MLA latents (MLATokenToKVPool) of SGLang; serve this model "
-            "without --disaggregation-transfer-backend pd_connector"
+            f"KV pool of type {type(pool).__name__}, {pool.dtype}: PDConnector moves full and "
+            "sliding-window attention (MHATokenToKVPool) and 16- or 32-bit MLA latents "
+            "(MLATokenToKVPool) of SGLang; serve this model without "
+            "--disaggregation-transfer-backend pd_connector"
         )
-    numbers = range(shard.first_layer, shard.stop_layer)
     device = pages[0].key.device.type
     group = Group(
         kind="attention" if dims[1] else "latent",
@@ -66,17 +131,14 @@ def describe_cache(pool: Any, total_heads: int, shard: Shard) -> PagedCache:
         key_dim=dims[0],
         value_dim=dims[1],
         page_size=pool.page_size,
-        window=0,
+        window=window,
         dtype=dtype,
         layout=f"{device}/token-head-dim",
         heads_apart=pool.page_size == 1,
+        table=table,
+        scales=tuple(scales.get(n, (1.0, 1.0)) for n in numbers) if dtype == _FP8 else (),
     )
-    return PagedCache(dict(zip(numbers, pages, strict=True)), Geometry(shard, (group,)))
-
-
-def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
-    """The part of the model that the pool holds."""
-    return Shard(pool.start_layer, pool.start_layer + pool.layer_num, tp_rank, tp_size)
+    return dict(zip(numbers, pages, strict=True)), group
 
 
 def _layer(pool: Any, key: torch.Tensor, value: torch.Tensor | None) -> LayerPages:

@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
@@ -17,25 +17,37 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pd_connector.agent.agent import Agent
+from pd_connector.agent.commands import Expect, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.agent.owed import Outcome
 from pd_connector.config import CONFIG_VARIABLE, Config
 from pd_connector.errors import Cause, ConfigError
+from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
 from pd_connector.protocol.peers import Peer, Source
+from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import model_facts
+from pd_connector.sglang.model import kv_scales, model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines
-from pd_connector.sglang.registration import register
+from pd_connector.sglang.registration import global_rank, register
+from pd_connector.sglang.requests import fingerprint, transfer_of
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 
 logger = logging.getLogger("pd_connector.sglang")
 
 Kind = TypeVar("Kind", Free, Finished, Held)
+
+
+class _Rank(NamedTuple):
+    """What the ranks of an engine tell each other when they start."""
+
+    replica: int  # of the attention, where several ranks have whole copies of it
+    name: str
+    shard: Shard
 
 
 class Manager(BaseKVManager):
@@ -45,6 +57,8 @@ class Manager(BaseKVManager):
         agent: of this rank.
         buffers: SGLang's metadata buffers.
         page_size: tokens of a page.
+        page_limit: the first number above those of the pool's pages.
+        produces: whether this is a prefill engine.
         prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
             engine is known, and how many data-parallel ranks it has.
     """
@@ -52,6 +66,7 @@ class Manager(BaseKVManager):
     agent: Agent
     buffers: Any
     page_size: int
+    page_limit: int
 
     def __init__(
         self,
@@ -62,7 +77,7 @@ class Manager(BaseKVManager):
     ) -> None:
         self.kv_args = args
         self.prefill_info_table: dict[str, PrefillServerInfo] = {}
-        self._produces = disaggregation_mode == DisaggregationMode.PREFILL
+        self.produces = disaggregation_mode == DisaggregationMode.PREFILL
         self._server_args = server_args
         self._told: dict[tuple[type[Outcome], str], Outcome] = {}
         self._watched: set[str] = set()
@@ -86,41 +101,51 @@ class Manager(BaseKVManager):
         pool, model = queue.token_to_kv_pool, queue.scheduler.model_config
         self.buffers = queue.metadata_buffers
         self.page_size = pool.page_size
+        self.page_limit = pool.size // pool.page_size + 1  # page 0 is padding
         self._scheduler = queue.scheduler
-        rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
-        self._backoff = IdleBackoff(alone=size == 1)
-        shard = own_shard(pool, rank, size)
-        cache = describe_cache(pool, model.get_total_num_kv_heads(), shard)
-        group = parallel.attn_tp_group
-        name = f"sglang-{uuid.uuid4().hex[:12]}"
-        engine_id = group.all_gather_object(name)[0]  # one name for all ranks
-        shards = group.all_gather_object(shard)
+        self._adapters = Adapters(queue.scheduler.tp_worker.model_runner)
+        world = parallel.world_group
+        self._backoff = IdleBackoff(alone=world.world_size == 1)
+        shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
+        cache = describe_cache(
+            pool,
+            model.get_total_num_kv_heads(),
+            shard,
+            sliding_window=queue.scheduler.sliding_window_size or 0,
+            scales=kv_scales(queue.scheduler),
+        )
+        self._windows = any(group.window for group in cache.geometry.groups)
+        own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
+        ranks = [r for r in world.all_gather_object(own) if r.replica == own.replica]
+        engine_id = ranks[0].name  # one name for all ranks that share out a model
+        shards = [r.shard for r in ranks]
         self.agent = Agent(
             self._config,
             engine_id,
             b"",  # of schema 2, which no SGLang has spoken
             cache,
-            produces=self._produces,
-            consumes=not self._produces,
+            produces=self.produces,
+            consumes=not self.produces,
             shards=shards,
-            tells=(FIRST_TOKEN,) if self._produces else (),
-            needs=() if self._produces else (FIRST_TOKEN,),
+            tells=(FIRST_TOKEN,) if self.produces else (),
+            needs=() if self.produces else (FIRST_TOKEN,),
             facts=model_facts(queue.scheduler, self._config, shard),
         )
         if self._server_args.enable_metrics:
-            self._metrics = Metrics(self.agent.telemetry, rank)
-        own = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        self.agent.introduce(group.all_gather_object(own))
+            self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
+        peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
+        peers = world.all_gather_object(peer)
+        self.agent.introduce([found for found in peers if found.source.engine_id == engine_id])
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             engine_id,
-            "prefill" if self._produces else "decode",
+            "prefill" if self.produces else "decode",
             self._config.host,
             self.agent.port,
             ",".join(self._config.transports),
             cache.geometry,
         )
-        if self._produces:
+        if self.produces:
             if self._config.overlap in ("auto", "layer"):
                 self._streaming = Streaming(self, queue.scheduler)
             self.register_to_bootstrap()
@@ -146,12 +171,13 @@ class Manager(BaseKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it
         and does not wait."""
-        if self._engines.look_up(bootstrap_addr) is None:
+        found = self._engines.look_up(bootstrap_addr)
+        if found is None:
             return False
         self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
             attn_tp_size=1,
             attn_cp_size=1,
-            dp_size=1,
+            dp_size=max(1, len(found.replicas)),
             pp_size=1,
             page_size=None,
             kv_cache_dtype=None,
@@ -180,6 +206,13 @@ class Manager(BaseKVManager):
             Cause.ROLE, "a retracted request is not computed again by a prefill engine"
         )
 
+    def turned_away(self, req: Any) -> None:
+        """SGLang has refused a request of this prefill engine before it came into a queue, such as one
+        that is longer than the pool: a decode engine that waits for it is told so."""
+        transfer = transfer_of(req.bootstrap_room)
+        self.agent.submit(Expect(transfer))
+        self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))
+
     def watch(self, request: str) -> None:
         """Keep what the agent tells of this request, until `forget`."""
         self._watched.add(request)
@@ -199,11 +232,37 @@ class Manager(BaseKVManager):
         for kind in (Free, Finished, Held):
             self._told.pop((kind, request), None)
 
+    def check_pages(self, pages: Sequence[int]) -> None:
+        """Raises ValueError where a page is none of the pool's. (The agent would find out, too, and end
+        all requests of its session.)"""
+        if not all(0 <= page < self.page_limit for page in pages):
+            wrong = next(page for page in pages if not 0 <= page < self.page_limit)
+            raise ValueError(f"page {wrong}: the pool has pages 0 to {self.page_limit - 1}")
+
+    def tables(self, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """A request's pages by page table. Those of layers with a sliding window are found by the
+        others; -1 where SGLang has given a page back that the window has passed."""
+        if not self._windows:
+            return (tuple(pages),)
+        slots = torch.tensor(pages, dtype=torch.int64) * self.page_size
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        found = allocator.translate_swa_indices_for_transfer(slots.to(self._scheduler.device))
+        windowed = (found // self.page_size).tolist()
+        return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
+
     def forward_fence(self) -> Any:
         """A point in the stream on which SGLang computes: a forward pass that is under way may still
         write pages of a request that has just ended. None on a CPU."""
         stream = getattr(self._scheduler, "forward_stream", None)
         return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
+
+    def identity(self, req: Any) -> bytes:
+        """What the KV of this request's prompt depends on.
+
+        Raises:
+            PDConnectorError: its adapter cannot be told by content.
+        """
+        return fingerprint(req, self._adapters.name(req.lora_id))
 
     @staticmethod
     def request_name(rid: str, room: int) -> str:

@@ -58,6 +58,14 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
     )
 
 
+def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
+    """What K and V of an FP8 pool are to be multiplied with, by layer; 1 where a model has none."""
+    return {
+        number: (float(attention.k_scale_float or 1.0), float(attention.v_scale_float or 1.0))
+        for number, attention, _ in _layers(scheduler.tp_worker.model_runner.model)
+    }
+
+
 def _folder(model: Any) -> Path | None:
     """Where the checkpoint lies on this disk."""
     if Path(model.model_path).is_dir():

@@ -140,7 +140,10 @@ def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **opt
     checked = _is_ours(queue) and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
     if checked and (problem := room_problem(req.bootstrap_room)):
         return reject(req, problem, queue.scheduler)
-    return original(queue, req, *args, **options)
+    result = original(queue, req, *args, **options)
+    if checked and queue.kv_manager.produces and req.disagg_kv_sender is None:
+        queue.kv_manager.turned_away(req)
+    return result
 
 
 def _sender_made(

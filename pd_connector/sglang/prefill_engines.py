@@ -2,8 +2,9 @@
 """Where prefill engines are: from the address in a request to the ranks that have its KV.
 
 A request names its prefill engine by the host and port of SGLang's registry, a plain HTTP server that
-tells a rank's control port. Any rank tells all others over its own, authenticated control channel:
-the registry is believed for where to ask, and for nothing else. The address may also be a control
+tells a rank's control port, of each replica where data parallelism makes several. Any rank tells all
+others of its replica over its own, authenticated control channel: the registry is believed for where
+to ask, and for nothing else. The address may also be a control
 port itself, which is how an engine that is not SGLang's is reached.
 
 Look-ups happen in threads of their own: the engine's thread never waits for a peer.
@@ -16,26 +17,29 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pd_connector.agent.discovery import ask_ranks
 from pd_connector.config import Config
 from pd_connector.errors import Cause, PDConnectorError
 from pd_connector.protocol.peers import Peer
 
-_QUERY = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+_QUERY = "prefill_dp_rank={0}&prefill_cp_rank={1}&target_tp_rank={1}&target_pp_rank={1}"
+_ALL = -1
 _RETRY_S = 0.2
 _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
 _AT_ONCE = 4
 _MAX_ANSWER_BYTES = 1 << 16
+MAX_REPLICAS = 256
+"""More than this many replicas are not asked for, whatever a registry says."""
 
 
 class Found(NamedTuple):
-    """The end of a look-up: all ranks of the engine, or why they are not known."""
+    """The end of a look-up: all ranks of each replica of the engine, or why they are not known."""
 
-    peers: tuple[Peer, ...]
+    replicas: tuple[tuple[Peer, ...], ...]
     problem: tuple[Cause, str] | None = None
 
 
@@ -70,10 +74,12 @@ def _find(address: str, config: Config) -> Found:
         host, port = _split(address)
         if problem := _forbidden(host, config):
             return Found((), (Cause.INSECURE_ADDRESS, problem))
-        rank, control = _control_port(host, port, deadline)
-        if problem := _forbidden(rank, config):
-            return Found((), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}"))
-        return Found(ask_ranks(config, rank, control, deadline))
+        replicas = []
+        for rank, control in _control_ports(host, port, deadline):
+            if problem := _forbidden(rank, config):
+                return Found((), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}"))
+            replicas.append(ask_ranks(config, rank, control, deadline))
+        return Found(tuple(replicas))
     except PDConnectorError as error:
         cause = getattr(error, "cause", Cause.UNREACHABLE)
         return Found((), (cause, f"prefill engine at {address}: {error}"))
@@ -91,23 +97,46 @@ def _forbidden(host: str, config: Config) -> str:
     return ""
 
 
-def _control_port(host: str, port: int, deadline: float) -> tuple[str, int]:
-    """Host and control port of one rank of the engine whose registry, or control port, is here.
+def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
+    """Host and control port of one rank of each replica of the engine whose registry, or control port,
+    is here.
 
     Raises OSError if nobody is there until the deadline; ValueError if it is neither.
     """
+    engine = _ask(host, port, _ALL, deadline)
+    if engine is None:
+        return [(host, port)]
+    replicas = int(engine.get("dp_size") or 1)
+    if not 0 < replicas <= MAX_REPLICAS:
+        raise ValueError(f"it tells of {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
+    if replicas > 1 and not engine.get("follow_bootstrap_room", True):
+        raise ValueError(
+            f"it has {replicas} replicas, and none is found by its room: start it with "
+            "--load-balance-method follow_bootstrap_room"
+        )
+    rows = [_ask(host, port, replica, deadline) for replica in range(replicas)]
+    try:
+        return [(str(row["rank_ip"]), int(row["rank_port"])) for row in rows if row is not None]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it answers without rank_ip and rank_port: {error!r}") from None
+
+
+def _ask(host: str, port: int, replica: int, deadline: float) -> dict[str, Any] | None:
+    """What a registry tells of a replica, or of the engine; None where a control port listens, which
+    is no registry. Raises as `_control_ports` does."""
     name = f"[{host}]" if ":" in host else host
-    url = f"http://{name}:{port}/route?{_QUERY}"
+    query = _QUERY.format(replica, _ALL if replica == _ALL else 0)
     while True:
         left_s = deadline - time.monotonic()
         try:
-            if _greets(host, port, max(left_s, _RETRY_S)):
-                return host, port
+            if replica == _ALL and _greets(host, port, max(left_s, _RETRY_S)):
+                return None
+            url = f"http://{name}:{port}/route?{query}"
             with urllib.request.urlopen(url, timeout=max(left_s, _RETRY_S)) as answer:
                 row = json.loads(answer.read(_MAX_ANSWER_BYTES))
-            return str(row["rank_ip"]), int(row["rank_port"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"it answers without rank_ip and rank_port: {error!r}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"it answers {str(row)[:40]!r}: wanted a JSON object")
+            return row
         except urllib.error.HTTPError as error:
             if error.code != http.HTTPStatus.SERVICE_UNAVAILABLE or left_s <= 0:  # it is starting
                 raise

@@ -18,7 +18,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
-from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import write_row
 
 if TYPE_CHECKING:
@@ -59,18 +59,28 @@ class Receiver(BaseKVReceiver):
     def bind(self, req: Any) -> None:
         """The request, which a receiver is not told when it is made."""
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = fingerprint(req)
+        self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.watch(self._request)
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill engine is known: wait until its KV begins to come."""
+        """The prefill engine is known: wait until its KV begins to come.
+
+        Args:
+            prefill_dp_rank: which of its replicas has the request.
+        """
         found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
         if found.problem is not None:
             self.fail(*found.problem)
             return
-        self._peers = found.peers
+        if not 0 <= prefill_dp_rank < len(found.replicas):
+            self.fail(
+                Cause.ROLE,
+                f"prefill replica {prefill_dp_rank} of {len(found.replicas)}: there is none",
+            )
+            return
+        self._peers = found.replicas[prefill_dp_rank]
         self._asked = True
         self.kv_mgr.agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
 
@@ -88,6 +98,8 @@ class Receiver(BaseKVReceiver):
         Args:
             kv_indices: the pages of the tokens after the prefix.
             aux_index: its row of the metadata buffers.
+            state_indices: where layers have a sliding window: the pages of the prompt's last tokens in
+                the pool of these layers.
             decode_prefix_len: tokens at the prompt's start that this engine has already.
         """
         prefix = decode_prefix_len or 0
@@ -95,6 +107,10 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         self._state = KVPoll.Transferring
         held = [-1] * (prefix // self.kv_mgr.page_size)
+        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        tables = [(*held, *pages)]
+        for window in state_indices or ():
+            tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
         self.kv_mgr.agent.submit(
             Load(
                 self._request,
@@ -103,7 +119,7 @@ class Receiver(BaseKVReceiver):
                 self._identity,
                 first_token=prefix,
                 stop_token=self._prompt_tokens,
-                pages=((*held, *kv_indices.tolist()),),
+                pages=tuple(tables),
                 wait=True,
             ),
             fence=self.kv_mgr.forward_fence(),

@@ -29,6 +29,23 @@ def register(kv_args: Any, host: str, port: int) -> None:
     threading.Thread(target=_put, args=(url, row), name="pd-register", daemon=True).start()
 
 
+def global_rank(parallel: Any) -> int:
+    """A number that no other rank behind the same HTTP server has.
+
+    Args:
+        parallel: SGLang's `ParallelContext`.
+    """
+    replica = parallel.dp_rank if _replicas(parallel) > 1 else 0
+    world = parallel.world_group
+    return int((replica or 0) * world.world_size + world.rank_in_group)
+
+
+def _replicas(parallel: Any) -> int:
+    """Whole copies of the model behind one HTTP server. With attention data parallelism there is one:
+    its ranks are counted by themselves."""
+    return 1 if parallel.attn_dp_size > 1 else int(parallel.dp_size)
+
+
 def _registry() -> str:
     """Where SGLang's registry is: beside the HTTP server, or on the first node of several."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
@@ -50,12 +67,12 @@ def _row(kv_args: Any, host: str, port: int) -> dict[str, Any]:
         "attn_tp_rank": parallel.attn_tp_rank,
         "attn_cp_size": 1,
         "attn_cp_rank": 0,
-        "attn_dp_size": 1,
-        "attn_dp_rank": 0,
-        "pp_size": 1,
-        "pp_rank": 0,
-        "system_dp_size": 1,
-        "system_dp_rank": 0,
+        "attn_dp_size": parallel.attn_dp_size,
+        "attn_dp_rank": parallel.attn_dp_rank,
+        "pp_size": parallel.pp_size,
+        "pp_rank": kv_args.pp_rank,
+        "system_dp_size": _replicas(parallel),
+        "system_dp_rank": kv_args.system_dp_rank or 0,
         "rank_ip": host,
         "rank_port": port,
         "page_size": kv_args.page_size,

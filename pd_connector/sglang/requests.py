@@ -30,7 +30,11 @@ def reject(req: Any, problem: str, scheduler: Any) -> None:
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
-def fingerprint(req: Any) -> bytes:
+def fingerprint(req: Any, adapter: str) -> bytes:
     """What the KV of a request's prompt depends on. SGLang's `extra_key` says the same of its own
-    radix cache, but with ids that only this process has."""
-    return token_fingerprint(req.origin_input_ids, salt=req.cache_salt or "")
+    radix cache, but with ids that only this process has.
+
+    Args:
+        adapter: name and content of its adapter; empty for none.
+    """
+    return token_fingerprint(req.origin_input_ids, salt=req.cache_salt or "", adapter=adapter)

@@ -17,7 +17,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.outgoing import Free, Offer
 from pd_connector.sglang.failure import TransferError, contained
-from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import read_row
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sender(BaseKVSender):
         """The request, which a sender is not told when it is made."""
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = fingerprint(req)
+        self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.watch(self._request)
         self.kv_mgr.agent.submit(Expect(self._transfer))
@@ -79,7 +79,8 @@ class Sender(BaseKVSender):
         assert num_kv_tokens is not None
         final = state_indices is not None
         first = self._sent_tokens // self.kv_mgr.page_size
-        self._pages[first : first + len(kv_indices)] = kv_indices.tolist()
+        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        self._pages[first : first + len(pages)] = pages
         self._sent_tokens = min(self._sent_tokens + num_kv_tokens, self._prompt_tokens)
         if final and self._failure is None:
             self._state = KVPoll.Transferring
@@ -148,7 +149,7 @@ class Sender(BaseKVSender):
         offer = Offer(
             self._transfer,
             self._request,
-            (tuple(self._pages),),
+            self.kv_mgr.tables(self._pages),
             self._identity,
             prompt_tokens=self._prompt_tokens,
             tokens=self._sent_tokens,

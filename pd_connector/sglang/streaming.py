@@ -25,6 +25,7 @@ _WRITES = (
     f"{_POOLS}.MHATokenToKVPool.set_kv_buffer",
     f"{_POOLS}.MLATokenToKVPool.set_kv_buffer",
     f"{_POOLS}.MLATokenToKVPool.set_mla_kv_buffer",
+    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.set_kv_buffer",
 )
 
 
@@ -62,6 +63,8 @@ class Streaming:
 
     def _written(self, result: Any, pool: Any, layer: Any, *args: Any, **options: Any) -> None:
         """A layer's K and V of all requests in the step have been written, or will be by what is
-        queued on the stream."""
+        queued on the stream. A pool within another is not told which layer it is: the outer one is."""
+        if layer is None:
+            return
         for step in self._step:
             self._manager.agent.submit(step._replace(stop_layer=layer.layer_id + 1))

@@ -18,17 +18,28 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
         found = getattr(server_args, name, wanted)
         if found != wanted and (found or wanted):  # False and None are both "not asked for"
             raise ConfigError(_refusal(f"--{name.replace('_', '-')} {found}", f"leave it {wanted}"))
-    for name in ("attn_dp_size", "attn_cp_size", "pp_size", "dcp_size"):
+    for name in ("attn_cp_size", "dcp_size"):
         if (found := getattr(parallel, name, 1)) != 1:
-            raise ConfigError(_refusal(f"{name} {found}", "use tensor parallelism alone"))
-    if kv_args.state_types:
-        kinds = ", ".join(kind.value for kind in kv_args.state_types)
+            mend = "use tensor, pipeline (prefill) or data parallelism"
+            raise ConfigError(_refusal(f"{name} {found}", mend))
+    if parallel.pp_size != 1 and server_args.disaggregation_mode == "decode":
+        mend = "give a decode engine tensor parallelism alone; its prefill engine may have both"
+        raise ConfigError(_refusal(f"pp_size {parallel.pp_size} of a decode engine", mend))
+    method = parallel.load_balance_method
+    spreads = parallel.dp_size != 1 and server_args.disaggregation_mode == "prefill"
+    if spreads and method != _BY_ROOM:
+        raise ConfigError(_refusal(f"--load-balance-method {method}", f"set it to {_BY_ROOM}"))
+    if states := [kind.value for kind in kv_args.state_types if kind.value != "swa"]:
+        kinds = ", ".join(states)
         raise ConfigError(
             _refusal(f"state of kind {kinds} beside the KV pool", "serve this model without it")
         )
     if kv_args.num_draft_entries:
         raise ConfigError(_refusal("KV of a draft model", "leave --speculative-algorithm out"))
 
+
+_BY_ROOM = "follow_bootstrap_room"
+"""How a decode engine knows which replica of a prefill engine has a request."""
 
 _WANTED = {
     "tokenizer_worker_num": 1,
@@ -43,7 +54,6 @@ _WANTED = {
     "disaggregation_decode_allocation_policy": "early",
     "disaggregation_decode_host_receive_threshold": 1.0,
     "optimistic_prefill_attempts": 0,
-    "enable_lora": None,
     "enable_memory_saver": False,
 }
 """Arguments of SGLang's, and the one value of each that is known to work here."""

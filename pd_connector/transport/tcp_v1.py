@@ -174,7 +174,10 @@ class TcpV1Transport(Transport):
         self._routes.clear()
 
     def _dial(self, host: str, port: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:  # no descriptor is left
+            raise TransportError(f"tcp transport cannot dial {host}:{port}: {error}") from error
         socket.linger = 0
         socket.rcvhwm = _MAX_BATCH
         socket.ipv6 = True

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.keepalive import keep_accepted_alive, listening_ports
 
 _PREFIX = struct.Struct("<II")  # slot, bytes of the header; header and payload follow
 _MAX_HEADER_BYTES = 1 << 16
@@ -100,7 +101,9 @@ class UcxTransport(Transport):
             options["NET_DEVICES"] = "lo"
         try:
             context = self._api.UCXContext(options, feature_flags=(self._api.Feature.TAG,))
+            before = listening_ports()
             self._worker: Any = self._api.UCXWorker(context)
+            self._ports = listening_ports() - before
             self._address = _UcxAddress(self._worker.address.tobytes(), self._tag)
         except Exception as error:
             raise TransportError(
@@ -142,6 +145,9 @@ class UcxTransport(Transport):
         tag = self._expected.pop(source, None)
         if tag is None or tag in self._expected.values():
             return
+        # UCX itself only asks whether consumers are there. A producer that has gone without a word
+        # would leave its connection, and a descriptor, for ever.
+        keep_accepted_alive(self._ports)
         # What is here already belongs to the session that ends, and not to its next one.
         self._match(tag)
         self._abandoned += [move for move in self._arriving if move.tag == tag]

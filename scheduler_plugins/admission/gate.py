@@ -19,6 +19,7 @@ from scheduler_plugins.admission.control import ADMITTED, AdmissionControl, Deci
 from scheduler_plugins.admission.load import ClassLoad, LoadReport
 from scheduler_plugins.admission.metrics import AdmissionMetrics
 from scheduler_plugins.admission.prompt import Prompt, PromptMemory
+from scheduler_plugins.admission.report import EngineReport, loads
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import QosError, Slo, default_class
 from scheduler_plugins.qos.file import SchedulerFile, WatchedFile
@@ -185,6 +186,13 @@ class AdmissionGate:
         posts = [posted for board in self._boards if (posted := board.posted()) is not None]
         if posts:
             self._metrics.show(posts)
+
+    def report(self) -> EngineReport:
+        """What a router is told: the load of every rank that posts one."""
+        posts = [(rank, board.posted()) for rank, board in enumerate(self._boards)]
+        return EngineReport(
+            ranks=loads((rank, post.report) for rank, post in posts if post is not None)
+        )
 
     def _least_loaded(self, rank: int | None) -> tuple[int, LoadReport | None]:
         """The rank that a request goes to, and its load as of now; None if no load is known.

@@ -5,6 +5,7 @@ real engines, `ablation`, `overhead` and `hybrid`."""
 from __future__ import annotations
 
 import asyncio
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +23,18 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 Seeds = Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")]
 Minutes = Annotated[float, typer.Option(min=2.0, help="Simulated time.")]
 Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
-Live = Annotated[bool, typer.Option("--engine", help="In real vLLM engines, not in simulation.")]
+
+
+class EngineKind(StrEnum):
+    """Engines that can be measured."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+Live = Annotated[
+    EngineKind | None, typer.Option("--engine", help="In real engines, not in simulation.")
+]
 Quick = Annotated[
     bool, typer.Option("--quick", help="With --engine: so little that the figures mean nothing.")
 ]
@@ -44,7 +56,7 @@ def queue(
     ] = 4.0,
     svg: Annotated[Path | None, typer.Option(help="Draw the lambda sweep to this file.")] = None,
     json: Json = None,
-    engine: Live = False,
+    engine: Live = None,
     load: Annotated[
         list[float] | None,
         typer.Option(min=0.1, help="With --engine: of what FCFS drains; may be repeated."),
@@ -63,12 +75,8 @@ def queue(
     tenth of its lengths) at 0.7, 0.9 and 1.1 of the rate at which FCFS drains it. With --engine the
     order alone, in real engines. Exit code 1 when a bar is missed.
     """
-    if engine:
-        from scheduler_plugins.bench import live_commands, live_queue
-
-        loads = load or ((0.9,) if quick else order.LOADS)
-        sizes = (4, loads, 1) if quick else (posts, loads, rounds)
-        live_commands.run("baseline", partial(live_queue.compare, *sizes), json)
+    if engine is not None:
+        _queue_in_engines(engine, load, posts, rounds, quick, json)
         return
     console = Console()
     workload = order.Workload(cached_profiles=cached_profiles)
@@ -93,16 +101,48 @@ def queue(
     raise typer.Exit(1 if missed(found) else 0)
 
 
+def _queue_in_engines(
+    kind: EngineKind,
+    load: list[float] | None,
+    posts: int,
+    rounds: int,
+    quick: bool,
+    json: Path | None,
+) -> None:
+    from scheduler_plugins.bench import live_commands
+
+    loads = load or ((0.9,) if quick else order.LOADS)
+    sizes = (4, loads, 1) if quick else (posts, loads, rounds)
+    if kind is EngineKind.SGLANG:
+        from pd_connector.tools.launch.sglang import sglang_python
+        from scheduler_plugins.bench import live_sglang
+
+        measure = partial(live_sglang.compare, *sizes)
+        live_commands.run("baseline", measure, json, check=sglang_python)
+        return
+    from scheduler_plugins.bench import live_queue
+
+    live_commands.run("baseline", partial(live_queue.compare, *sizes), json)
+
+
+def _vllm_only(kind: EngineKind) -> None:
+    """Raises BadParameter for another kind of engine: admission is the middleware's, and that is
+    vLLM's."""
+    if kind is not EngineKind.VLLM:
+        raise typer.BadParameter(f"{kind}: only `queue` is measured in it", param_hint="--engine")
+
+
 @app.command()
 def qos(
     seeds: Seeds = 10,
     minutes: Minutes = 4.0,
     json: Json = None,
-    engine: Live = False,
+    engine: Live = None,
     quick: Quick = False,
 ) -> None:
     """Premium users beside free ones who bring 3 times the capacity, and the classes' shares."""
-    if engine:
+    if engine is not None:
+        _vllm_only(engine)
         from scheduler_plugins.bench import live_commands, live_qos
 
         durations = (18.0, 62.0) if quick else (180.0, 80.0)
@@ -112,9 +152,21 @@ def qos(
 
 
 @app.command("ablation")
-def without(seeds: Seeds = 5, minutes: Minutes = 2.0, json: Json = None) -> None:
+def without(
+    seeds: Seeds = 5,
+    minutes: Minutes = 2.0,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="Recorded lengths, besides made ones; may be repeated."),
+    ] = None,
+    json: Json = None,
+) -> None:
     """What each part of the scheduler is worth: with it, and with it switched off, in simulation."""
-    _tell("Parts of the scheduler", ablation.compare(range(seeds), minutes * 60), json)
+    try:
+        found = ablation.compare(range(seeds), minutes * 60, traces or ())
+    except trace.TraceError as error:
+        raise typer.BadParameter(str(error), param_hint="--trace") from None
+    _tell("Parts of the scheduler", found, json)
 
 
 @app.command()
@@ -122,11 +174,12 @@ def admission(
     seeds: Seeds = 10,
     minutes: Minutes = 4.0,
     json: Json = None,
-    engine: Live = False,
+    engine: Live = None,
     quick: Quick = False,
 ) -> None:
     """Turning away what cannot be kept, at twice the capacity, beside letting everything in."""
-    if engine:
+    if engine is not None:
+        _vllm_only(engine)
         from scheduler_plugins.bench import live_admission, live_commands
 
         compare = partial(live_admission.compare, 24.0 if quick else 60.0, ("ttft", "tpot"))
@@ -145,6 +198,25 @@ def added(json: Json = None) -> None:
         from scheduler_plugins.bench import live_overhead
 
         _tell("Time added to a step of vLLM's scheduler", live_overhead.compare(), json)
+
+
+@app.command("sglang")
+def sglang_steps(
+    seeds: Seeds = 3,
+    posts: Annotated[int, typer.Option(min=2, help="That each of 20 users is asked about.")] = 50,
+    load: Annotated[
+        list[float] | None, typer.Option(min=0.1, help="Of what FCFS drains; may be repeated.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """SGLang's own policies and ours with SGLang's cache and prefill adder, in simulated time.
+
+    Run it with the Python that has SGLang. For real engines: `queue --engine sglang`.
+    """
+    from scheduler_plugins.bench import sglang_steps as measured
+
+    found = measured.compare(posts, load or order.LOADS, range(seeds))
+    _tell("Order of waiting requests in SGLang's steps", found, json)
 
 
 @app.command()

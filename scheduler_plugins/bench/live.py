@@ -31,6 +31,8 @@ OURS = ("--scheduler-cls", "scheduler_plugins.vllm.PrefixAwareScheduler")
 MIDDLEWARE = ("--middleware", "scheduler_plugins.vllm.AdmissionMiddleware")
 CHUNK_TOKENS = 512
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+RESET = "/reset_prefix_cache"
 _IDLE_S = 60.0
 
 Say = Callable[[str], None]
@@ -86,6 +88,10 @@ class RunningEngine:
     pids: Sequence[int]
     noise: Noise
     """What programs other than this engine do meanwhile."""
+    under_way: Sequence[str] = UNDER_WAY
+    """Metrics that are 0 when it is idle."""
+    reset: str = RESET
+    """Where it is told to forget its prefix cache."""
     _pool: list[int] = field(default_factory=list)
 
     async def serve(
@@ -132,18 +138,17 @@ class RunningEngine:
         end_s = time.monotonic() + _IDLE_S
         while time.monotonic() < end_s:
             samples = await self.client.metrics()
-            names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-            if not sum(samples.total(name) for name in names):
+            if not sum(samples.total(name) for name in self.under_way):
                 return
             await asyncio.sleep(0.1)
         raise BenchError(f"{self.contender.name}: still busy after {_IDLE_S:.0f} s")
 
     async def _reset(self) -> None:
-        answer = await self.client.post("/reset_prefix_cache")
+        answer = await self.client.post(self.reset)
         if answer != 200:
             raise BenchError(
-                f"{self.contender.name}: /reset_prefix_cache was answered with {answer}; the engine "
-                "needs VLLM_SERVER_DEV_MODE=1"
+                f"{self.contender.name}: {self.reset} was answered with {answer}; vLLM needs "
+                "VLLM_SERVER_DEV_MODE=1 for it"
             )
 
 
@@ -196,11 +201,11 @@ async def running(
             processes = engine.family.members() if engine.family else []
             pids = [process.pid for process in processes]
             found = RunningEngine(contender, client, settings, pids, Noise(pids))
-            await _warm_up(found, setup.max_model_len)
+            await warm_up(found, setup.max_model_len)
             yield found
 
 
-async def _warm_up(engine: RunningEngine, longest: int) -> None:
+async def warm_up(engine: RunningEngine, longest: int) -> None:
     """Requests of many lengths, so that a scheduler that learns costs knows them."""
     random = Random(1)
     requests = [

@@ -17,12 +17,18 @@ from scheduler_plugins.bench.live import Findings, Say, check_possible
 Measure = Callable[[Path, Say], Awaitable[Findings]]
 
 
-def run(baseline: str, measure: Measure, json: Path | None) -> None:
+def run(
+    baseline: str,
+    measure: Measure,
+    json: Path | None,
+    check: Callable[[], object] = check_possible,
+) -> None:
     """Carry a comparison out and report it.
 
     Args:
         baseline: name of the baseline's column.
         measure: gets a folder for logs, and where to say what it does.
+        check: raises PDConnectorError where no such engine can be started.
 
     Raises:
         typer.Exit: with 1 when a bar was missed, with 2 when nothing was measured.
@@ -36,7 +42,7 @@ def run(baseline: str, measure: Measure, json: Path | None) -> None:
         return await measure(log_folder(), say)
 
     with exit_codes(stderr), terminate_as_interrupt():
-        check_possible()
+        check()
         found = asyncio.run(measured())
     notes = [*found.notes, noise_note(found.others_cores)]
     report([(baseline, found.comparisons)], notes, json)

@@ -58,10 +58,16 @@ def too_large(limit_bytes: int) -> Refusal:
 
 async def respond(send: Send, what: Refusal) -> None:
     """Send it."""
-    body = json.dumps({"error": what.error}).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **what.headers}
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": what.status, "headers": pairs})
+    await respond_json(send, what.status, json.dumps({"error": what.error}).encode(), what.headers)
+
+
+async def respond_json(
+    send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None
+) -> None:
+    """Send an answer of JSON."""
+    sent = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    pairs = [(name.encode(), value.encode()) for name, value in sent.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -17,11 +17,21 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from scheduler_plugins.admission import report
 from scheduler_plugins.admission.board import boards_of
 from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.metrics import metrics
 from scheduler_plugins.admission.prompt import prompt_of
-from scheduler_plugins.middleware.answers import Answer, refusal, respond, too_large
+from scheduler_plugins.admission.report import EngineReport, EventPorts
+from scheduler_plugins.middleware.answers import (
+    Answer,
+    refusal,
+    respond,
+    respond_json,
+    too_large,
+)
 from scheduler_plugins.middleware.asgi import App, Message, Receive, Scope, Send, headers_of
 from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.qos.classes import QosError
@@ -79,6 +89,9 @@ class AdmissionMiddleware:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path.startswith("/metrics"):
             self._gate_of(scope).show()
+        if scope["type"] == "http" and path == report.PATH and scope["method"] == "GET":
+            await self._tell(scope, send)
+            return
         known = path in PATHS or path in POOLING_PATHS
         wanted = scope["type"] == "http" and scope["method"] == "POST" and known
         if not wanted or (path.startswith(GUARDED) and not _may_enter(scope)):
@@ -93,6 +106,17 @@ class AdmissionMiddleware:
             await self._app(scope, _replayed(raw, receive), send)
             return
         await self._serve(scope, path, body, receive, send)
+
+    async def _tell(self, scope: Scope, send: Send) -> None:
+        """Tell a router the load of this machine's ranks."""
+        if not _may_enter(scope):
+            await respond_json(
+                send, 401, b'{"error": {"message": "wrong or no API key", "code": 401}}'
+            )
+            return
+        told = self._gate_of(scope).report()
+        config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+        await respond_json(send, 200, _with_cache(told, config).encode())
 
     async def _serve(
         self, scope: Scope, path: str, body: dict[str, Any], receive: Receive, send: Send
@@ -145,6 +169,22 @@ class AdmissionMiddleware:
                 cache_tokens=_cache_tokens(config),
             )
         return self._gate
+
+
+def _with_cache(told: EngineReport, config: Any) -> EngineReport:
+    """Add what a router must know to follow the engine's cache."""
+    if config is None:
+        return told
+    ports, events = None, getattr(config, "kv_events_config", None)
+    if events is not None and events.enable_kv_cache_events and events.publisher == "zmq":
+        ports = EventPorts(events=events.endpoint, replay=events.replay_endpoint)
+    cache = config.cache_config
+    return replace(
+        told,
+        block_tokens=cache.block_size or 0,
+        blocks=cache.num_gpu_blocks or 0,
+        kv_events=ports,
+    )
 
 
 def _cache_tokens(config: Any) -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler and the middleware of a vLLM server agree on: where the files are that configure
-them, and in which place a request has its class."""
+"""What the scheduler and the middleware of a server agree on: where the files are that configure them,
+and in which place a request has its class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ SETTINGS_VARIABLE = "PD_SCHEDULER_CONFIG"
 COST_MODEL_KEY = "pd_cost_model"
 COST_MODEL_VARIABLE = "PD_SCHEDULER_COST_MODEL"
 QOS_KEY = "qos"
-"""Key of `vllm_xargs`, and so of `SamplingParams.extra_args`, with the name of a request's class."""
+"""Key with the name of a request's class: of `vllm_xargs`, and so of `SamplingParams.extra_args`, in
+vLLM; of `custom_params` in SGLang."""
 
 
 def settings_path(vllm_config: Any) -> Path | None:
@@ -35,5 +36,10 @@ def _path(vllm_config: Any, key: str, variable: str) -> Path | None:
     named = additional.get(key) if isinstance(additional, dict) else None
     if named is not None and not isinstance(named, str):
         raise ValueError(f"--additional-config {key} {named!r}: must be the path of a file")
-    named = named or os.environ.get(variable)
+    return Path(named).expanduser() if named else path_in(variable)
+
+
+def path_in(variable: str) -> Path | None:
+    """The file that a variable of the environment names; None if it names none."""
+    named = os.environ.get(variable)
     return Path(named).expanduser() if named else None

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(RouterConfig)
     given = vars(parser.parse_args(arguments))
     level = given.pop("log_level")
+    given["kv_events"] = dict(given["kv_events"])
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = RouterConfig(**{name: value for name, value in given.items() if value is not None})
@@ -74,9 +75,30 @@ def _parser(config: type) -> argparse.ArgumentParser:
             required=True,
             help=f"base URLs of the {side} engines",
         )
+    parser.add_argument(
+        "--kv-events",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_kv_events,
+        metavar="URL=EVENTS[,REPLAY]",
+        help="where an engine publishes its KV events (vLLM's --kv-events-config), and replays them",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--policy", default="round_robin", metavar="NAME", help="which engines serve a request"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="FOLDER",
+        help="where the model's tokenizer.json lies, if not where the engines say that their model does",
+    )
+    parser.add_argument(
+        "--profile",
+        default="",
+        metavar="FILE",
+        help="cost model of engines that tell none; pd-connector profile writes it",
     )
     parser.add_argument(
         "--decode-policy",
@@ -106,6 +128,17 @@ def _parser(config: type) -> argparse.ArgumentParser:
                 help=HELP[field.name],
             )
     return parser
+
+
+def _kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
+    """`http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and where its events are."""
+    url, separator, addresses = text.partition("=")
+    events, _, replay = addresses.partition(",")
+    if not separator or not events:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must look like http://host:8100=tcp://host:5557,tcp://host:5558"
+        )
+    return url, (events, replay or None)
 
 
 if __name__ == "__main__":

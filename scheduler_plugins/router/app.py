@@ -28,6 +28,7 @@ from scheduler_plugins.router.connections import (
     NoRoomError,
     Reservation,
 )
+from scheduler_plugins.router.describe import TIMEOUT_HEADER, timeout_s
 from scheduler_plugins.router.downstream import ClientGoneError
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -40,6 +41,7 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientRequest, Shared
+from scheduler_plugins.router.tokens import PromptTokens
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +88,13 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     async with session:
         pool = EnginePool(config, session, app[METRICS])
         policy = create(config.policy, config.decode_policy)
-        app[SHARED] = Shared(config, pool, session, app[METRICS], policy)
+        tokens = PromptTokens(session, pool.all_up, config.tokenizer)
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens)
         try:
             await pool.start()
             yield
         finally:
+            await tokens.close()
             await pool.close()
 
 
@@ -146,6 +150,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     shared = request.app[SHARED]
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
     try:
+        limit_s = timeout_s(request.headers)
         parsed = body.parse(await _read(request, room), request.path)
     except body.BadRequestError as error:
         response = _error(str(error), "invalid_request_error", 400, error.param)
@@ -155,7 +160,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     client_request = ClientRequest(shared, request, headers, parsed)
     try:
         with request.app[CONNECTIONS].serving(request):
-            return await client_request.serve()
+            return await _within(client_request, limit_s, request_id)
     except UnavailableError as error:
         logger.warning("request %s: %s", request_id, error)
         response = _unavailable(error, shared.config, request_id)
@@ -173,6 +178,27 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         return _error(
             f"request {request_id} failed in the router", "internal_error", 500
         ), "internal_error"
+
+
+async def _within(
+    client_request: ClientRequest, limit_s: float, request_id: str
+) -> tuple[web.StreamResponse, str]:
+    """Serve the request, or give it up when the client wants no answer any more."""
+    if limit_s == math.inf:
+        return await client_request.serve()
+    scope = asyncio.timeout(limit_s)
+    try:
+        async with scope:
+            return await client_request.serve()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+    why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
+    if client_request.begun:
+        return await client_request.interrupt(why), "deadline"
+    response = _error(f"request {request_id}: {why}", "timeout", 504)
+    response.headers[REQUEST_ID] = request_id
+    return response, "deadline"
 
 
 async def _read(request: web.Request, room: Reservation) -> bytes:
@@ -222,7 +248,8 @@ async def health(request: web.Request) -> web.StreamResponse:
     state = {
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
-        "engines": [engine.describe() for engine in pool.engines],
+        "tokens": request.app[SHARED].tokens.source,
+        "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)
 

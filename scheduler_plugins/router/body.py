@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_connector.protocol.params import (
@@ -33,6 +33,10 @@ NOT_FOR_PREFILL = (
     "structured_outputs",  # a grammar compiled for one token nobody reads
     "top_logprobs",
 )
+
+
+_READS_TEXT = ("echo", "suffix", "truncate_prompt_tokens", "return_prompt_text")
+"""Fields with which the text of a prompt cannot be replaced by its tokens."""
 
 
 class BadRequestError(ValueError):
@@ -97,6 +101,16 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     if isinstance(prompt, list) and len(prompt) > 1 and not all(type(t) is int for t in prompt):
         return "batch"
     return None
+
+
+def with_tokens(body: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+    """A completion whose text is replaced by its tokens, so that the engine need not tokenize it.
+
+    A chat, an answer with the prompt in it, and a prompt that the engine is to shorten stay as they are.
+    """
+    if not isinstance(body.get("prompt"), str) or any(body.get(name) for name in _READS_TEXT):
+        return dict(body)
+    return {**body, "prompt": list(tokens)}
 
 
 def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of the router."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.policies.registry import create
 
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
@@ -23,6 +25,12 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
+    kv_events: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+    """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
+    tokenizer: str = ""
+    """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
+    profile: str = ""
+    """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
     policy: str = "round_robin"
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
@@ -75,19 +83,34 @@ class RouterConfig:
         create(self.policy, self.decode_policy)
         for side in ("prefill", "decode"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+        if self.profile:
+            load(Path(self.profile))  # ProfileError is a ValueError, and names the file
+        object.__setattr__(self, "kv_events", self._checked_events())
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port}: must be between 0 and 65535")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_s") and not 0 < value < float("inf"):
-                raise ValueError(f"{field.name} {value}: must be a number of seconds > 0")
-            if field.name in COUNTS and value < 1:
-                raise ValueError(f"{field.name} {value}: must be 1 or more")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name.endswith("_s") and not 0 < value < float("inf"):
+                raise ValueError(f"{one.name} {value}: must be a number of seconds > 0")
+            if one.name in COUNTS and value < 1:
+                raise ValueError(f"{one.name} {value}: must be 1 or more")
 
         if self.bodies_mib < self.body_mib:
             raise ValueError(
                 f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"
             )
+
+    def _checked_events(self) -> dict[str, tuple[str, str | None]]:
+        found = {}
+        for given, (endpoint, replay) in self.kv_events.items():
+            url = _base_url("kv_events", given)
+            if url not in (*self.prefill, *self.decode):
+                raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
+            for address in (endpoint, replay):
+                if address is not None and not address.startswith(("tcp://", "ipc://")):
+                    raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
+            found[url] = (endpoint, replay)
+        return found
 
     @property
     def look_s(self) -> float:

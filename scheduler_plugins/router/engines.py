@@ -8,8 +8,11 @@ from math import inf
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
-from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.router.circuit import Circuit
 from scheduler_plugins.router.describe import BLOCK_TOKENS
+from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
@@ -42,14 +45,30 @@ class BackendEngine:
     load: EngineLoad = field(default_factory=EngineLoad, repr=False)
     """What this router has sent to it."""
     costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
-    """How long prefill and decode take there. Counts tokens until the engine tells more."""
-    block_tokens: int = BLOCK_TOKENS
+    """How long prefill and decode take there. Counts tokens until more is known."""
+    circuit: Circuit = field(default_factory=Circuit, repr=False)
+    """Keeps requests from it for a while after it failed several in a row."""
+    draining: bool = False
+    """Whether it gets no new requests, and goes on with those it has."""
+    told_costs: bool = False
+    """Whether a profile or the engine itself says what it costs, so that nothing need be learnt."""
+    _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
+    told_block_tokens: int = 0
+    """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
     free_kv: float = inf
     pull_prefix: bool = False
+    follower: EventFollower | None = field(default=None, repr=False)
+    """Receives its KV events; None: it sends none, as far as is known."""
 
     @property
     def name(self) -> str:
         return self.url
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of its blocks: by its events, else as it told, else assumed."""
+        by_events = self.follower.block_tokens if self.follower is not None else 0
+        return by_events or self.told_block_tokens or BLOCK_TOKENS
 
     @property
     def open_requests(self) -> int:
@@ -80,6 +99,14 @@ class BackendEngine:
 
     def accepts(self, now_s: float) -> bool:
         return self.load.accepts(now_s)
+
+    def learn_prefill(self, tokens: int, cached: int, duration_s: float) -> None:
+        """It computed a prompt alone, in this time. Teaches what prefills cost there, unless it tells itself."""
+        if self.told_costs:
+            return
+        self._fit.note(StepLoad.of([(cached, tokens)]), duration_s)
+        self._fit.catch_up()
+        self.costs = self._fit.model
 
     def lost(self, now: float, drain_timeout_s: float) -> bool:
         """Whether nothing more is to be expected of the requests it has."""
@@ -142,6 +169,10 @@ class BackendEngine:
         }
         if self.role is Role.PREFILL:
             state["hands_over_kv"] = self.address is not None
+        if self.draining:
+            state["draining"] = True
+        if self.circuit.cause:
+            state["circuit"] = self.circuit.cause
         if self.reason:
             state["reason"] = self.reason
         if self.warning:

@@ -7,14 +7,28 @@ the simulation what it would see live.
 
 from __future__ import annotations
 
+from math import copysign
 from typing import NamedTuple
 
 from scheduler_plugins.router.policies.base import HEAVY_TOKENS
+
+KNOWN_AFTER_S = 0.25
+"""An engine's report may not yet know of what was sent to it this long before."""
 
 
 class _Prefill(NamedTuple):
     tokens: int  # that are not cached
     cost_s: float  # predicted
+    sent_s: float
+
+
+class _Correction(NamedTuple):
+    """By how much an engine's own word differed from the counts when it came."""
+
+    queued_s: float = 0.0
+    batch: int = 0
+    context: int = 0
+    at_s: float = 0.0
 
 
 class _Decode(NamedTuple):
@@ -27,11 +41,12 @@ class EngineLoad:
 
     __slots__ = (
         "_busy_since_s",
+        "_correction",
         "_decodes",
         "_full_until_s",
         "_prefills",
         "_queued_s",
-        "context",
+        "_sent_context",
         "heavy",
         "queued_tokens",
     )
@@ -42,10 +57,10 @@ class EngineLoad:
         self._queued_s = 0.0
         self._busy_since_s = 0.0
         self._full_until_s = 0.0
+        self._correction = _Correction()
+        self._sent_context = 0
         self.queued_tokens = 0
         """Prompt tokens to compute, cached ones left out."""
-        self.context = 0
-        """Tokens in the caches of the sequences that decode."""
         self.heavy = 0
         """Sequences that may generate more than `HEAVY_TOKENS` tokens."""
 
@@ -57,7 +72,12 @@ class EngineLoad:
     @property
     def batch(self) -> int:
         """Sequences that decode, those whose KV is on the way included."""
-        return len(self._decodes)
+        return max(0, len(self._decodes) + self._correction.batch)
+
+    @property
+    def context(self) -> int:
+        """Tokens in the caches of the sequences that decode."""
+        return max(0, self._sent_context + self._correction.context)
 
     @property
     def open_requests(self) -> int:
@@ -69,9 +89,11 @@ class EngineLoad:
         The one under way was begun when the one before it ended, at the latest; what has passed since is subtracted. It
         may be late: then it counts nothing, and the others count as a whole.
         """
-        if not self._prefills:
-            return 0.0
-        return max(0.0, self._queued_s - (now_s - self._busy_since_s))
+        own_s = self._queued_s - (now_s - self._busy_since_s) if self._prefills else 0.0
+        told_s, passed_s = self._correction.queued_s, now_s - self._correction.at_s
+        # Work of others is done meanwhile; and what was predicted too long is less wrong by and by.
+        left_s = copysign(max(0.0, abs(told_s) - passed_s), told_s)
+        return max(0.0, max(0.0, own_s) + left_s)
 
     def accepts(self, now_s: float) -> bool:
         """Whether the engine has not said that it has no room until later than `now_s`."""
@@ -81,12 +103,43 @@ class EngineLoad:
         """The engine said that it has no room before this time."""
         self._full_until_s = max(self._full_until_s, until_s)
 
+    def told(self, queued_s: float, batch: int, context: int, now_s: float) -> None:
+        """The engine has said how much it has. It holds until it says so again.
+
+        What was sent in the last `KNOWN_AFTER_S` is not counted against it: it may not know of that yet.
+
+        Args:
+            queued_s: seconds of prefill that it has.
+            batch: sequences that decode there, with `context` tokens in their caches.
+        """
+        known_s = sum(
+            one.cost_s for one in self._prefills.values() if one.sent_s <= now_s - KNOWN_AFTER_S
+        )
+        under_way_s = min(known_s, now_s - self._busy_since_s) if known_s else 0.0
+        self._correction = _Correction(
+            queued_s - max(0.0, known_s - under_way_s),
+            max(0, batch - len(self._decodes)),
+            max(0, context - self._sent_context),
+            now_s,
+        )
+
+    def told_requests(self, waiting: int, running: int, now_s: float) -> None:
+        """The engine has said how many requests it has, and nothing of their length.
+
+        Those that the router did not send are taken to be like those it did.
+        """
+        others = max(0, waiting - len(self._prefills))
+        mean_s = self._queued_s / len(self._prefills) if self._prefills else 0.0
+        batch = max(0, running - self.batch + self._correction.batch)
+        context = self._sent_context * batch // max(1, len(self._decodes))
+        self._correction = _Correction(others * mean_s, batch, context, now_s)
+
     def prefill_sent(self, request_id: str, tokens: int, cost_s: float, now_s: float) -> None:
         """A prompt was sent there; `tokens` of it are to be computed, in `cost_s` seconds as predicted."""
         if not self._prefills:
             self._busy_since_s = now_s
             self._queued_s = 0.0
-        self._prefills[request_id] = _Prefill(tokens, cost_s)
+        self._prefills[request_id] = _Prefill(tokens, cost_s, now_s)
         self._queued_s += cost_s
         self.queued_tokens += tokens
 
@@ -102,12 +155,12 @@ class EngineLoad:
         """A request was sent there to decode: it has `tokens` tokens, and may generate `max_tokens` more."""
         heavy = max_tokens > HEAVY_TOKENS
         self._decodes[request_id] = _Decode(tokens, heavy)
-        self.context += tokens
+        self._sent_context += tokens
         self.heavy += heavy
 
     def decode_ended(self, request_id: str) -> None:
         """It got its last token, or was given up. Unknown ids change nothing."""
         ended = self._decodes.pop(request_id, None)
         if ended is not None:
-            self.context -= ended.context
+            self._sent_context -= ended.context
             self.heavy -= ended.heavy

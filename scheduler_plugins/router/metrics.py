@@ -51,6 +51,17 @@ class Metrics:
             ["cause"],
             registry=self.registry,
         )
+        self.resumed = Counter(
+            "pd_router:resumed_streams",
+            "Streams that went on at another engine after the one that answered was lost.",
+            registry=self.registry,
+        )
+        self.circuit_opened = Counter(
+            "pd_router:circuit_opened",
+            "How often an engine that failed requests in a row was given a pause, by cause.",
+            ["engine", "cause"],
+            registry=self.registry,
+        )
         self.prefill_failures = Counter(
             "pd_router:prefill_failures",
             "Prefill copies that failed; the decode side computes the prompt itself then.",

@@ -5,15 +5,21 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.remedies import outage_in
+from scheduler_plugins.admission import report
+from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router import body
+from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -23,10 +29,14 @@ from scheduler_plugins.router.exchange import (
     UnreachableError,
     failure_of,
 )
+from scheduler_plugins.router.loads import apply, from_metrics, from_report
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import BlockHash
 
 logger = logging.getLogger(__name__)
 
+LOAD_LIMIT_S = 1.0
+"""Longest wait for an engine to tell its load: its health is not asked meanwhile."""
 OUTAGE_LOOK_S = 15.0
 """Pause between two looks at a decode engine's metrics, in seconds."""
 
@@ -41,6 +51,8 @@ class _Watch:
     misses: int = 0
     probe_at: float = 0.0
     look_at: float = 0.0
+    reports: bool = True
+    """Whether the engine may answer `GET /pd/load`."""
 
 
 class EnginePool:
@@ -51,12 +63,15 @@ class EnginePool:
     ) -> None:
         self._config = config
         self._session = session
+        self._metrics = metrics
         self._watches = [
             _Watch(BackendEngine(url, role, metrics))
             for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
             for url in urls
         ]
         self._tasks: list[asyncio.Task[None]] = []
+        self.caches = EngineCaches()
+        """What engines have cached."""
 
     @property
     def engines(self) -> list[BackendEngine]:
@@ -64,6 +79,12 @@ class EnginePool:
 
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        if self._config.profile:
+            for engine in self.engines:
+                engine.costs, engine.told_costs = load(Path(self._config.profile)), True
+        for watch in self._watches:
+            if found := self._config.kv_events.get(watch.engine.url):
+                self.caches.follow(watch.engine, *found)
         self._tasks = [
             asyncio.create_task(self._run(watch), name=f"watch {watch.engine.url}")
             for watch in self._watches
@@ -75,15 +96,42 @@ class EnginePool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.caches.close()
+
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
+        """The engine has the KV of this prompt."""
+        self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The state of every engine, for `/health`."""
+        return [
+            {**engine.describe(), "cache": self.caches.describe(engine)} for engine in self.engines
+        ]
 
     def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
-        """Engines of one side that may get a request, without those in `besides`."""
-        return [e for e in self.engines if e.role is role and e.up and e not in besides]
+        """Engines of one side that may get a request, without those in `besides`.
+
+        Those that failed several requests in a row are left out for a while, unless there are no others.
+        """
+        able = [
+            e
+            for e in self.engines
+            if e.role is role and e.up and not e.draining and e not in besides
+        ]
+        now = asyncio.get_running_loop().time()
+        return [e for e in able if e.circuit.lets_pass(now)] or able
+
+    def all_up(self) -> list[BackendEngine]:
+        """Engines of both sides that may get a request."""
+        return [engine for engine in self.engines if engine.up]
 
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
         if isinstance(failure, UnreachableError):
             self._set_down(engine, str(failure), refusing=failure.refused)
+        elif engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
+            self._metrics.circuit_opened.labels(engine.url, failure.cause).inc()
+            logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)
         self._watch_of(engine).wake.set()
 
     def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
@@ -127,14 +175,42 @@ class EnginePool:
             return
         watch.misses = 0
         if not engine.up:
-            watch.probe_at = 0.0
+            watch.probe_at, watch.reports = 0.0, True
         if engine.role is Role.PREFILL and engine.address is None:
             await self._probe(watch)
         if not engine.up:
+            if engine.refusing:
+                self.caches.lost(engine)
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
+        await self._hear(watch)
         if engine.role is Role.DECODE:
             await self._look_for_outage(watch)
+
+    async def _hear(self, watch: _Watch) -> None:
+        """Let the engine tell its load: by its scheduler's report, else by its metrics."""
+        engine, told, headers = watch.engine, None, dict[str, str]()
+        if self._config.api_key:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        try:
+            if watch.reports:
+                raw = await self._ask(engine, EngineCall("GET", report.PATH, headers), LOAD_LIMIT_S)
+                told = from_report(raw, urlsplit(engine.url).hostname or "")
+        except EngineFailedError as failure:
+            watch.reports = failure.cause != "status"
+        try:
+            if told is None:
+                raw = await self._ask(engine, EngineCall("GET", "/metrics", {}), LOAD_LIMIT_S)
+                told = from_metrics(raw)
+        except EngineFailedError as failure:
+            logger.debug("%s: no load: %s", engine.url, failure)
+        if told is None:
+            return
+        apply(engine, told, asyncio.get_running_loop().time())
+        if told.blocks and self.caches.prefixes.state(engine.name).source == "recent":
+            self.caches.prefixes.has_room(engine.name, told.blocks)
+        if told.kv_events is not None and engine.url not in self._config.kv_events:
+            self.caches.follow(engine, *told.kv_events)
 
     async def _look_for_outage(self, watch: _Watch) -> None:
         """Learn from a decode engine's metrics whether KV arrives there."""
@@ -210,6 +286,8 @@ class EnginePool:
         now = asyncio.get_running_loop().time()
         if engine.set_down(now, reason, refusing=refusing):
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
+            if not refusing:
+                self.caches.lost(engine)
 
 
 def _first_model(raw: bytes) -> str:

@@ -5,7 +5,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import aiohttp
@@ -21,6 +21,7 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.pool import EnginePool
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,19 @@ class PrefillCopy:
         pool: EnginePool,
         session: aiohttp.ClientSession,
         config: RouterConfig,
+        tokens: int,
         fresh_tokens: int,
+        prompt: Sequence[BlockHash],
+        elsewhere: Callable[[], bool],
     ) -> None:
-        """`fresh_tokens`: of the prompt, which the engine is expected to compute."""
+        """Send nothing yet.
+
+        Args:
+            tokens: of the prompt.
+            fresh_tokens: those that the engine is expected to compute.
+            prompt: its blocks, which the engine has cached afterwards.
+            elsewhere: whether another prefill engine could be asked.
+        """
         self.engine = engine
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -53,10 +64,16 @@ class PrefillCopy:
         self._pool = pool
         self._session = session
         self._config = config
+        self._tokens = tokens
         self._fresh_tokens = fresh_tokens
+        self._prompt = prompt
+        self._elsewhere = elsewhere
 
     async def __aenter__(self) -> "PrefillCopy":
         engine, now = self.engine, asyncio.get_running_loop().time()
+        engine.circuit.sent()
+        self._alone = engine.queued_s(now) == 0.0
+        self._begun_at = now
         cost_s = engine.costs.prefill_s(self._fresh_tokens)
         engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
         self._task = asyncio.create_task(self._run(), name=f"prefill copy {self.engine.url}")
@@ -70,17 +87,22 @@ class PrefillCopy:
     ) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self.engine.circuit.given_up()
         self._ended()  # a task that was cancelled before its first step has not said so
+        if error is None and self.failure is None:
+            # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
+            self._prefilled()
 
     def refused(self, now: float) -> EngineFailedError | None:
         """Why a decode engine that still waits for the KV waits in vain; None if it may not.
 
-        A prefill engine that dies takes its session with it, so the decode engine notices. A prefill
+        A prefill engine that dies takes its session with it, so the decode engine notices, and computes the
+        prompt itself unless another prefill engine can do it. A prefill
         engine that lives but never took the copy leaves the decode engine waiting for a transfer that
         nobody knows. If it said that it is overloaded, there is no reason to wait; otherwise the decode
-        engine has `refusal_grace_s` to find the KV in its own cache.
+        engine has `refusal_grace_s` to find the KV in its own cache, or to answer all the same.
         """
-        if self.failure is None or self.failure.accepted:
+        if self.failure is None or (self.failure.accepted and not self._elsewhere()):
             return None
         if isinstance(self.failure, OverloadedError):
             return PrefillRefusedError(self.failure)
@@ -117,7 +139,17 @@ class PrefillCopy:
             seen = body.address_in(json.loads(raw))
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
+        self.engine.circuit.succeeded()
         self._pool.confirm(self.engine, seen)
+        if self._alone and self.engine.prefills == 1:
+            took_s = asyncio.get_running_loop().time() - self._begun_at
+            self.engine.learn_prefill(self._tokens, self._tokens - self._fresh_tokens, took_s)
+        self._prefilled()
+
+    def _prefilled(self) -> None:
+        """The engine has the prompt in its cache now."""
+        prompt, self._prompt = self._prompt, ()
+        self._pool.prefilled(self.engine, prompt)
 
     def _fail(self, failure: EngineFailedError) -> None:
         self.failure = failure
@@ -126,7 +158,9 @@ class PrefillCopy:
 
 
 class PrefillRefusedError(EngineFailedError):
-    """The prefill engine did not take its copy; the decode engine has done nothing wrong."""
+    """The prefill engine did not take its copy, or died with it; the decode engine has done nothing wrong."""
 
     def __init__(self, failure: EngineFailedError) -> None:
-        super().__init__("prefill_refused", f"the prefill engine did not take its copy: {failure}")
+        super().__init__(
+            "prefill_refused", f"the prefill engine failed its copy: {failure}", accepted=False
+        )

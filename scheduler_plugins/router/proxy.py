@@ -29,6 +29,7 @@ from scheduler_plugins.router.attempt import (
     RejectedError,
     UnavailableError,
 )
+from scheduler_plugins.router.circuit import RetryBudget
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.describe import describe
 from scheduler_plugins.router.downstream import Downstream
@@ -39,14 +40,19 @@ from scheduler_plugins.router.exchange import (
     Exchange,
     OverloadedError,
     ResponseTimeouts,
+    excerpt,
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.index.hashes import token_bytes, token_list
+from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
-from scheduler_plugins.router.view import LiveView, NoIndex, PrefixView
+from scheduler_plugins.router.resume import StreamRecord, resumable
+from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens
+from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +66,11 @@ class Shared:
     session: aiohttp.ClientSession
     metrics: Metrics
     policy: Policy
-    index: PrefixView = field(default_factory=NoIndex)
-    """What engines have cached."""
+    tokens: PromptTokens
+    """The tokens of prompts."""
     lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
     """How many tokens a text has."""
+    retries: RetryBudget = field(default_factory=RetryBudget)
     random: Random = field(default_factory=Random)
 
 
@@ -85,6 +92,9 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
+        self._tokenized = NOT_TOKENIZED
+        self._record = StreamRecord(parsed, request.path) if resumable(parsed) else None
+        """What the client was sent of a stream that another engine could go on with."""
         self._request = describe(
             parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
         )
@@ -109,6 +119,21 @@ class ClientRequest:
             AllOverloadedError: the same, and some engine only lacked room.
             ClientGoneError: there is nobody to answer any more.
         """
+        self._shared.retries.request()
+        await self._tokenize()
+        try:
+            return await self._served()
+        except (UnavailableError, AllOverloadedError) as error:
+            if not self._client.begun:
+                raise
+            return await self.interrupt(str(error)), "interrupted"
+
+    async def interrupt(self, why: str) -> web.StreamResponse:
+        """End a stream that has begun with an error event."""
+        message = f"the stream broke off: {why}; request {self._request_id}"
+        return await self._client.interrupt(message)
+
+    async def _served(self) -> tuple[web.StreamResponse, str]:
         while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
@@ -123,14 +148,56 @@ class ClientRequest:
                 )
                 if not isinstance(failure, PrefillRefusedError | OverloadedError):
                     self._shared.pool.report_failure(attempt.answering, failure)
+                if self._client.begun and self._goes_on(attempt, failure):
+                    continue
                 if self._client.begun:
-                    what = f"a {attempt.answering.role} engine failed: {failure}"
-                    message = f"the stream broke off: {what}; request {self._request_id}"
-                    return await self._client.interrupt(message), "interrupted"
+                    why = f"a {attempt.answering.role} engine failed: {failure}"
+                    return await self.interrupt(why), "interrupted"
                 self._note(attempt, failure)
+                if failure.accepted and not self._shared.retries.allows(failure.cause):
+                    logger.warning("request %s: no retry, the budget is used up", self._request_id)
+                    break
         if self._retry_after_s and self._accepted < self._config.attempts:
             raise AllOverloadedError(min(self._retry_after_s.values()))
         raise UnavailableError(self._reasons())
+
+    def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
+        """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
+        record = self._record
+        rest = record.next_body() if record is not None else None
+        if record is None or rest is None:
+            return False
+        self._failed[attempt.answering] = failure
+        self._accepted += failure.accepted
+        if self._able() is None:
+            return False
+        record.resume()
+        self._body, self._path, self._headers = rest, body.COMPLETIONS, self._headers.copy()
+        tokens = token_bytes(rest["prompt"])
+        self._request = self._request._replace(
+            tokens=len(rest["prompt"]),
+            hashes=PromptKeys((), tokens),
+            max_tokens=rest["max_tokens"] or self._request.max_tokens,
+        )
+        self._shared.metrics.resumed.inc()
+        logger.warning("request %s: its stream goes on at another engine", self._request_id)
+        return True
+
+    async def _tokenize(self) -> None:
+        """Learn the prompt's tokens, where engines are told apart by them."""
+        self._tokenized = found = await self._shared.tokens.of(self._body)
+        if found.tokens is not None:
+            self._request = describe(
+                self._body,
+                self._headers,
+                self._request_id,
+                self._arrived,
+                self._shared.lengths,
+                found.tokens,
+                found.adapter,
+            )
+            if found.certain:
+                self._body = body.with_tokens(self._body, token_list(found.tokens))
 
     async def _next_attempt(self) -> Attempt | None:
         """What the policy decides; None if no engine is left to ask, or all are overloaded.
@@ -140,10 +207,9 @@ class ClientRequest:
         """
         loop, shared = asyncio.get_running_loop(), self._shared
         while (engines := self._able()) is not None:
-            view = LiveView(
-                {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}, shared.index
-            )
             now = loop.time()
+            able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
+            view = LiveView(able, shared.pool.caches.prefixes, now)
             decision = shared.policy.decide(self._request, view, now, shared.random)
             if isinstance(decision, Reject):
                 raise RejectedError(decision)
@@ -200,24 +266,31 @@ class ClientRequest:
         self._accepted += failure.accepted
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        request = self._request
-        with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
-            return await self._send(attempt)
+        request, circuit = self._request, attempt.answering.circuit
+        circuit.sent()
+        try:
+            with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
+                return await self._send(attempt)
+        finally:
+            circuit.given_up()
 
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         if attempt.prefill is None or attempt.prefill.address is None:
-            call = self._call(body.single_engine_copy(self._body))
+            call = self._call(body.single_engine_copy(self._asked))
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
         transfer = uuid.uuid4().hex
-        call = self._call(body.decode_copy(self._body, attempt.prefill.address, transfer))
+        call = self._call(body.decode_copy(self._asked, attempt.prefill.address, transfer))
         copy = PrefillCopy(
             attempt.prefill,
             self._call(body.prefill_copy(self._body, transfer)),
             self._shared.pool,
             self._shared.session,
             self._shared.config,
+            self._request.tokens,
             attempt.fresh_tokens,
+            self._request.hashes,
+            lambda: self._other_prefill(attempt.prefill),
         )
         client_error = False
         try:
@@ -228,6 +301,11 @@ class ClientRequest:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
+
+    def _other_prefill(self, failed: BackendEngine | None) -> bool:
+        """Whether another prefill engine could take the copy."""
+        able = self._able()
+        return able is not None and any(engine is not failed for engine in able.prefill)
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
@@ -242,6 +320,11 @@ class ClientRequest:
     def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
         self._retry_after_s[engine] = failure.retry_after_s
         engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What the answering engine is asked: the client's request, and for the ids that a resumption needs."""
+        return {**self._body, **self._record.asks} if self._record is not None else self._body
 
     def _call(self, content: dict[str, Any]) -> EngineCall:
         return EngineCall("POST", self._path, self._headers, body.encode(content))
@@ -262,8 +345,13 @@ class ClientRequest:
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
             return await self._stream(answer, attempt), "ok"
+        if self._client.begun:
+            raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is whole: should the engine die halfway, another one can still answer.
         content = await answer.read_all()
+        attempt.answering.circuit.succeeded()
+        if answer.status == 200:
+            self._shared.pool.prefilled(attempt.answering, self._request.hashes)
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         response.content_length = len(content)
         await self._client.begin(response)
@@ -276,8 +364,12 @@ class ClientRequest:
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while chunk := await answer.read():
             if events := cutter.feed(chunk):
+                attempt.answering.circuit.succeeded()
+                if self._record is not None:
+                    events = self._record.feed(events)
                 if not client.begun:
                     await client.begin(response)
+                    self._shared.pool.prefilled(attempt.answering, self._request.hashes)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
                 await client.write(events)

@@ -4,40 +4,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from scheduler_plugins.router.describe import BLOCK_TOKENS
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, Role
-
-
-class PrefixView(Protocol):
-    """Knows which engine has which blocks."""
-
-    def match(self, hashes: Sequence[BlockHash], names: Sequence[str]) -> Sequence[int]:
-        """Leading blocks that each of the engines with these names has cached."""
-
-
-class NoIndex:
-    """Knows of no cached block: engines are told apart by load only."""
-
-    def match(self, hashes: Sequence[BlockHash], names: Sequence[str]) -> Sequence[int]:
-        return [0] * len(names)
 
 
 class LiveView:
     """`View` of one attempt of one request."""
 
-    def __init__(self, engines: Mapping[Role, Sequence[EngineView]], index: PrefixView) -> None:
+    def __init__(
+        self,
+        engines: Mapping[Role, Sequence[EngineView]],
+        prefixes: Prefixes,
+        now_s: float,
+    ) -> None:
         """`engines`: those that may serve this attempt, by the part they may do."""
         self._engines = engines
-        self._index = index
+        self._prefixes = prefixes
+        self._now_s = now_s
 
     def engines(self, role: Role) -> Sequence[EngineView]:
         return self._engines.get(role, ())
 
     def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> Sequence[int]:
-        if not hashes:
+        if not isinstance(hashes, PromptKeys):
             return [0] * len(engines)
-        return self._index.match(hashes, [engine.name for engine in engines])
+        return self._prefixes.match(hashes, engines, BLOCK_TOKENS, self._now_s)
 
     def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
         """Engines do not tell how fast their links are, and none fetches prefixes yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, KeysView, Sequence
+from math import inf
 
 from scheduler_plugins.order.request import BlockHash
 
@@ -12,14 +13,20 @@ from scheduler_plugins.order.request import BlockHash
 class LruBlocks:
     """Block hashes with room for `capacity`; the one unused for longest is evicted.
 
-    As in vLLM the last blocks of a prompt are evicted before its first ones.
+    As in vLLM the last blocks of a prompt are evicted before its first ones. The engine sees a block at once; others
+    see it when it is computed, and `lag_s` after that, and see its eviction as late.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, lag_s: float = 0.0) -> None:
+        """`lag_s`: how late others learn of a block, in seconds."""
         if capacity < 1:
             raise ValueError(f"capacity {capacity}: must be at least 1 block")
         self._capacity = capacity
-        self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
+        self._lag_s = lag_s
+        self._notes_evictions = lag_s > 0.0
+        self._blocks: OrderedDict[BlockHash, float] = OrderedDict()
+        self._computing: list[BlockHash] = []
+        self._evicted: OrderedDict[BlockHash, tuple[float, float]] = OrderedDict()
         self.on_added: Callable[[list[BlockHash]], None] = _ignore
         """Called after blocks were added."""
         self.on_removed: Callable[[], None] = _nothing
@@ -37,25 +44,66 @@ class LruBlocks:
                 return n
         return usable
 
-    def store(self, hashes: Sequence[BlockHash]) -> None:
+    def seen(self, hashes: Sequence[BlockHash], now_s: float) -> int:
+        """How many leading blocks others believe to be cached at `now_s`."""
+        get, known_s, count, late = self._blocks.get, now_s - self._lag_s, 0, self._lag_s > 0.0
+        for block in hashes:
+            if get(block, inf) > known_s and not (late and self._evicted_late(block, known_s)):
+                return count
+            count += 1
+        return count
+
+    def store(self, hashes: Sequence[BlockHash], now_s: float = 0.0) -> None:
         """All blocks of a prompt were used; those that were not cached are now.
 
-        Of a prompt that is larger than the cache only the beginning is kept.
+        Of a prompt that is larger than the cache only the beginning is kept. Others see what is new after
+        `computed` only.
         """
         blocks, added = self._blocks, list[BlockHash]()
+        move = blocks.move_to_end
         for block in reversed(hashes[: self._capacity]):
             if block in blocks:
-                blocks.move_to_end(block)
+                move(block)
             else:
-                blocks[block] = None
+                blocks[block] = inf
                 added.append(block)
+        self._computing += added
         evicted = len(blocks) - self._capacity
         for _ in range(evicted):
-            blocks.popitem(last=False)
+            gone, since_s = blocks.popitem(last=False)
+            if self._notes_evictions:
+                self._evict(gone, since_s, now_s)
         if evicted > 0:
             self.on_removed()
         if added:
             self.on_added(added)
+
+    def computed(self, now_s: float) -> None:
+        """The step that computes what was stored last has ended."""
+        blocks = self._blocks
+        for block in self._computing:
+            if block in blocks:
+                blocks[block] = now_s
+        self._computing = []
+
+    def clear(self) -> None:
+        """The engine died: nothing is cached, and others know at once."""
+        self._blocks.clear()
+        self._evicted.clear()
+        self.on_removed()
+
+    def _evict(self, block: BlockHash, since_s: float, now_s: float) -> None:
+        """A block that was computed at `since_s` is gone at `now_s`."""
+        self._evicted[block] = (since_s, now_s)
+        while self._evicted:
+            first, (_, gone_s) = next(iter(self._evicted.items()))
+            if gone_s > now_s - self._lag_s:
+                break
+            del self._evicted[first]
+
+    def _evicted_late(self, block: BlockHash, known_s: float) -> bool:
+        since_s, gone_s = self._evicted.get(block, (inf, -inf))
+        return since_s <= known_s < gone_s
 
 
 def _ignore(blocks: list[BlockHash]) -> None:

@@ -1,114 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine: prefill in steps of a budget, a prefix cache, decode elsewhere."""
+"""A simulated engine: prefill in steps of a budget, a prefix cache, decode in the same steps or elsewhere."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
+from math import inf
 
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.queue.step_length import step_tokens, tokens_before
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage
+from scheduler_plugins.sim.prefill import PrefillChunk as PrefillChunk
+from scheduler_plugins.sim.prefill import PrefillStage, RunningPrefill
+from scheduler_plugins.sim.prefill import SimulatedStep as SimulatedStep
+from scheduler_plugins.sim.served import Served as Served
 
-
-@dataclass(slots=True)
-class Served:
-    """What became of one request; times in seconds, by the clock of the arrivals."""
-
-    request: Waiting
-    cached_tokens: int = 0
-    """Prompt tokens found in the cache when it was first started."""
-    start_s: float | None = None
-    first_token_s: float | None = None
-    end_s: float | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to the first token; infinite for a request that was turned away."""
-        if self.first_token_s is None:
-            return float("inf")
-        return self.first_token_s - self.request.arrival_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Time per token after the first; 0 where there is none."""
-        if self.end_s is None or self.first_token_s is None or self.request.max_tokens < 2:
-            return 0.0
-        return (self.end_s - self.first_token_s) / (self.request.max_tokens - 1)
-
-
-class PrefillChunk(NamedTuple):
-    """A part of a prompt that is computed in one step."""
-
-    record: Served
-    first: int  # token
-    stop: int
-
-
-class SimulatedStep(NamedTuple):
-    """What was computed together."""
-
-    chunks: Sequence[PrefillChunk]
-    load: StepLoad
-    start_s: float
-    end_s: float
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """One that was started and has not ended."""
-
-    record: Served
-    done: int  # tokens, cached ones included
-
-    @property
-    def request(self) -> Waiting:
-        return self.record.request
-
-    @property
-    def left(self) -> int:
-        return self.request.tokens - self.done
+END, ARRIVAL, START = 0, 1, 2
+"""What comes first at one time: what ends, then who arrives, then what begins."""
+_SLACK_S = 1e-9
 
 
 class SimulatedEngine:
-    """Puts steps together as vLLM does with our scheduler.
+    """Takes prompts from a queue as vLLM does with our scheduler (`PrefillStage`), and generates their tokens.
 
-    Prefills under way go on first; then requests are taken from the queue until the step has
-    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the engine
-    (`step_length.step_tokens`). The prefills leave room for requests
-    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a prefill
-    may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read from the
-    cache by whatever enters a step after they were stored. `truth` says how long steps really take; the
-    queue has a cost model of its own.
+    Whoever drives it waits until `next_event_s`, and calls `advance`. Between two events it may be given prompts
+    (`arrive`) and sequences whose KV another engine computed (`receive`). `run` drives it alone.
+
+    With `decode_apart` a machine of its own decodes, which admits everybody at once: the benchmarks of the queue look at
+    prefill alone. Without, a step that has prompt tokens in it also decodes, and the KV of all sequences has to fit
+    into `kv_tokens`: who joined last is preempted, and computed again, when it does not.
     """
 
     def __init__(
-        self, queue: WaitingQueue, cache: LruBlocks, truth: CostModel, *, page_size: int
+        self,
+        queue: WaitingQueue,
+        cache: LruBlocks,
+        truth: CostModel,
+        *,
+        page_size: int,
+        decode_apart: bool = True,
+        kv_tokens: float = inf,
     ) -> None:
         """An idle engine. `queue` was made with `cache.hashes`; the cache's notifications are
         connected to it here.
         """
         self.queue = queue
-        self.decode = DecodeStage(truth)
-        self._cache = cache
-        self._truth = truth
-        self._page_size = page_size
-        self._served: dict[str, Served] = {}
-        self._running: list[_Prefill] = []
+        self.prefill = PrefillStage(queue, cache, truth, page_size=page_size)
+        self.decode = (
+            DecodeStage(truth)
+            if decode_apart
+            else DecodeStage(truth, capacity_tokens=kv_tokens, slack_s=_SLACK_S)
+        )
+        self.truth = truth
+        self._apart = decode_apart
+        self._kv_tokens = kv_tokens
+        if kv_tokens < inf:
+            self.prefill.may_start = self._may_start
+        self._step: float | None = None  # the end of the step that is under way
+        self._load: StepLoad | None = None
+        self._left_s = 0.0
+        self._blocked = False
+        self._decoding: dict[str, tuple[Served, Waiting]] = {}
+        self._joining: list[tuple[Waiting, Served]] = []
+        self.reserved_tokens = 0
+        """Room kept for sequences whose KV is on its way."""
+        self.busy_s = 0.0
+        """Time spent in steps with prompts in them. `decode.busy_s` is the rest."""
+        self.next_event_s = inf
+        """When `advance` has something to do."""
+        self.next_kind = END
+        """What it is, `END` or `START`."""
         self.admit: Callable[[Waiting, float], bool] = _everything
         """Asked on arrival, with the seconds until the prefills under way end."""
+        self.hand_over: Callable[[RunningPrefill, float], bool] = _keep
+        """Offered each prompt that was computed. True: another engine decodes it."""
         self.on_first_token: Callable[[Served], None] = _ignore
-        """Told when a prefill has ended."""
+        """Told when a request has its first token."""
         self.on_end: Callable[[Served], None] = _ignore
         """Told when the last token was generated."""
         self.on_step: Callable[[SimulatedStep], None] = _ignore_step
-        """Told of every step."""
-        cache.on_added, cache.on_removed = queue.added, queue.removed
+        """Told of every step that has prompt tokens in it."""
 
     def run(self, requests: Iterable[Waiting]) -> list[Served]:
         """Serve everything; the results are in the order of arrival.
@@ -116,114 +90,180 @@ class SimulatedEngine:
         Args:
             requests: in order of arrival; one generates `max_tokens` tokens exactly.
         """
-        arrivals, now_s = deque(requests), 0.0
-        while arrivals or self.queue or self._running:
-            if not self._running and not self.queue:
-                now_s = max(now_s, arrivals[0].arrival_s)
-            while arrivals and arrivals[0].arrival_s <= now_s:
-                self._arrive(arrivals.popleft(), 0.0)
-            step = self._step(now_s)
-            if step is None:
-                continue
-            now_s = step.end_s
-            left_s = sum(
-                self._truth.prefill_s(one.request.tokens, one.done)
-                for one in self._running
-                if one.left
-            )
-            while arrivals and arrivals[0].arrival_s < now_s:
-                coming = arrivals.popleft()
-                self._arrive(coming, now_s - coming.arrival_s + left_s)
-            ended = [one.record for one in self._running if not one.left]
-            self._running = [one for one in self._running if one.left]
-            for record in ended:
-                self._finish(record, now_s)
-        self._end(self.decode.advance(float("inf")))
-        return list(self._served.values())
+        arrivals, served = deque(requests), list[Served]()
+        while arrivals or self.next_event_s < inf:
+            coming = (arrivals[0].arrival_s, ARRIVAL) if arrivals else (inf, ARRIVAL)
+            if (self.next_event_s, self.next_kind) < coming:
+                self.advance(self.next_event_s)
+            else:
+                request = arrivals.popleft()
+                served.append(Served(request))
+                self.arrive(request, served[-1], request.arrival_s)
+        self._ended(self.decode.advance(inf))
+        return served
 
-    def _arrive(self, request: Waiting, busy_s: float) -> None:
-        self._served[request.id] = Served(request)
-        self._end(self.decode.advance(request.arrival_s))
+    def arrive(self, request: Waiting, record: Served, now_s: float) -> None:
+        """A prompt to compute, and to decode unless `hand_over` takes it."""
+        self._decode_until(now_s)
+        busy_s = 0.0 if self._step is None else self._step - now_s + self._left_s
         if self.admit(request, busy_s):
-            self.queue.add(request)
+            self.prefill.add(request, record)
+        self._blocked = False
+        self._plan(now_s)
 
-    def _step(self, now_s: float) -> SimulatedStep | None:
-        """The next step; None if nothing can be computed."""
-        running, own_batch = self._running, self.queue.policy.wants_own_batch
-        self.queue.begin_scan(full=any(own_batch(one.request) for one in running))
-        self._give_way()
-        chunks = list[PrefillChunk]()
-        budget = self._truth.chunk_tokens
-        if budget:
-            budget = step_tokens(self.queue, budget, (one.request.qos for one in running))
-        before = self._before(budget)
-        for one in running:
-            budget -= self._compute(one, budget - before, chunks)
-        while (budget > 0 or not chunks) and (prefill := self._start(now_s)):
-            running.append(prefill)
-            budget -= self._compute(prefill, budget, chunks)
+    def receive(self, request: Waiting, record: Served, now_s: float) -> None:
+        """A sequence whose KV has arrived; its next token is its first here. `reserved_tokens` had room for it."""
+        self.reserved_tokens -= request.tokens
+        if self._step is None:
+            self._decode_until(now_s)
+            self._join(request, record, now_s)
+        else:
+            self._joining.append((request, record))
+        self._plan(now_s)
+
+    def cancel(self, request_id: str) -> int:
+        """Forget a request, wherever it is. Returns the tokens that it has yet to generate; 0 if it is not here."""
+        for n, (joining, _) in enumerate(self._joining):
+            if joining.id == request_id:
+                del self._joining[n]
+                return joining.max_tokens
+        if request_id in self._decoding:
+            self._decoding.pop(request_id)
+            taken = self.decode.cancel(request_id)
+            return taken.more if taken else 0
+        request = self.prefill.cancel(request_id)
+        return request.max_tokens if request else 0
+
+    def settle(self, now_s: float) -> None:
+        """Decode up to `now_s`, so that every sequence has the tokens it has by then."""
+        self._decode_until(now_s)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the KV of so many tokens fits beside what is here. An empty engine takes anything."""
+        used = self.decode.context + self.reserved_tokens
+        return used + tokens <= self._kv_tokens or not used
+
+    @property
+    def free_kv(self) -> float:
+        """Tokens for which there is room."""
+        return self._kv_tokens - self.decode.context - self.reserved_tokens
+
+    def advance(self, now_s: float) -> None:
+        """Do what is due at `now_s`, which is `next_event_s`: one step ends, or one begins."""
+        if self._step is not None:
+            self._end_step(self._step)
+        elif self.next_kind == START:
+            self._start_step(now_s)
+        else:
+            self._decode_until(now_s)
+        self._plan(now_s)
+
+    def _plan(self, now_s: float) -> None:
+        """Set `next_event_s`."""
+        if self._step is not None:
+            self.next_event_s, self.next_kind = self._step, END
+        elif len(self.prefill) and not self._blocked:
+            self.next_event_s, self.next_kind = now_s, START
+            if not self._apart and self.decode.batch:
+                self.next_event_s = max(now_s, self.decode.now_s)
+        elif not self._apart:
+            self.next_event_s, self.next_kind = self.decode.next_end_s, END
+        else:
+            self.next_event_s = inf
+
+    def _start_step(self, now_s: float) -> None:
+        chunks = self.prefill.next_step(now_s)
         if not chunks:
-            return None
+            self._blocked = not self._apart
+            return
         load = StepLoad.of([(one.first, one.stop) for one in chunks])
-        step = SimulatedStep(chunks, load, now_s, now_s + self._truth.step_s(load))
-        self.on_step(step)
-        return step
+        if not self._apart and self.decode.batch:
+            load = load._replace(batch=self.decode.batch, context=self.decode.context)
+        self._step = now_s + self.truth.step_s(load)
+        self._load = load
+        self._left_s = self.prefill.left_s() if self.truth.chunk_tokens else 0.0
+        self.busy_s += self._step - now_s
+        if self.on_step is not _ignore_step:
+            self.on_step(SimulatedStep(chunks, load, now_s, self._step))
 
-    def _before(self, budget: int) -> int:
-        """Tokens of the step that are kept for those that go before the prefills under way."""
-        if not self._running:
-            return 0
-        first = min(self._running, key=lambda one: one.left)
-        return tokens_before(self.queue, first.request, first.done, budget)
+    def _end_step(self, now_s: float) -> None:
+        self._step = None
+        self.prefill.cache.computed(now_s)
+        if self._load is not None and self._load.batch:
+            self._decoded(self.decode.mixed_step(now_s))
+        for one in self.prefill.take_ended():
+            if one.record.prefilled_s is None:
+                one.record.prefilled_s = now_s
+            if not self.hand_over(one, now_s):
+                self._finish(one, now_s)
+        for request, record in self._joining:
+            self._join(request, record, now_s)
+        self._joining = []
 
-    def _compute(self, one: _Prefill, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Put as much of a prefill into the step as there is room for; returns the tokens."""
-        tokens = min(one.left, budget) if self._truth.chunk_tokens else one.left
-        if tokens <= 0:
-            return 0
-        chunks.append(PrefillChunk(one.record, one.done, one.done + tokens))
-        one.done += tokens
-        self._cache.store(one.request.block_hashes[: one.done // self._page_size])
-        return tokens
-
-    def _start(self, now_s: float) -> _Prefill | None:
-        if self.queue.peek() is None:
-            return None
-        record = self._served[self.queue.pop().id]
-        request = record.request
-        usable = min(len(request.block_hashes), (request.tokens - 1) // self._page_size)
-        cached = self._cache.prefix(request.block_hashes, usable) * self._page_size
-        if record.start_s is None:
-            record.start_s, record.cached_tokens = now_s, cached
-        return _Prefill(record, cached)
-
-    def _give_way(self) -> None:
-        """Preempt the prefill that was started last of those that should yield."""
-        for one in reversed(self._running):
-            if self.queue.fair_share.should_yield(one.request.qos):
-                self._running.remove(one)
-                self.queue.prepend(one.request)
-                return
-
-    def _finish(self, record: Served, now_s: float) -> None:
-        request = record.request
-        record.first_token_s = now_s
-        self.on_first_token(record)
-        self._end(self.decode.advance(now_s))
+    def _finish(self, one: RunningPrefill, now_s: float) -> None:
+        """A prompt was computed, and has its first token."""
+        record, request = one.record, one.request
+        if record.first_token_s is None:
+            record.first_token_s = now_s
+            self.on_first_token(record)
+        self._decode_until(now_s)
+        self._decoding[request.id] = record, request
         if request.max_tokens > 1:
             self.decode.add(request.id, request.tokens, request.max_tokens - 1, now_s)
         else:
-            self._end([(request.id, now_s)])
+            self._ended([(request.id, now_s)])
 
-    def _end(self, ended: Iterable[tuple[str, float]]) -> None:
+    def _join(self, request: Waiting, record: Served, now_s: float) -> None:
+        self._decoding[request.id] = record, request
+        self.decode.add(request.id, request.tokens, request.max_tokens, now_s, fresh=True)
+
+    def _decode_until(self, now_s: float) -> None:
+        if self._apart:
+            self._ended(self.decode.advance(now_s))
+        elif self._step is None:
+            self._decoded(self.decode.advance(now_s))
+
+    def _decoded(self, ended: Sequence[tuple[str, float]]) -> None:
+        """Note first tokens and last ones; compute again what was preempted."""
+        stage = self.decode
+        if stage.first_tokens:
+            for request_id, at_s in stage.first_tokens:
+                record, _ = self._decoding[request_id]
+                if record.first_token_s is None:
+                    record.first_token_s = at_s
+                    self.on_first_token(record)
+            stage.first_tokens = []
+        if ended:
+            self._ended(ended)
+        if stage.preempted:
+            for one in stage.preempted:
+                record, request = self._decoding.pop(one.request_id)
+                record.preemptions += 1
+                again = replace(request, tokens=one.tokens, max_tokens=one.more)
+                self.prefill.put_first(again, record)
+            stage.preempted = []
+
+    def _ended(self, ended: Sequence[tuple[str, float]]) -> None:
+        """These have their last token."""
+        if not ended:
+            return
+        self._blocked = False
         for request_id, end_s in ended:
-            record = self._served[request_id]
+            record, _ = self._decoding.pop(request_id)
             record.end_s = end_s
             self.on_end(record)
+
+    def _may_start(self, request: Waiting) -> bool:
+        running = sum(one.request.tokens for one in self.prefill.running)
+        return self.has_room(request.tokens + running) or not (running or self.decode.batch)
 
 
 def _everything(request: Waiting, busy_s: float) -> bool:
     return True
+
+
+def _keep(one: RunningPrefill, now_s: float) -> bool:
+    return False
 
 
 def _ignore(served: Served) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -24,6 +26,15 @@ class _Line(msgspec.Struct):
     input_length: int
     output_length: int
     hash_ids: list[int]
+
+
+def load(path: Path, limit: int | None = None) -> list[Waiting]:
+    """Read a trace by its form: Azure's if its name ends with `.csv`, else Mooncake's.
+
+    Raises:
+        TraceError: the file cannot be read, or a line does not have that form.
+    """
+    return read_azure(path, limit) if path.suffix == ".csv" else read(path, limit)
 
 
 def read(path: Path, limit: int | None = None) -> list[Waiting]:
@@ -53,8 +64,48 @@ def read(path: Path, limit: int | None = None) -> list[Waiting]:
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
-def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waiting]:
-    """The same requests, faster or slower, so that `per_s` a second come on average.
+def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
+    """Read a trace in the form of Azure's LLM inference traces, in the order of arrival.
+
+    Comma-separated: `TIMESTAMP` in ISO form, `ContextTokens`, `GeneratedTokens`. Nothing is known of prefixes: prompts
+    share nothing.
+
+    Raises:
+        TraceError: the file cannot be read, or a line does not have that form.
+    """
+    requests: list[Waiting] = []
+    n = 1
+    try:
+        with path.open(newline="") as lines:
+            for n, row in enumerate(csv.DictReader(lines), 2):
+                if limit is not None and len(requests) >= limit:
+                    break
+                at = datetime.fromisoformat(row["TIMESTAMP"]).replace(tzinfo=UTC)
+                tokens = max(1, int(row["ContextTokens"]))
+                requests.append(
+                    Waiting(
+                        id=str(n - 2),
+                        tokens=tokens,
+                        block_hashes=(),
+                        arrival_s=at.timestamp(),
+                        max_tokens=max(1, int(row["GeneratedTokens"])),
+                        priority=tokens,
+                    )
+                )
+    except (KeyError, TypeError, ValueError) as error:
+        wanted = "TIMESTAMP,ContextTokens,GeneratedTokens"
+        raise TraceError(f"{path}, line {n}: {error!r}; wanted are {wanted}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
+    if not requests:
+        raise TraceError(f"{path}: is empty; a trace has one request a line")
+    begun_s = min(request.arrival_s for request in requests)
+    shifted = [replace(one, arrival_s=one.arrival_s - begun_s) for one in requests]
+    return sorted(shifted, key=lambda request: request.arrival_s)
+
+
+def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:
+    """The same requests with times that are not binned, in the order of arrival.
 
     Recorded times may be coarse (Mooncake's have steps of 3 s), so each is moved at random up to the
     next one that differs.
@@ -62,14 +113,19 @@ def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waitin
     random = Random(seed)
     times = sorted({request.arrival_s for request in requests})
     following = dict(zip(times, [*times[1:], times[-1]], strict=True))
-    jittered = [
+    moved = [
         replace(one, arrival_s=random.uniform(one.arrival_s, following[one.arrival_s]))
         for one in requests
     ]
-    jittered.sort(key=lambda one: one.arrival_s)
-    begun_s = jittered[0].arrival_s
-    scale = len(requests) / per_s / max(jittered[-1].arrival_s - begun_s, 1e-9)
-    return [replace(one, arrival_s=(one.arrival_s - begun_s) * scale) for one in jittered]
+    return sorted(moved, key=lambda one: one.arrival_s)
+
+
+def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waiting]:
+    """The same requests, faster or slower, so that `per_s` a second come on average; see `jittered`."""
+    moved = jittered(requests, seed)
+    begun_s = moved[0].arrival_s
+    scale = len(requests) / per_s / max(moved[-1].arrival_s - begun_s, 1e-9)
+    return [replace(one, arrival_s=(one.arrival_s - begun_s) * scale) for one in moved]
 
 
 def _request(n: int, line: _Line) -> Waiting:

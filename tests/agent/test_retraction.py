@@ -39,6 +39,8 @@ def all_gathered(producer: Rank, consumer: Rank) -> None:
     producer.offer("t", [1, 2], computed=2 * producer.page_tokens)
     nbytes = sum(len(producer.page(page)) for page in (1, 2))
     until(lambda: consumer.count("received_bytes") == nbytes, "both pages, in however many chunks")
+    chunks = consumer.count("received_chunks")  # no more will come
+    until(lambda: producer.count("sent_chunks") == chunks, "it knows in which step each was read")
 
 
 def read_before_revoked(producer: Rank, consumer: Rank) -> None:

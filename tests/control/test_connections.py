@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from support.descriptors import no_descriptors
 
 from pd_connector.control import connections
 from pd_connector.control.sockets import Context, Listener
@@ -91,3 +92,14 @@ def test_a_descriptor_that_is_another_sockets_by_now_is_left_alone(listener: Lis
     assert theirs.recv(1) == b"x"
     ours.close()
     theirs.close()
+
+
+def test_without_a_free_descriptor_connections_are_closed_all_the_same(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+):
+    links = [connect(listener) for _ in range(5)]
+    turn(listener, 0.3)
+    monkeypatch.setattr(connections, "_MOST_CONNECTIONS", 0)
+    with no_descriptors():
+        assert turn(listener, 0.3) == 5
+    assert all(closed(link) for link in links)

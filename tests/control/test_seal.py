@@ -4,6 +4,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_connector.config import Config
@@ -56,6 +57,16 @@ def test_what_a_producer_answers_is_dialled_whichever_way_it_was_passed_on():
 def test_what_a_client_has_changed_is_not_dialled(change: dict[str, Any]):
     with pytest.raises(UntrustedAddressError, match="config key peers"):
         trusted(decode_params(ADDRESS, "t") | change)
+
+
+@pytest.mark.parametrize("seal", ["\u00e9" * 32, "\ud800", "0\0", "0\n"])
+def test_a_seal_that_is_no_text_of_ours_stops_nobody(seal: str):
+    with pytest.raises(ValueError, match="remote_seal"):
+        trusted(decode_params(ADDRESS, "t") | {"remote_seal": seal})
+    parsed = parse(decode_params(ADDRESS, "t"))
+    assert parsed is not None
+    with pytest.raises(UntrustedAddressError, match="its seal is not ours"):
+        trusted_peers(msgspec.structs.replace(parsed, remote_seal="\u00e9"), CONFIG)
 
 
 def test_another_key_seals_nothing_here():

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control channel's sockets: they never wait, and tell why a connection is no more."""
 
+import os
 import socket
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from support.descriptors import no_descriptors
 from support.waits import until
 
 from pd_connector.control.keys import CurveKeys, Gatekeeper
@@ -131,3 +133,17 @@ def test_a_host_that_is_not_here_is_an_error_that_names_it(context: Context, hos
 def test_a_port_that_is_none_is_an_error_that_names_it(context: Context):
     with pytest.raises(PDConnectorError, match=r"127\.0\.0\.1:-1"):
         Connection(context, "127.0.0.1", -1, None)
+
+
+@pytest.mark.parametrize("left", range(3))
+def test_a_dial_without_descriptors_fails_as_one_that_is_refused(left: int):
+    context: Context = zmq.Context()
+    context.socket(zmq.PAIR).close()  # libzmq's own descriptors are there
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        problem = r"127\.0\.0\.1:9 cannot be dialled"
+        with no_descriptors(but=left), pytest.raises(PDConnectorError, match=problem):
+            Connection(context, "127.0.0.1", 9, None)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors given back")
+    finally:
+        context.destroy(linger=0)

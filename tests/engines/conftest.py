@@ -22,8 +22,10 @@ from pairs import (
     Pair,
     Setup,
 )
+from support.engine_pools import mark_engine_tests, pytest_runtest_makereport, running
 
-LOG_LINES = 40
+__all__ = ["pytest_runtest_makereport"]
+
 os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
 
@@ -34,24 +36,16 @@ class Reference(Protocol):
     def __call__(self, prompt: Prompt, max_tokens: int = 32, **extra: object) -> Answer: ...
 
 
-_pools: list[EnginePool] = []
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test in this folder starts engines."""
-    for item in items:
-        if item.path.parent == _HERE:
-            item.add_marker(pytest.mark.engine)
+    mark_engine_tests(items, _HERE)
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     """All engines of this session."""
-    pool = EnginePool(tmp_path_factory.mktemp("engines"))
-    _pools.append(pool)
-    yield pool
-    pool.stop()
-    _pools.remove(pool)
+    with running(EnginePool(tmp_path_factory.mktemp("engines"))) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +67,3 @@ def pair(engines: EnginePool, setup: Setup, request: pytest.FixtureRequest) -> I
 def reference(engines: EnginePool) -> Reference:
     """Answers of one engine without a connector."""
     return engines.reference
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report = yield
-    if report.failed:
-        for pool in _pools:
-            for service in pool.services:
-                title = f"end of the log of {service.name} ({service.log_path})"
-                report.sections.append((title, service.log_tail(LOG_LINES)))
-    return report

@@ -89,6 +89,8 @@ def test_parameters_that_ask_for_nothing_are_none():
         ({"do_remote_prefill": True, "do_remote_decode": True}, "both true"),
         ({"do_remote_prefill": True, "remote_host": "h"}, "remote_request_id"),
         ({"do_remote_decode": True, "transfer_id": "x" * 300}, "transfer_id"),
+        ({"do_remote_decode": True, "transfer_id": "half a pair: \ud83d"}, "transfer_id"),
+        ({"do_remote_prefill": True, "remote_host": "\udc00"}, "remote_host"),
     ],
 )
 def test_parameters_that_cannot_be_followed_name_the_field(wrong, named):

@@ -10,6 +10,7 @@ pytest.importorskip("sglang.srt")
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Shard, pages_for
@@ -37,7 +38,7 @@ def full_attention(page_size: int, heads: int = HEADS, **options: Any) -> MHATok
         **settings,
     )
     for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape))
+        buffer.copy_(torch.randn(buffer.shape).to(pool.dtype).view(buffer.dtype))
     return pool
 
 
@@ -55,6 +56,32 @@ def latents(page_size: int) -> MLATokenToKVPool:
     )
     for buffer in pool.kv_buffer:
         buffer.copy_(torch.randn(buffer.shape))
+    return pool
+
+
+SLIDING_WINDOW = 20
+WINDOWED, FULL = [0, 2], [1]
+
+
+def with_windows(page_size: int, *, shift: int = 16) -> SWAKVPool:
+    """A pool in which layers 0 and 2 have a sliding window, full of noise. Their slot is that of the
+    other layers, plus `shift`."""
+    pool = SWAKVPool(
+        size=SLOTS,
+        size_swa=2 * SLOTS,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        head_num=HEADS,
+        head_dim=DIM,
+        v_head_dim=VALUE_DIM,
+        swa_attention_layer_ids=WINDOWED,
+        full_attention_layer_ids=FULL,
+        device="cpu",
+    )
+    for part in (pool.full_kv_pool, pool.swa_kv_pool):
+        for buffer in (*part.k_buffer, *part.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape))
+    pool.register_mapping(torch.arange(SLOTS + page_size) + shift)
     return pool
 
 
@@ -126,6 +153,37 @@ def test_a_stage_of_a_pipeline_is_counted_as_in_the_whole_model() -> None:
     assert group.layers == (5, 6, 7)
 
 
+def test_layers_with_a_window_have_a_page_table_of_their_own() -> None:
+    pool = with_windows(16)
+    shard = own_shard(pool, 0, 1)
+    assert shard == Shard(0, LAYERS, 0, 1)
+    cache = describe_cache(pool, HEADS, shard, sliding_window=SLIDING_WINDOW)
+    found = {g.layers: (g.table, g.window, g.heads) for g in cache.geometry.groups}
+    assert found == {(1,): (0, 0, HEADS), (0, 2): (1, SLIDING_WINDOW + 1, HEADS)}
+    with pytest.raises(UnsupportedGeometryError, match="without a sliding window"):
+        describe_cache(pool, HEADS, shard)
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 64), (16, 16), (64, 1)])
+def test_fp8_pools_pass_between_pages_of_any_size(here: int, there: int) -> None:
+    moved(
+        full_attention(here, dtype=torch.float8_e4m3fn),
+        full_attention(there, dtype=torch.float8_e4m3fn),
+        ((0, 1), (0, 1)),
+    )
+
+
+def test_an_fp8_pool_tells_what_its_values_are_to_be_multiplied_with() -> None:
+    pool = full_attention(16, dtype=torch.float8_e4m3fn)
+    scales = {1: (0.5, 2.0)}
+    cache = describe_cache(pool, HEADS, own_shard(pool, 0, 1), scales=scales)
+    (group,) = cache.geometry.groups
+    assert group.scales == ((1.0, 1.0), (0.5, 2.0), (1.0, 1.0))
+    pool = full_attention(16)
+    cache = describe_cache(pool, HEADS, own_shard(pool, 0, 1), scales=scales)
+    assert cache.geometry.groups[0].scales == (), "scales are of FP8 alone"
+
+
 def test_pools_that_cannot_be_moved_are_named() -> None:
     class Other(MHATokenToKVPool):
         pass
@@ -134,6 +192,14 @@ def test_pools_that_cannot_be_moved_are_named() -> None:
     pool.__class__ = Other
     with pytest.raises(UnsupportedGeometryError, match="KV pool of type Other"):
         describe_cache(pool, HEADS, own_shard(pool, 0, 1))
+    pool = full_attention(16)
+    pool.kv_cache_layout = "hnd"
+    with pytest.raises(UnsupportedGeometryError, match="layout hnd"):
+        describe_cache(pool, HEADS, own_shard(pool, 0, 1))
+    sparse = latents(16)
+    sparse.use_dsa = True
+    with pytest.raises(UnsupportedGeometryError, match="MLATokenToKVPool"):
+        describe_cache(sparse, HEADS, own_shard(sparse, 0, 1))
     pool = full_attention(16)
     pool.dtype = torch.float8_e5m2
     with pytest.raises(UnsupportedGeometryError, match=r"float8_e5m2.*--kv-cache-dtype auto"):

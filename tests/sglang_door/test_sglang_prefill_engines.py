@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from support.agents import LONG, Ranks, ranks, until
+from support.agents import KEY, LONG, Ranks, ranks, until
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
@@ -73,13 +73,40 @@ def test_a_registry_names_a_rank_and_the_rank_names_all(
 ) -> None:
     rank = ranks(LONG)
     address = registry((503, b"not all ranks have registered"), (200, row(rank.agent.port)))
-    assert found(engines, address) == Found((rank.peer,))
+    assert found(engines, address) == Found(((rank.peer,),))
+
+
+def test_each_replica_of_an_engine_is_asked_for_its_own_ranks(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines
+) -> None:
+    one, other = ranks(LONG), ranks(LONG)
+    engine = json.dumps({"dp_size": 2, "follow_bootstrap_room": True}).encode()
+    address = registry((200, engine), (200, row(one.agent.port)), (200, row(other.agent.port)))
+    assert found(engines, address) == Found(((one.peer,), (other.peer,)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"dp_size": 2, "follow_bootstrap_room": False}, "--load-balance-method"),
+        ({"dp_size": 1 << 40}, "replicas"),
+        ({"dp_size": -1}, "replicas"),
+        ({"dp_size": "x"}, "invalid literal"),
+    ],
+)
+def test_a_registry_cannot_make_an_engine_ask_without_end(
+    registry: Registry, engines: PrefillEngines, engine: Any, told: str
+) -> None:
+    problem = found(engines, registry((200, json.dumps(engine).encode()))).problem
+    assert problem is not None
+    assert problem[0] is Cause.UNREACHABLE
+    assert told in problem[1]
 
 
 def test_a_control_port_is_an_address_too(ranks: Ranks, engines: PrefillEngines) -> None:
     """So a prefill engine that is not SGLang's is reached."""
     rank = ranks(LONG)
-    assert found(engines, f"127.0.0.1:{rank.agent.port}") == Found((rank.peer,))
+    assert found(engines, f"127.0.0.1:{rank.agent.port}") == Found(((rank.peer,),))
 
 
 def test_looking_up_does_not_make_the_engine_wait(engines: PrefillEngines) -> None:
@@ -95,6 +122,17 @@ def test_a_registry_is_not_believed_about_what_may_not_be_dialled(
     problem = found(engines, registry((200, row(1, host="192.0.2.1")))).problem
     assert problem is not None
     assert problem[0] is Cause.INSECURE_ADDRESS
+
+
+def test_a_registry_that_names_a_stranger_ends_the_look_up(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines
+) -> None:
+    """The registry is plain HTTP: whoever it names must have the key."""
+    stranger = ranks({**LONG, "key": KEY})
+    address = registry((200, row(stranger.agent.port)))
+    problem = found(engines, address).problem
+    assert problem is not None
+    assert problem[0] is Cause.UNREACHABLE
 
 
 @pytest.mark.parametrize(

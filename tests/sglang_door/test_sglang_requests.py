@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests are let in, and what their KV is called."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import token_fingerprint
+from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.requests import MAX_ROOM, fingerprint, room_problem, transfer_of
 
 
@@ -29,7 +32,42 @@ def req(**changes: Any) -> Any:
 
 
 def test_tokens_and_salt_are_who_the_kv_is_and_this_process_own_ids_are_not() -> None:
-    assert fingerprint(req()) == token_fingerprint([1, 2, 3])
-    assert fingerprint(req(extra_key="d2f1")) == fingerprint(req())
-    assert fingerprint(req(cache_salt="a")) == token_fingerprint([1, 2, 3], salt="a")
-    assert fingerprint(req(origin_input_ids=[1, 2, 4])) != fingerprint(req())
+    assert fingerprint(req(), "") == token_fingerprint([1, 2, 3])
+    assert fingerprint(req(extra_key="d2f1"), "") == fingerprint(req(), "")
+    assert fingerprint(req(cache_salt="a"), "") == token_fingerprint([1, 2, 3], salt="a")
+    assert fingerprint(req(origin_input_ids=[1, 2, 4]), "") != fingerprint(req(), "")
+    assert fingerprint(req(), "a 7f") == token_fingerprint([1, 2, 3], adapter="a 7f")
+
+
+def loaded(**folders: Path) -> Adapters:
+    """What a rank knows that has these adapters loaded, by SGLang's id."""
+    refs = {
+        lora_id: SimpleNamespace(lora_name="style", lora_path=str(folder))
+        for lora_id, folder in folders.items()
+    }
+    return Adapters(SimpleNamespace(lora_manager=SimpleNamespace(lora_refs=refs)))
+
+
+def adapter(folder: Path, weights: bytes) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_an_adapter_is_its_name_and_content_wherever_it_lies(tmp_path: Path) -> None:
+    here, there = adapter(tmp_path / "a", b"same"), adapter(tmp_path / "b", b"same")
+    other = adapter(tmp_path / "c", b"other")
+    known = loaded(x=here, y=there, z=other)
+    assert known.name("x") == known.name("y") != known.name("z")
+    assert known.name("x").startswith("style ")
+    assert known.name(None) == ""
+    (here / "adapter_model.safetensors").unlink()
+    assert known.name("x") == known.name("y"), "its files are read once"
+
+
+def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Path) -> None:
+    with pytest.raises(PDConnectorError, match="style cannot be told by content"):
+        loaded(x=tmp_path).name("x")
+    with pytest.raises(PDConnectorError, match="not loaded"):
+        Adapters(SimpleNamespace(lora_manager=None)).name("x")

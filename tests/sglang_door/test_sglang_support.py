@@ -20,8 +20,11 @@ from pd_connector.sglang import plugin
 from pd_connector.sglang.manager import load_config
 from pd_connector.sglang.support import _WANTED, check_supported
 
-ARGS = SimpleNamespace(**_WANTED)
-ALONE = SimpleNamespace(attn_dp_size=1, attn_cp_size=1, pp_size=1, dcp_size=1)
+ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill")
+ALONE = SimpleNamespace(
+    attn_cp_size=1, pp_size=1, dcp_size=1, dp_size=1, load_balance_method="round_robin"
+)
+DECODE = SimpleNamespace(**_WANTED, disaggregation_mode="decode")
 PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
 
 
@@ -36,7 +39,8 @@ def test_every_argument_that_is_looked_at_is_one_of_sglangs() -> None:
 
 def test_an_engine_as_it_comes_is_fine() -> None:
     check_supported(PLAIN, ARGS, ALONE)
-    check_supported(PLAIN, changed(ARGS, enable_lora=False), ALONE)
+    check_supported(PLAIN, changed(ARGS, enable_pdmux=None), ALONE)
+    check_supported(changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +54,41 @@ def test_an_engine_as_it_comes_is_fine() -> None:
             "--speculative-algorithm EAGLE",
         ),
         (PLAIN, changed(ARGS, enable_hisparse=True), ALONE, "--enable-hisparse True"),
-        (PLAIN, ARGS, changed(ALONE, pp_size=2), "pp_size 2"),
-        (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "attn_dp_size 2"),
-        (changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE, "kind swa"),
+        (PLAIN, changed(ARGS, enable_pd_role_switch=True), ALONE, "--enable-pd-role-switch True"),
+        (
+            PLAIN,
+            changed(ARGS, disaggregation_decode_host_receive_threshold=0.5),
+            ALONE,
+            "--disaggregation-decode-host-receive-threshold 0.5",
+        ),
+        (PLAIN, ARGS, changed(ALONE, attn_cp_size=2), "attn_cp_size 2"),
+        (PLAIN, ARGS, changed(ALONE, dcp_size=2), "dcp_size 2"),
+        (PLAIN, DECODE, changed(ALONE, pp_size=2), "pp_size 2 of a decode engine"),
+        (PLAIN, ARGS, changed(ALONE, dp_size=2), "--load-balance-method round_robin"),
+        (changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE, "kind dsa"),
+        (changed(PLAIN, state_types=[StateType.QSA_COMPRESSED]), ARGS, ALONE, "qsa_compressed"),
+        (changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]), ARGS, ALONE, "kind mamba"),
         (changed(PLAIN, num_draft_entries=2), ARGS, ALONE, "draft model"),
     ],
 )
 def test_what_is_not_supported_is_named(kv_args: Any, args: Any, parallel: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_supported(kv_args, args, parallel)
+
+
+@pytest.mark.parametrize("name", sorted(_WANTED))
+def test_every_argument_of_which_one_value_works_is_refused_with_another(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    for other in ("another", 7):
+        with pytest.raises(ConfigError, match=f"{flag} {other}"):
+            check_supported(PLAIN, changed(ARGS, **{name: other}), ALONE)
+
+
+def test_pipelines_and_replicas_are_fine_where_a_decode_engine_finds_them() -> None:
+    by_room = changed(ALONE, dp_size=2, load_balance_method="follow_bootstrap_room")
+    check_supported(PLAIN, ARGS, by_room)
+    check_supported(PLAIN, ARGS, changed(ALONE, pp_size=2))
+    check_supported(PLAIN, DECODE, changed(ALONE, dp_size=2))
 
 
 def test_a_config_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:

@@ -51,7 +51,14 @@ SHORT: dict[str, Any] = {
 }
 """For tests in which something is to time out."""
 
-LONG: dict[str, Any] = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1, "lease_share": 1.0}
+LONG: dict[str, Any] = {
+    "slot_mib": 1,
+    "slots": 4,
+    "heartbeat_s": 0.1,
+    "lease_share": 1.0,
+    "connect_timeout_s": 60.0,
+    "stall_timeout_s": 60.0,
+}
 """For tests in which nothing may, however slow the machine."""
 
 TRANSPORTS: dict[str, dict[str, Any]] = {

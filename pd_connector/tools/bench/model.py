@@ -36,6 +36,19 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def kv_bytes_per_token(folder: Path) -> int:
+    """Bytes of KV that a token of this model has in a 16-bit cache, all layers together.
+
+    Raises:
+        OSError, ValueError, KeyError: the folder has no `config.json` of a plain transformer.
+    """
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads", heads)
+    return int(2 * config["num_hidden_layers"] * kv_heads * head_dim * 2)
+
+
 def _config() -> dict[str, Any]:
     config: dict[str, Any] = json.loads((MODEL_DIR / "config.json").read_text())
     return config | {

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +13,10 @@ import typer
 from rich.console import Console
 
 from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.handoff import sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
-from pd_connector.tools.bench.handoff.contender import (
-    BASELINE,
-    LINK,
-    LINK_DEFAULT,
-    LOCAL,
-    LOCAL_DEFAULT,
-    Contender,
-)
+from pd_connector.tools.bench.handoff.contender import Contender
+from pd_connector.tools.bench.handoff.line_up import LineUp
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
 from pd_connector.tools.cli.bench_chaos import chaos
 from pd_connector.tools.cli.bench_core import audit, codec, overhead, peers, reshard, wire
@@ -30,6 +25,23 @@ from pd_connector.tools.launch.netns import available
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 
 PROMPT_TOKENS = (512, 2048, 3500)
+
+
+class EngineName(StrEnum):
+    """Engines between which handoffs are measured."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+_LINE_UPS = {
+    (EngineName.VLLM, False): vllm.LINK,
+    (EngineName.VLLM, True): vllm.LOCAL,
+    (EngineName.SGLANG, False): sglang.LINK,
+    (EngineName.SGLANG, True): sglang.LOCAL,
+}
+"""By engine, and whether both engines are on one machine."""
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -48,12 +60,14 @@ def handoff(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help=f"Who is compared; may be repeated. Over the link: {', '.join(LINK)} "
-            f"({', '.join(LINK_DEFAULT)}); with --local: {', '.join(LOCAL)} "
-            f"({', '.join(LOCAL_DEFAULT)}); with --gpu: codecs (raw, fp8_e4m3, int8).",
+            help="Who is compared; may be repeated. Over the link: "
+            f"{', '.join(vllm.LINK.ours)}; with --local: {', '.join(vllm.LOCAL.ours)} "
+            f"({', '.join(vllm.LOCAL.default)}); with --engine sglang: "
+            f"{', '.join(sglang.LINK.ours)}; with --gpu: codecs (raw, fp8_e4m3, int8).",
             show_default=False,
         ),
     ] = None,
+    engine: Annotated[EngineName, typer.Option(help="Engines that hand over.")] = EngineName.VLLM,
     prompt_tokens: Annotated[
         list[int] | None,
         typer.Option(
@@ -70,8 +84,8 @@ def handoff(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder or name (8 layers x 8 KV heads x 128 with random weights; with --local "
-            "the demo's).",
+            help="Folder or name (8 layers x 8 KV heads x 128 with random weights; for vLLM with "
+            "--local the demo's).",
             show_default=False,
         ),
     ] = None,
@@ -91,21 +105,24 @@ def handoff(
     warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
 ) -> None:
-    """Time from a finished prefill to the first decoded token, beside vLLM's NixlConnector.
+    """Time from a finished prefill to the first decoded token, beside the engine's own NIXL.
 
     Starts a prefill and a decode engine for each side, in two network namespaces joined by a limited
     link (needs root), and sends the same prompts through them. With --gpu only KV moves, between two
     processes without engines. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     if gpu:
-        if local or model:
-            raise typer.BadParameter("not together with --local or --model", param_hint="--gpu")
+        if local or model or engine is not EngineName.VLLM:
+            problem = "not together with --local, --model or --engine"
+            raise typer.BadParameter(problem, param_hint="--gpu")
         _handoff_on_gpu(ours, prompt_tokens, _devices(device), runs, warm_ups, json)
         return
     if device:
         raise typer.BadParameter("only with --gpu", param_hint="--device")
+    line_up = _LINE_UPS[engine, local]
     bench = HandoffBench(
-        _chosen(ours, LOCAL if local else LINK, LOCAL_DEFAULT if local else LINK_DEFAULT),
+        line_up,
+        _chosen(ours, line_up),
         None if local else link_mbit,
         model,
         prompt_tokens or PROMPT_TOKENS,
@@ -116,7 +133,7 @@ def handoff(
     with exit_codes(stderr):
         _check_possible(bench)
         findings = bench.measure(stderr)
-    report([(BASELINE.connector, findings.comparisons)], _notes(bench, findings), json)
+    report(findings.tables, _notes(bench, findings), json)
     if findings.failures:
         raise typer.Exit(NOT_MEASURED)
 
@@ -161,25 +178,19 @@ def _devices(names: Sequence[str] | None) -> tuple[str, str]:
     return found[0], found[-1]
 
 
-def _chosen(
-    names: Sequence[str] | None, known: Mapping[str, Contender], default: Sequence[str]
-) -> list[Contender]:
+def _chosen(names: Sequence[str] | None, line_up: LineUp) -> list[Contender]:
     for name in names or ():
-        if name not in known:
+        if name not in line_up.ours:
             raise typer.BadParameter(
-                f"{name!r}: must be one of {', '.join(known)}", param_hint="--ours"
+                f"{name!r}: must be one of {', '.join(line_up.ours)}", param_hint="--ours"
             )
-    return [known[name] for name in dict.fromkeys(names or default)]
+    return [line_up.ours[name] for name in dict.fromkeys(names or line_up.default)]
 
 
 def _check_possible(bench: HandoffBench) -> None:
     """Raises BenchError naming what is missing: an engine says it only after half a minute."""
-    for module, mend in (
-        ("vllm", "install vLLM, or use the environment that has it"),
-        ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
-    ):
-        if importlib.util.find_spec(module) is None:
-            raise BenchError(f"{module} is not installed: {mend}")
+    if problem := bench.line_up.problem():
+        raise BenchError(problem)
     if bench.link_mbit is not None and (reason := available()):
         raise BenchError(
             f"no network namespaces here ({reason}): run it as root with iproute2 installed, or "
@@ -202,7 +213,8 @@ def _notes(bench: HandoffBench, findings: HandoffFindings) -> list[str]:
     notes += [f"NOT MEASURED: {name}: {reason}" for name, reason in findings.failures.items()]
     if findings.drift:
         drift = ", ".join(f"{ratio:.2f} at {n:,} tokens" for n, ratio in findings.drift.items())
-        notes.append(f"{BASELINE.name}'s handoff when measured last / first: {drift}")
+        baseline = next(iter(bench.line_up.baselines))
+        notes.append(f"{baseline}'s handoff when measured last / first: {drift}")
     if findings.restless:
         notes.append(f"runs that began while some engine was busy: {findings.restless}")
     if findings.unlike:

@@ -107,6 +107,9 @@ class ConsumerHalf:
         self._listener = Listener()
         self._sources: dict[int, bytes] = {}  # the token of each source's producer
         self._producers: dict[bytes, ProducerPeer] = {}  # expected, by token
+        # Those of them that have connected. Most of many producers are elsewhere, and `poll` is
+        # called often.
+        self._connected: dict[bytes, ProducerPeer] = {}
         self._numbers = itertools.count(1)  # of sources
         self._reads: list[_Read] = []
 
@@ -132,6 +135,7 @@ class ConsumerHalf:
         producer.sources.discard(source)
         if not producer.sources:
             del self._producers[producer.address.token]
+            self._connected.pop(producer.address.token, None)
             for link in producer.links:
                 link.close()
 
@@ -183,14 +187,16 @@ class ConsumerHalf:
         """Accept producers that have connected; returns the chunks that have arrived."""
         self._accept()
         landed: list[Landed] = []
-        for producer in self._producers.values():
+        for token, producer in list(self._connected.items()):
             for link in list(producer.links):
                 landed += self._receive_notes(producer, link)
+            if not producer.links:
+                del self._connected[token]
         return landed + self._end_reads()
 
     @property
     def pollables(self) -> list[object]:
-        links = (link for producer in self._producers.values() for link in producer.links)
+        links = (link for producer in self._connected.values() for link in producer.links)
         return [*self._listener.pollables, *(link.fileno() for link in links)]
 
     @property
@@ -217,6 +223,7 @@ class ConsumerHalf:
                 connection.close()
                 continue
             producer.links.append(connection.link)
+            self._connected[connection.token] = producer
             producer.map_window(connection.descriptors)
             if producer.window is not None:
                 self._pins.add(producer.window, "slots of a producer", read_only=True)

@@ -5,16 +5,22 @@ A producer connects to it and presents a token, which the consumer has learnt ov
 token a descriptor of its sending slab. A connection is pending until the consumer expects its token.
 """
 
+import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from pd_connector.transport.shm.descriptors import is_of_same_user, recv_fds, send_fds
 
+logger = logging.getLogger("pd_connector.transport.shm.rendezvous")
+
 TOKEN_BYTES = 16
 _MAX_PENDING = 64
+_PAUSE_S = 0.5
+"""Before the next connection is accepted, when there was no descriptor for one."""
 _MAX_DESCRIPTORS = 2
 """Some earlier versions send two: the second, of the engine's cache, is not used."""
 
@@ -56,6 +62,7 @@ class Listener:
     def __init__(self) -> None:
         self.name = f"pd-connector-{secrets.token_hex(12)}"
         self._pending: list[PendingConnection] = []  # oldest first
+        self._resumes = 0.0  # when connections are accepted again
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._socket.bind(f"\0{self.name}")
@@ -64,7 +71,8 @@ class Listener:
     @property
     def pollables(self) -> list[object]:
         """Descriptors that turn readable when `accept` is due."""
-        return [self._socket.fileno(), *(pending.link.fileno() for pending in self._pending)]
+        pending = [one.link.fileno() for one in self._pending]
+        return pending if self._resumes else [self._socket.fileno(), *pending]
 
     def accept(self, expected: Container[bytes]) -> list[PendingConnection]:
         """Take out the connections that present an expected token; they are the caller's to close."""
@@ -89,10 +97,21 @@ class Listener:
         self._socket.close()
 
     def _accept_new(self) -> None:
+        if self._resumes > time.monotonic():
+            return
+        self._resumes = 0.0
         while True:
             try:
                 link, _ = self._socket.accept()
             except BlockingIOError:
+                return
+            except (
+                OSError
+            ) as error:  # no descriptor is left: who waits here makes room, and time does
+                logger.warning("a producer cannot be let in: %s", error)
+                self._resumes = time.monotonic() + _PAUSE_S
+                if self._pending:
+                    self._pending.pop(0).close()
                 return
             if not is_of_same_user(link):
                 link.close()

@@ -4,14 +4,13 @@
 import socket
 from typing import NamedTuple
 
+from pd_connector.transport.keepalive import keep_alive
 from pd_connector.transport.tcp.cipher import Opener, Sealer
 from pd_connector.transport.tcp.frames import PING, FrameError
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Event, Receiving
 from pd_connector.transport.tcp.sending import Sending
 from pd_connector.transport.tcp.watch import Owner, Watch
-
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class BrokenError(Exception):
@@ -94,7 +93,5 @@ def tune(sock: socket.socket, pace: Pace) -> None:
     """Options of every data socket: no delay, and the system's own checks whether the peer is there."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(pace.silence_s * 1000))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`conductor`: Mooncake's algorithm 1, the default."""
+"""`conductor`: Mooncake's algorithm 1; and `conductor_2x`, which minds those that come after."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class Conductor(Rule):
         """`own_weight`: how often the prompt's own time counts. Above 1 it minds those that come after it."""
         self._threshold = threshold
         self._own_weight = own_weight
+
+    @classmethod
+    def twice(cls) -> Conductor:
+        """`conductor_2x`: a prompt's own time counts twice, because whoever comes next waits for it too. Caches are used
+        more, and on Mooncake's trace the mean TTFT falls by 4 % (docs/simulator.md)."""
+        return cls(own_weight=2.0)
 
     def choose(
         self,

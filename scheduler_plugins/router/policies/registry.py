@@ -38,6 +38,7 @@ PREFILL: dict[str, Callable[[], Rule]] = {
     "cache_aware": CacheAware,
     "kv_cost": KvCostPrefill,
     "conductor": Conductor,
+    "conductor_2x": Conductor.twice,
     "on_demand": OnDemand,
 }
 """This package's rules for the prefill side: the names of `--policy`."""

@@ -158,6 +158,11 @@ class FakeEngine:
         self.probes = 0
         self.health_checks = 0
         self.metrics = ""
+        self.report: bytes | None = None
+        """What it answers to `GET /pd/load`; None: it has no such endpoint."""
+        self.model_root = ""
+        self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
+        """Its tokenizer; None: it has no `/tokenize`."""
         self.cancelled = 0
         self.running = 0
         self.port = 0
@@ -176,6 +181,8 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/pd/load", self._load)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         # access_log off: it formats a date for every request
@@ -215,7 +222,20 @@ class FakeEngine:
         return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [{"id": "m"}, {"id": "adapter"}]})
+        base = {"id": "m", "root": self.model_root}
+        return web.json_response(
+            {"object": "list", "data": [base, {"id": "adapter", "parent": "m"}]}
+        )
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        if self.report is None:
+            return web.Response(status=404)
+        return web.Response(body=self.report, content_type="application/json")
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        if self.tokenize is None:
+            return web.Response(status=404)
+        return web.json_response({"tokens": self.tokenize(await request.json())})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

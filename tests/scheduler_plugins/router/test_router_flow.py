@@ -200,3 +200,26 @@ def test_models_health_and_metrics() -> None:
             assert await world.metric("prefill_addressable") == 1
 
     run(scenario())
+
+
+def test_what_policies_see_is_counted_at_once_and_taken_back() -> None:
+    async def scenario() -> None:
+        async with World(2, 2, policy="jsq") as world:
+            for engine in (*world.p, *world.d):
+                engine.behave = slow(30)
+            tasks = [asyncio.create_task(world.complete()) for _ in range(4)]
+            await until(
+                lambda: [engine.open_requests for engine in world.engines] == [2, 2, 2, 2],
+                "each engine has its half",
+            )
+            assert all(engine.queued_tokens for engine in world.engines if engine.role == "prefill")
+            assert all(engine.context for engine in world.engines if engine.role == "decode")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(
+                lambda: not any(engine.open_requests for engine in world.engines), "all are gone"
+            )
+            assert not any(engine.queued_tokens or engine.context for engine in world.engines)
+
+    run(scenario())

@@ -11,7 +11,7 @@ import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"numba", "numpy", "torch", "triton", "vllm"}:
+        if name.partition(".")[0] in {"numba", "torch", "transformers", "triton", "vllm"}:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from scheduler_plugins.bench.__main__ import app
-from scheduler_plugins.sim.trace import TraceError, at_rate, read
+from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, read
+from scheduler_plugins.sim.workload import shared_profiles
 
 LINE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%s]}\n'
 
@@ -61,3 +63,13 @@ def test_the_command_replays_a_trace(tmp_path: Path) -> None:
     assert "fcfs" in ran.output
     ran = CliRunner().invoke(app, ["replay", str(tmp_path / "missing")])
     assert ran.exit_code == 2
+
+
+def test_binned_times_are_spread_over_their_bins() -> None:
+    some = shared_profiles(1, users=3, posts=10)
+    binned = [replace(one, arrival_s=n // 10 * 3.0) for n, one in enumerate(some)]
+    moved = jittered(binned, 1)
+    assert len({one.arrival_s for one in moved[:20]}) == 20
+    for one in moved:
+        first = next(other.arrival_s for other in binned if other.id == one.id)
+        assert first <= one.arrival_s <= first + 3.0

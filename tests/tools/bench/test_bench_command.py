@@ -11,16 +11,19 @@ from typer.testing import CliRunner
 
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff import bench as bench_module
+from pd_connector.tools.bench.handoff import sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
-from pd_connector.tools.bench.handoff.contender import BASELINE, LINK_DEFAULT, LOCAL
 from pd_connector.tools.bench.handoff.measure import HandoffFindings, Series
+from pd_connector.tools.bench.handoff.vllm import BASELINE
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.cli import bench as command
 
 
 def outcome(*comparisons: Comparison, **failures: str) -> HandoffFindings:
-    found = [Series(BASELINE, {}, 1.9, True), Series(LOCAL["shm"], {}, 0.01, False)]
-    return HandoffFindings(list(comparisons), found, 0, 0.02, 0, {512: 1.01}, failures)
+    found = [Series(BASELINE, {}, 1.9, True), Series(vllm.LOCAL.ours["shm"], {}, 0.01, False)]
+    return HandoffFindings(
+        [(BASELINE.name, list(comparisons))], found, 0, 0.02, 0, {512: 1.01}, failures
+    )
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_a_missed_bar_is_no_reason_not_to_write_the_rows(invoke, tmp_path):
 def test_without_arguments_all_four_are_compared_over_the_link(invoke):
     invoke(outcome(comparison(9.0, 10.0)))
     (plan,) = invoke.asked
-    assert [c.name for c in plan.ours] == list(LINK_DEFAULT)
+    assert [c.name for c in plan.ours] == list(vllm.LINK.default)
     assert (plan.link_mbit, list(plan.prompt_tokens)) == (1000.0, [512, 2048, 3500])
 
 
@@ -84,6 +87,14 @@ def test_on_one_machine_each_transport_gets_a_pair_of_its_own(invoke):
     (plan,) = invoke.asked
     assert [c.config for c in plan.ours] == [{"transports": ["tcp"]}, {"transports": ["nixl"]}]
     assert plan.link_mbit is None
+
+
+def test_sglang_has_a_line_up_of_its_own(invoke):
+    invoke(outcome(comparison(9.0, 10.0)), "--engine", "sglang", "--ours", "int8")
+    (plan,) = invoke.asked
+    assert plan.line_up is sglang.LINK
+    assert [c.name for c in plan.ours] == ["int8"]
+    assert invoke(outcome(), "--engine", "sglang", "--gpu").exit_code == 2
 
 
 @pytest.mark.parametrize("arguments", [["--ours", "rwa"], ["--local", "--ours", "raw"]])
@@ -96,7 +107,7 @@ def test_an_unknown_contender_is_refused_with_those_there_are(invoke, arguments)
 
 def test_without_namespaces_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(command, "available", lambda: "`ip` is missing")
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name)
     result = CliRunner().invoke(command.app, ["handoff"])
     assert result.exit_code == 2
     assert "ip` is missing" in result.output

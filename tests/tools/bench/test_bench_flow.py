@@ -11,9 +11,10 @@ from support.bench import FakeTokenizer
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.tools.bench.flow import BenchError, together
+from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff.contender import Contender
-from pd_connector.tools.bench.handoff.pair import Pair, Prompts
+from pd_connector.tools.bench.handoff.pair import Prompts
+from pd_connector.tools.bench.handoff.vllm import VllmPair
 from pd_connector.tools.launch import Samples
 
 
@@ -59,7 +60,7 @@ def fetched(tokens: int) -> str:
 
 def test_a_run_plays_a_two_step_proxy():
     p, d = FakeEngine({"remote_host": "h"}), FakeEngine()
-    run = Pair(Contender("x", "X"), p, d).run([5, 6, 7], "salt")
+    run = VllmPair(Contender("x", "X"), p, d).run([5, 6, 7], "salt")
     assert run.text == "ab"
     (to_p,), (to_d,) = p.bodies, d.bodies
     assert to_p["kv_transfer_params"] == {
@@ -92,7 +93,7 @@ def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the
         return ask_d(path, body)
 
     p.post, d.stream = post, stream
-    run = Pair(Contender("x", "X", flow=together), p, d).run([5, 6, 7], "salt")
+    run = VllmPair(Contender("x", "X", together=True), p, d).run([5, 6, 7], "salt")
     assert run.text == "ab"
     (probe, to_p), (to_d,) = p.bodies, d.bodies
     assert probe["kv_transfer_params"]["describe"]
@@ -109,19 +110,21 @@ def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the
 
 
 def test_an_engine_that_does_not_describe_itself_is_an_error():
-    pair = Pair(Contender("x", "X", flow=together), FakeEngine({"remote_host": "h"}), FakeEngine())
+    pair = VllmPair(
+        Contender("x", "X", together=True), FakeEngine({"remote_host": "h"}), FakeEngine()
+    )
     with pytest.raises(BenchError, match="does not describe itself"):
         pair.run([5], "salt")
 
 
 def test_a_prefill_that_offers_nothing_is_an_error():
     with pytest.raises(BenchError, match="without kv_transfer_params"):
-        Pair(Contender("x", "X"), FakeEngine(None), FakeEngine()).run([5, 6], "salt")
+        VllmPair(Contender("x", "X"), FakeEngine(None), FakeEngine()).run([5, 6], "salt")
 
 
 def test_a_pair_whose_prompts_all_arrived_passes():
     d = FakeEngine(metrics=[fetched(1000), fetched(1200)])
-    pair = Pair(Contender("x", "X"), FakeEngine({"remote_host": "h"}), d)
+    pair = VllmPair(Contender("x", "X"), FakeEngine({"remote_host": "h"}), d)
     pair.begin()
     pair.run([1] * 200, "salt")
     pair.check()
@@ -137,7 +140,7 @@ def test_a_pair_whose_prompts_all_arrived_passes():
 )
 def test_a_pair_whose_prompts_were_computed_by_the_decode_engine_does_not(after):
     d = FakeEngine(metrics=[fetched(1000), after])
-    pair = Pair(Contender("x", "X"), FakeEngine({"remote_host": "h"}), d)
+    pair = VllmPair(Contender("x", "X"), FakeEngine({"remote_host": "h"}), d)
     pair.begin()
     pair.run([1] * 200, "salt")
     with pytest.raises(BenchError, match="computed the rest itself"):

@@ -18,8 +18,9 @@ from pd_connector.config import Config
 from pd_connector.tools.bench.flow import BenchError, Run
 from pd_connector.tools.bench.handoff import bench as bench_module
 from pd_connector.tools.bench.handoff import measure as measure_module
+from pd_connector.tools.bench.handoff import sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
-from pd_connector.tools.bench.handoff.contender import BASELINE, LINK, LOCAL, Contender
+from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.handoff.measure import (
     HandoffFindings,
     MeasuredPairs,
@@ -27,13 +28,19 @@ from pd_connector.tools.bench.handoff.measure import (
     TurnMeasurement,
     findings,
 )
-from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
+from pd_connector.tools.bench.handoff.pair import PairSetup
+from pd_connector.tools.bench.handoff.receiving import Receiving
+from pd_connector.tools.bench.handoff.vllm import BASELINE, VllmPair
 from pd_connector.tools.bench.model import KV_BYTES_PER_TOKEN, write_model
 from pd_connector.tools.launch.netns import Namespace
+
+LINK, LOCAL = vllm.LINK.ours, vllm.LOCAL.ours
 
 
 class FakePair:
     """Records what is done to it; uses as many cores as it is told to."""
+
+    measured_receiving = False
 
     def __init__(self, name: str, log: list[str], cores: float = 0.0, fetches: bool = True) -> None:
         self.contender = {"base": BASELINE, **LOCAL}.get(name) or Contender(name, name)
@@ -173,7 +180,10 @@ def test_findings_without_the_baseline_are_refused():
 
 
 def test_the_bars_over_the_link():
-    bars = {name: [contender.bar(n) for n in (512, 2048, 3500)] for name, contender in LINK.items()}
+    bars = {
+        name: [contender.bar(BASELINE.name, n) for n in (512, 2048, 3500)]
+        for name, contender in LINK.items()
+    }
     assert bars == {
         "raw": [0.97, 0.97, 0.97],
         "fp8_e4m3": [0.65, 0.55, 0.55],
@@ -187,10 +197,11 @@ def test_the_bars_over_the_link():
 def test_over_the_link_one_pair_runs_at_a_time_and_the_baseline_twice():
     ours = [LINK["raw"], LINK["int8"]]
     names = [
-        [c.name for c in group] for group in HandoffBench(ours, 1000.0, None, [8], 1, 0).groups
+        [c.name for c in group]
+        for group in HandoffBench(vllm.LINK, ours, 1000.0, None, [8], 1, 0).groups
     ]
     assert names == [["NixlConnector"], ["raw"], ["int8"], ["NixlConnector"]]
-    on_one_machine = HandoffBench([LOCAL["shm"]], None, None, [8], 1, 0).groups
+    on_one_machine = HandoffBench(vllm.LOCAL, [LOCAL["shm"]], None, None, [8], 1, 0).groups
     assert [[c.name for c in group] for group in on_one_machine] == [["NixlConnector", "shm"]]
 
 
@@ -217,26 +228,30 @@ def carried_out(
 
 
 def test_a_contender_that_fails_costs_its_own_figures_only(monkeypatch):
-    plan = HandoffBench([LINK["raw"], LINK["int8"]], 1000.0, None, [2048], 1, 0)
+    plan = HandoffBench(vllm.LINK, [LINK["raw"], LINK["int8"]], 1000.0, None, [2048], 1, 0)
     _, found = carried_out(monkeypatch, plan, "int8")
     assert found.failures == {"int8": "its engine died"}
     assert {one.contender.name for one in found.series} == {BASELINE.name, "raw"}
     for failing in (BASELINE.name, "raw"):
         with pytest.raises(BenchError, match="its engine died"):
             carried_out(
-                monkeypatch, HandoffBench([LINK["raw"]], 1000.0, None, [2048], 1, 0), failing
+                monkeypatch,
+                HandoffBench(vllm.LINK, [LINK["raw"]], 1000.0, None, [2048], 1, 0),
+                failing,
             )
 
 
 def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkeypatch):
-    stages, _ = carried_out(monkeypatch, HandoffBench([LINK["raw"]], 1000.0, None, [2048], 1, 0))
+    stages, _ = carried_out(
+        monkeypatch, HandoffBench(vllm.LINK, [LINK["raw"]], 1000.0, None, [2048], 1, 0)
+    )
     assert len(stages) == 3
     assert len({id(stage) for stage in stages}) == 1
     (stage, *_) = stages
     assert "dummy" in stage.args
     assert len(stage.env["PD_CONNECTOR_KEY"]) >= 16
     assert not Path(stage.model).exists()
-    pair = Pair.of(LINK["raw"], stage)
+    pair = VllmPair.of(LINK["raw"], stage)
     producer, consumer = (engine.environment() for engine in pair.engines)
     assert producer["PD_CONNECTOR_HOST"] == "198.19.0.1"
     assert consumer["PD_CONNECTOR_HOST"] == "198.19.0.2"
@@ -244,7 +259,7 @@ def test_all_pairs_stand_on_one_stage_and_its_model_is_removed_afterwards(monkey
 
 def test_a_model_that_is_named_is_loaded_with_its_weights(monkeypatch, tmp_path):
     (tmp_path / "config.json").touch()
-    plan = HandoffBench([LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
+    plan = HandoffBench(vllm.LINK, [LINK["raw"]], 1000.0, str(tmp_path), [2048], 1, 0)
     (stage, *_), _ = carried_out(monkeypatch, plan)
     assert (stage.model, list(stage.args)) == (str(tmp_path), [])
 
@@ -279,3 +294,72 @@ def test_a_run_that_begins_beside_a_busy_engine_is_counted(hasty, monkeypatch):
 def test_times_of_a_decode_engine_that_computed_the_prompt_are_refused(hasty):
     with pytest.raises(BenchError, match="computed the prompt itself"):
         measure([FakePair("base", []), FakePair("shm", [], fetches=False)])
+
+
+def of_sglang(name: str, handoff_s: float, receiving: Receiving | None = None) -> MeasuredPairs:
+    contender = {**sglang.LINK.baselines, **sglang.LINK.ours}[name]
+    runs = {2048: [Run(2.0, handoff_s, "ab")]}
+    return MeasuredPairs([Series(contender, runs, 0.0, False, receiving)], 0, 0.0)
+
+
+def test_ours_are_also_compared_among_themselves_where_a_bar_asks_for_it():
+    found = findings(
+        [
+            of_sglang("NIXL page 16", 1.0),
+            of_sglang("NIXL page 1", 2.0),
+            of_sglang("raw", 0.9),
+            of_sglang("raw page 1", 0.95),
+            of_sglang("NIXL page 16", 1.2),
+        ]
+    )
+    handoffs = {
+        (other, c.params["engines"]): (c.baseline.values, c.bar, c.ok)
+        for other, comparisons in found.tables
+        for c in comparisons
+        if c.name == "handoff"
+    }
+    assert handoffs == {
+        ("NIXL page 16", "page 16"): ((1000.0, 1200.0), 0.97, True),
+        ("NIXL page 1", "page 1"): ((2000.0,), 0.97, True),
+        ("raw", "page 1"): ((900.0,), 1.00, False),
+    }
+    assert found.drift == {2048: 1.2}
+
+
+def test_a_decode_engine_must_keep_its_token_rate_while_it_receives():
+    base, slow = Receiving((1.0,), (100.0,)), Receiving((0.5,), (90.0,))
+    found = findings([of_sglang("NIXL page 16", 1.0, base), of_sglang("raw", 0.9, slow)])
+    by_name = {c.name: c for c in found.comparisons}
+    assert (by_name["tokens/s"].bar, by_name["tokens/s"].ok) == (0.95, False)
+    assert (by_name["CPU per GB"].ratio, by_name["CPU per GB"].bar) == (0.5, None)
+
+
+def test_each_baseline_that_is_needed_is_measured_and_the_first_one_twice():
+    ours = [sglang.LINK.ours[name] for name in ("raw", "raw page 1")]
+    groups = HandoffBench(sglang.LINK, ours, 1000.0, None, [8], 1, 0).groups
+    assert [one.name for (one,) in groups] == [
+        "NIXL page 16",
+        "NIXL page 1",
+        "raw",
+        "raw page 1",
+        "NIXL page 16",
+    ]
+
+
+def test_the_bars_of_sglang():
+    bars = {
+        (name, other): [contender.bar(other, n) for n in (512, 2048)]
+        for name, contender in sglang.LINK.ours.items()
+        for other in contender.against
+        if contender.against[other]
+    }
+    assert bars == {
+        ("raw", "NIXL page 16"): [0.97, 0.97],
+        ("int8", "NIXL page 16"): [0.65, 0.65],
+        ("raw+layers", "NIXL page 16"): [None, 0.30],
+        ("int8+layers", "NIXL page 16"): [None, 0.30],
+        ("raw page 1", "NIXL page 1"): [0.97, 0.97],
+        ("raw page 1", "raw"): [1.00, 1.00],
+        ("raw page 1/64", "raw"): [1.10, 1.10],
+        ("raw TP 2/1", "raw"): [1.10, 1.10],
+    }

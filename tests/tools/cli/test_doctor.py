@@ -189,6 +189,15 @@ def test_transports_that_would_not_carry_are_named(facts, name, status, advice):
     assert advice in finding.advice
 
 
+@pytest.mark.parametrize(
+    ("fast_aes", "cipher"), [(True, "AES-GCM data"), (False, "ChaCha20-Poly1305 data")]
+)
+def test_what_encrypts_messages_and_what_encrypts_data_is_said(fast_aes, cipher):
+    said = transports.tcp(with_transports(fast_aes=fast_aes)).found
+    assert "CURVE" in said
+    assert cipher in said
+
+
 DEBIAN = with_network(resolved={"node1": ("127.0.1.1",), OUTSIDE: (OUTSIDE,)})
 
 

@@ -30,13 +30,13 @@ from pd_connector.protocol.incoming import Finished, Load, PlaceChunk
 from pd_connector.protocol.outgoing import Free, Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.tools.bench.chaos.connections import reset_connections, silence_connections
-from pd_connector.tools.bench.chaos.faults import Fault
+from pd_connector.tools.bench.chaos.faults import PAGES, Fault
 from pd_connector.tools.bench.chaos.liar import Liar
 from pd_connector.tools.bench.chaos.tampering import Tampering, TamperingTransport
 from pd_connector.tools.bench.party import obey
 from pd_connector.transport.base import Transport
 
-LAYERS, HEADS, DIM, PAGE_SIZE, PAGES = 4, 4, 32, 16, 96
+LAYERS, HEADS, DIM, PAGE_SIZE = 4, 4, 32, 16
 ENGINE, MODEL = "chaos", b"model"
 _SPARE_DESCRIPTORS = 2
 
@@ -154,7 +154,8 @@ class ChaosAgent:
         return silence_connections()
 
     def lie(self, host: str, port: int, names: Sequence[str], count: int) -> int:
-        """Send messages to a producer that fit the schema and are not true; returns how many."""
+        """Send messages to a producer that fit the schema and are not true; returns how many it
+        has received."""
         with Liar(host, port, self._geometry, self._random) as liar:
             return liar.tell(names, count)
 

@@ -17,6 +17,8 @@ from pd_connector.tools.launch.netns import Bed, available
 
 CONTROL_FAULTS = 20
 _NEEDS = {"nixl": "nixl", "ucx": "ucxx"}
+_PULLED = ("shm", "shm TP 2")
+"""Setups in which consumers read pages where they lie: a chunk has no header on its way there, and none overtakes another."""
 _CUTTABLE = ("tcp",)
 """Setups with which a link is cut: one transport is enough, for what is tested are sessions."""
 
@@ -90,6 +92,8 @@ def skipped(setup: str, fault: Fault) -> str:
     module = _NEEDS.get(transport)
     if module and importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
+    if setup in _PULLED and fault in (Fault.REORDER, Fault.LIE_HEADER):
+        return "chunks are read from pages; `shm slots` and `shm writes` have it"
     if fault is Fault.PARTITION:
         return available() if setup in _CUTTABLE else "links are cut over tcp only"
     return ""

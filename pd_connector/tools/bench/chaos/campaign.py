@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pd_connector.tools.bench.chaos.faults import DEADLINE_S, HELD_S, RECOVERY_S, Fault
+from pd_connector.tools.bench.chaos.faults import (
+    AT_ONCE,
+    DEADLINE_S,
+    HELD_S,
+    PAGES,
+    RECOVERY_S,
+    Fault,
+)
 from pd_connector.tools.bench.chaos.ledger import Ledger
 from pd_connector.tools.bench.chaos.ranks import Ranks
 from pd_connector.tools.bench.flow import BenchError
@@ -17,10 +24,13 @@ from pd_connector.tools.launch.netns import LINK, Namespace
 
 TRANSFERS = 6
 """At once, in a round."""
+CHUNK_TRANSFERS = 16
+"""At once, in a round of faults that hit chunks. More of them share the wait for a deadline."""
 MOST_PAGES = 14
 LIES = 40
 """Messages of one liar."""
-_PAGES = 96
+_PAUSES_S = (0.02, 0.1, 0.3, 0.7, 1.5)
+"""How long something stands still: some end before a timeout notices, others after."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,10 @@ class Campaign:
         ledger, began = self._ledger, time.monotonic()
         try:
             self._recover()
+            for _ in range(2):  # every slot is used once: that is no growth
+                self._collect(self._begin(CHUNK_TRANSFERS))
             ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
+            ledger.recomputed.clear()
             before = self._census()
             while ledger.injected < limits.faults and time.monotonic() - began < limits.seconds:
                 self._round(limits.faults - ledger.injected)
@@ -79,8 +92,8 @@ class Campaign:
         """A few transfers, and faults while they are under way."""
         if self._fault.on_chunks:
             for consumer in self._ranks.consumers:
-                consumer.call("arm", fault=self._fault, count=min(left, TRANSFERS), share=0.5)
-            expected = self._begin(TRANSFERS)
+                consumer.call("arm", fault=self._fault, count=min(left, CHUNK_TRANSFERS), share=0.3)
+            expected = self._begin(CHUNK_TRANSFERS)
             self._collect(expected)
             injected = sum(one.call("disarm") for one in self._ranks.consumers)
             self._ledger.injected += injected
@@ -89,16 +102,20 @@ class Campaign:
             consumer.call("arm", fault=Fault.DELAY, count=1000, share=0.7)
         if self._random.random() < 0.5:
             expected = self._begin(TRANSFERS)
-            time.sleep(self._random.uniform(0, 0.02))
-            self._ledger.injected += self._injectors[self._fault](expected)
+            self._inject(expected, left, within_s=0.02)
         else:  # before there is anything to send
             expected, offer = self._await(TRANSFERS)
-            time.sleep(self._random.uniform(0, 0.01))
-            self._ledger.injected += self._injectors[self._fault](expected)
+            self._inject(expected, left, within_s=0.01)
             offer()
         self._collect(expected)
         for consumer in self._ranks.consumers:
             consumer.call("disarm")
+
+    def _inject(self, expected: list[set[str]], left: int, within_s: float) -> None:
+        """Faults that hit no chunk, each so long after the one before, at most."""
+        for _ in range(min(left, AT_ONCE.get(self._fault, 1))):
+            time.sleep(self._random.uniform(0, within_s))
+            self._ledger.injected += self._injectors[self._fault](expected)
 
     def _recover(self) -> None:
         """Transfers until one arrives. Notes how long that took."""
@@ -126,11 +143,11 @@ class Campaign:
 
     def _draw(self, count: int) -> list[tuple[str, list[int], list[int]]]:
         """Names, the producer's pages, and the pages to fill."""
-        free = iter(self._random.sample(range(_PAGES), _PAGES))
+        free = iter(self._random.sample(range(PAGES), PAGES))
         draws = []
         for _ in range(count):
             size = self._random.randrange(1, MOST_PAGES + 1)
-            theirs, ours = self._random.sample(range(_PAGES), size), [*itertools.islice(free, size)]
+            theirs, ours = self._random.sample(range(PAGES), size), [*itertools.islice(free, size)]
             draws.append((f"transfer {next(self._numbers)}", theirs, ours))
         return draws
 
@@ -194,7 +211,7 @@ class Campaign:
         """Each returns how many faults it has injected."""
         return {
             Fault.LIE_MESSAGE: self._lie,
-            Fault.RESET: lambda _: bool(self._anyone().call("reset")),
+            Fault.RESET: self._reset,
             Fault.HALF_OPEN: lambda _: bool(self._anyone().call("silence")),
             Fault.SLOW_READER: self._read_slowly,
             Fault.STOP: self._stop,
@@ -213,6 +230,13 @@ class Campaign:
         host = self._ranks.hosts[0]
         return int(teller.call("lie", host=host, port=port, names=names, count=LIES))
 
+    def _reset(self, expected: list[set[str]]) -> int:
+        # UCX is not told that a connection which it has accepted was reset here, as a network would
+        # tell it. Reset by its producer, it is.
+        over_ucx = "ucx" in self._ranks.setup.config["transports"]
+        process = self._random.choice(self._ranks.producers) if over_ucx else self._anyone()
+        return bool(process.call("reset"))
+
     def _read_slowly(self, expected: list[set[str]]) -> int:
         consumer = self._random.choice(self._ranks.consumers)
         for _ in range(10):
@@ -225,7 +249,7 @@ class Campaign:
     def _stop(self, expected: list[set[str]]) -> int:
         family = self._anyone().family
         family.pause()
-        time.sleep(self._random.choice((0.05, 0.3, 0.8, 1.5, 3.0)))
+        time.sleep(self._random.choice(_PAUSES_S))
         family.resume()
         return 1
 
@@ -239,12 +263,12 @@ class Campaign:
     def _exhaust(self, expected: list[set[str]]) -> int:
         """Without descriptors, and with connections that must be opened anew."""
         process = self._anyone()
-        process.call("exhaust")
+        taken = process.call("exhaust")
         process.call("reset")
         self._collect(expected)
         self._collect(self._begin(1))
         process.call("relieve")
-        return 1
+        return bool(taken)
 
     def _jump(self, expected: list[set[str]]) -> int:
         self._anyone().call("jump", seconds=self._random.choice((0.1, 1.0, 5.0, 3600.0)))
@@ -254,6 +278,6 @@ class Campaign:
         assert self._link is not None
         set_link = ["ip", "-n", self._link.name, "link", "set", LINK]
         subprocess.run([*set_link, "down"], check=True, capture_output=True)
-        time.sleep(self._random.choice((0.05, 0.3, 0.8, 1.5)))
+        time.sleep(self._random.choice(_PAUSES_S))
         subprocess.run([*set_link, "up"], check=True, capture_output=True)
         return 1

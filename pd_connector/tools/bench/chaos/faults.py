@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of faults, and how long recovery may take."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
+PAGES = 256
+"""In the cache of each rank."""
 SETTINGS = {
-    "slots": 8,
+    "slots": 16,
     "slot_mib": 1,
     "heartbeat_s": 0.1,
-    "lease_s": 2.0,
-    "session_timeout_s": 1.0,
-    "connect_timeout_s": 1.0,
-    "stall_timeout_s": 0.5,
-    "wait_timeout_s": 2.0,
+    "lease_s": 1.5,
+    "session_timeout_s": 0.6,
+    "connect_timeout_s": 0.6,
+    "stall_timeout_s": 0.3,
+    "wait_timeout_s": 1.5,
 }
 """Settings of every agent. Timeouts are short, so that ten thousand faults pass in hours and not in weeks."""
 
-DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + 1.0
+_BUSY_S = 5.0
+DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + _BUSY_S
 """A load that has no outcome after this is lost. No config value lets it wait longer than the first two
 together; the rest is for a busy machine."""
 RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S
@@ -60,3 +64,6 @@ CHUNK_FAULTS = (
     Fault.REORDER,
     Fault.LIE_HEADER,
 )
+
+AT_ONCE: Mapping[Fault, int] = {Fault.RESET: 4, Fault.CLOCK: 3}
+"""How many of a kind hit one round of transfers; one of every other kind."""

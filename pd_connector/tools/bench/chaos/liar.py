@@ -13,6 +13,7 @@ from pd_connector.kv.geometry import Geometry
 from pd_connector.protocol import messages
 
 _HUGE = (1 << 63) - 1
+_ANSWER_S = 5.0
 
 
 class Liar:
@@ -32,15 +33,19 @@ class Liar:
         self._random = choices
 
     def tell(self, names: Sequence[str], count: int) -> int:
-        """Tell this many lies, also about transfers of these names, which are not its own."""
+        """Tell this many lies, also about transfers of these names, which are not its own; returns
+        how many were received, which are all or none."""
         for _ in range(count):
             self._socket.send(messages.encode(self._lie([*names, "none", ""])))
             if self._random.random() < 0.05:  # bytes that fit no schema
                 self._socket.send(self._random.randbytes(self._random.randrange(1, 400)))
-        end = time.monotonic() + 0.05
+        # Messages of one connection stay in order: with its answer, all others have been received.
+        self._socket.send(messages.encode(messages.AskRanks()))
+        end = time.monotonic() + _ANSWER_S
         while self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
-            self._socket.recv()
-        return count
+            if isinstance(messages.decode_producer_message(self._socket.recv()), messages.Ranks):
+                return count
+        return 0
 
     def __enter__(self) -> Self:
         return self

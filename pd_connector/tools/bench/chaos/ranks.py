@@ -18,7 +18,7 @@ from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import LINK_ONLY
 from pd_connector.tools.launch.netns import Namespace
 
-START_S = 60.0
+START_S = 300.0
 
 
 class Setup(NamedTuple):

@@ -20,7 +20,7 @@ COLUMNS = (
     "wrong",
     "lost",
     "held",
-    "recovery",
+    f"recovery (of {RECOVERY_S:g} s)",
     "files",
     "threads",
     "MiB",
@@ -33,7 +33,7 @@ def table(ledgers: Sequence[Ledger]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=0,
         show_edge=False,
-        caption=f"recovery: slowest, of {RECOVERY_S:g} s; files, threads, MiB: growth of one process",
+        caption="recovery: slowest; files, threads, MiB: growth of one process",
         caption_justify="left",
     )
     for column in COLUMNS:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,8 +52,19 @@ class Tampering:
             self.injected += 1
             return self._fault
 
+    def take_back(self) -> None:
+        """What was drawn could not be done."""
+        with self._lock:
+            self.injected -= 1
+
     def number(self, below: int) -> int:
         return self._random.randrange(below)
+
+
+class _Late(NamedTuple):
+    due: float
+    landed: Landed
+    reordered: bool  # it waits for a chunk that overtakes it
 
 
 class TamperingTransport(Transport):
@@ -68,7 +80,7 @@ class TamperingTransport(Transport):
         self.authenticates = inner.authenticates
         self.sends_from = inner.sends_from
         self._tampering = tampering
-        self._later: deque[tuple[float, Landed]] = deque()
+        self._later: deque[_Late] = deque()
 
     def address(self) -> bytes:
         return self.inner.address()
@@ -102,7 +114,7 @@ class TamperingTransport(Transport):
         match self._tampering.draw():
             case None:
                 return found
-            case Fault.DELAY | Fault.REORDER:
+            case Fault.DELAY:
                 time.sleep(DELAY_S)
                 return found
             case Fault.DUPLICATE:
@@ -119,8 +131,12 @@ class TamperingTransport(Transport):
         for one in arrived:
             landed += self._hit(one)
         now = time.monotonic()
-        while self._later and (landed or self._later[0][0] <= now):
-            landed.append(self._later.popleft()[1])
+        overtaken = bool(landed)
+        while self._later and (overtaken or self._later[0].due <= now):
+            late = self._later.popleft()
+            if late.reordered and not overtaken:
+                self._tampering.take_back()
+            landed.append(late.landed)
         return written, landed
 
     @property
@@ -142,10 +158,11 @@ class TamperingTransport(Transport):
                 return [landed]
             case Fault.DROP:
                 return []
-            case Fault.DELAY | Fault.REORDER:
+            case (Fault.DELAY | Fault.REORDER) as fault:
                 if not self.inner.one_sided:  # its memory is the transport's from the next poll on
                     landed = landed._replace(payload=memoryview(bytes(landed.payload)))
-                self._later.append((time.monotonic() + DELAY_S, landed))
+                due = time.monotonic() + DELAY_S
+                self._later.append(_Late(due, landed, fault is Fault.REORDER))
                 return []
             case Fault.DUPLICATE:
                 return [landed, landed]

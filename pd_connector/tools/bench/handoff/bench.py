@@ -15,14 +15,15 @@ from rich.console import Console
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.handoff.contender import BASELINE, Contender
+from pd_connector.tools.bench.handoff.contender import Contender
+from pd_connector.tools.bench.handoff.line_up import LineUp
 from pd_connector.tools.bench.handoff.measure import (
     HandoffFindings,
     MeasuredPairs,
     TurnMeasurement,
     findings,
 )
-from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
+from pd_connector.tools.bench.handoff.pair import PairSetup
 from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
@@ -32,18 +33,19 @@ from pd_connector.tools.launch.service import log_folder
 
 @dataclass(frozen=True)
 class HandoffBench:
-    """One comparison of ours with the baseline.
+    """One comparison of ours with the baselines.
 
     Args:
-        ours: contenders beside the baseline.
+        line_up: which engines, and what can be compared on them.
+        ours: contenders beside the baselines.
         link_mbit: rate of the link between two namespaces; None for one machine without a link.
-        model: folder or name; None for the usual one, which is `bench.model`'s over a link and the
-            demo's without.
+        model: folder or name; None for the usual one, which the line-up names.
         prompt_tokens: prompt lengths.
         runs: measured rounds for each length.
         warm_ups: rounds before them, not counted.
     """
 
+    line_up: LineUp
     ours: Sequence[Contender]
     link_mbit: float | None
     model: str | None
@@ -55,12 +57,14 @@ class HandoffBench:
     def groups(self) -> list[list[Contender]]:
         """Which pairs run at once.
 
-        Over a link one pair at a time, with the baseline first and last to see drift: four engines
-        with this much KV are too many for a small machine, and NIXL's polling slows who is beside it.
+        Over a link one pair at a time, with the first baseline first and last to see drift: four
+        engines with this much KV are too many for a small machine, and NIXL's polling slows who is
+        beside it.
         """
+        baselines = self.line_up.baselines_of(self.ours)
         if self.link_mbit is None:
-            return [[BASELINE, *self.ours]]
-        return [[BASELINE], *([contender] for contender in self.ours), [BASELINE]]
+            return [[*baselines, *self.ours]]
+        return [[one] for one in (*baselines, *self.ours, baselines[0])]
 
     def measure(self, console: Console) -> HandoffFindings:
         """Measure everything; no engine and no namespace is left, whatever happens.
@@ -82,32 +86,34 @@ class HandoffBench:
                 try:
                     measured.append(self._measure(group, stage, console))
                 except PDConnectorError as error:
-                    if number == 1:  # there is no baseline then
+                    if number == 1:  # there is nothing to compare with then
                         raise
                     failures[names] = str(error)
                     console.print(f"{names} failed: {error}", style="red", markup=False)
-        if all(series.contender == BASELINE for one in measured for series in one.series):
+        if all(series.contender.is_baseline for one in measured for series in one.series):
             raise BenchError("; ".join(f"{name}: {reason}" for name, reason in failures.items()))
         return findings(measured, failures)
 
     def _stage(self, stack: contextlib.ExitStack, logs: Path) -> PairSetup:
         # A page more than the longest request, for the tokens that are decoded.
         max_model_len = max(4096, max(self.prompt_tokens) + 64)
-        if self.link_mbit is None:
-            return PairSetup(self.model or str(MODEL_DIR), max_model_len, logs)
-        bed = stack.enter_context(Bed(self.link_mbit))
-        # As a variable: arguments can be read by everybody on the machine.
-        env = {KEY_VARIABLE: secrets.token_hex(32)}
+        namespaces, env = None, dict[str, str]()
+        if self.link_mbit is not None:
+            namespaces = stack.enter_context(Bed(self.link_mbit)).namespaces
+            # As a variable: arguments can be read by everybody on the machine.
+            env = {KEY_VARIABLE: secrets.token_hex(32)}
         if self.model is not None:
-            return PairSetup(self.model, max_model_len, logs, (), env, bed.namespaces)
+            return PairSetup(self.model, max_model_len, logs, (), env, namespaces)
+        if not self.line_up.measuring_model:
+            return PairSetup(str(MODEL_DIR), max_model_len, logs, (), env, namespaces)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
         model = str(write_model(Path(folder)))
-        return PairSetup(model, max_model_len, logs, MADE_UP_WEIGHTS, env, bed.namespaces)
+        return PairSetup(model, max_model_len, logs, MADE_UP_WEIGHTS, env, namespaces)
 
     def _measure(
         self, group: Sequence[Contender], stage: PairSetup, console: Console
     ) -> MeasuredPairs:
-        pairs = [Pair.of(contender, stage) for contender in group]
+        pairs = [self.line_up.pair(contender, stage) for contender in group]
         engines = [engine for pair in pairs for engine in pair.engines]
         try:
             for engine in engines:

@@ -10,15 +10,15 @@ with the same prompts. `findings` puts measurements together.
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pd_connector.tools.bench.flow import Run
-from pd_connector.tools.bench.handoff.contender import BASELINE, Contender
+from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.handoff.pair import Pair, Prompts
+from pd_connector.tools.bench.handoff.receiving import Receiving, measure_receiving
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.report import Comparison, Param
 from pd_connector.tools.bench.sample import Sample
@@ -31,6 +31,9 @@ REST_WINDOW_S = 0.2
 REST_CORES = 0.15
 """A pair has come to rest when it uses no more than this above what it uses at rest."""
 REST_TIMEOUT_S = 10.0
+LONG_ANSWER_PROMPT_TOKENS = 64
+TOKEN_RATE_BAR = 0.95
+"""Of the baseline's token rate that a decode engine must keep while it receives."""
 
 Say = Callable[[str], None]
 Runs = Mapping[int, Sequence[Run]]
@@ -45,6 +48,7 @@ class Series:
     runs: Runs
     rest_cores: float  # what the pair uses while it has nothing to do
     frozen: bool  # it spins, and was frozen while others were measured
+    receiving: Receiving | None = None  # with the longest prompt
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,20 @@ class MeasuredPairs:
 class HandoffFindings:
     """Everything the measurements tell together."""
 
-    comparisons: list[Comparison]
+    tables: list[
+        tuple[str, list[Comparison]]
+    ]  # each with the contender that ours are compared with
     series: list[Series]
     restless: int
     others_cores: float
     unlike: int  # prompts that two pairs answered differently
-    drift: dict[int, float]  # the baseline's last median / its first, where it ran twice
+    drift: dict[int, float]  # the first baseline's last median / its first, where it ran twice
     failures: Mapping[str, str]  # contenders that were not measured to the end, and why
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Those of all tables."""
+        return [one for _, several in self.tables for one in several]
 
 
 class TurnMeasurement:
@@ -99,6 +110,7 @@ class TurnMeasurement:
         for pair in self._pairs:
             pair.begin()
         rounds = {tokens: self._rounds(tokens) for tokens in prompt_tokens}
+        receiving = self._receiving(max(prompt_tokens))
         for pair in self._pairs:
             pair.resume()
             pair.check()
@@ -108,6 +120,7 @@ class TurnMeasurement:
                 {tokens: [runs[index] for runs in found] for tokens, found in rounds.items()},
                 self._rest_cores[index],
                 self._freezes(index),
+                receiving[index],
             )
             for index, pair in enumerate(self._pairs)
         ]
@@ -131,12 +144,26 @@ class TurnMeasurement:
         return found
 
     def _run(self, index: int, prompt: Sequence[int], salt: str) -> Run:
+        return self._turn(index).run(prompt, salt)
+
+    def _receiving(self, tokens: int) -> list[Receiving | None]:
+        """What receiving costs each pair."""
+        prompt, other = self._prompts.make(tokens), self._prompts.make(LONG_ANSWER_PROMPT_TOKENS)
+        return [
+            measure_receiving(self._turn(index), prompt, other, self._runs)
+            if pair.measured_receiving
+            else None
+            for index, pair in enumerate(self._pairs)
+        ]
+
+    def _turn(self, index: int) -> Pair:
+        """The pair whose turn it is, once every engine is at rest."""
         for other, pair in enumerate(self._pairs):
             if other != index and self._freezes(other):
                 pair.pause()
         self._pairs[index].resume()
         self._rest()
-        return self._pairs[index].run(prompt, salt)
+        return self._pairs[index]
 
     def _freezes(self, index: int) -> bool:
         return len(self._pairs) > 1 and self._rest_cores[index] > SPINNING_CORES
@@ -179,36 +206,64 @@ def findings(
         failures: contenders that were not measured to the end, and why.
 
     Raises:
-        ValueError: the baseline or ours is missing.
+        ValueError: a baseline or ours is missing.
     """
     series = [found for one in measured for found in one.series]
-    baselines = [found.runs for found in series if found.contender == BASELINE]
-    ours = [found for found in series if found.contender != BASELINE]
+    baselines = [found.runs for found in series if found.contender.is_baseline]
+    ours = [found for found in series if not found.contender.is_baseline]
     if not baselines or not ours:
-        raise ValueError("findings need measurements of the baseline and of ours")
-    comparisons = [
-        _compare(what, tokens, one, [run for runs in baselines for run in runs[tokens]])
-        for tokens in baselines[0]
-        for what, one in itertools.product(("handoff", "prefill"), ours)
-    ]
+        raise ValueError("findings need measurements of a baseline and of ours")
+    others = {found.contender.name: found.contender for found in series}
+    tables = [(name, _compare_all(ours, name, series)) for name in others]
+    first = next(found.contender for found in series if found.contender.is_baseline)
+    repeated = [found.runs for found in series if found.contender == first]
     return HandoffFindings(
-        comparisons,
+        [(name, comparisons) for name, comparisons in tables if comparisons],
         series,
         sum(one.restless for one in measured),
         max(one.others_cores for one in measured),
         _unlike([found.runs for found in series]),
-        _drift(baselines[0], baselines[-1]) if len(baselines) > 1 else {},
+        _drift(repeated[0], repeated[-1]) if len(repeated) > 1 else {},
         failures or {},
     )
 
 
-def _compare(what: str, tokens: int, ours: Series, baseline: Sequence[Run]) -> Comparison:
-    def sample(runs: Sequence[Run]) -> Sample:
+def _compare_all(ours: Sequence[Series], other: str, series: Sequence[Series]) -> list[Comparison]:
+    """Those of ours that are compared with this contender, which may have been measured twice."""
+    against = [found for found in series if found.contender.name == other]
+    compared = [one for one in ours if other in one.contender.against]
+    found = [
+        _compare(what, tokens, one, against)
+        for tokens in against[0].runs
+        for what in ("handoff", "prefill")
+        for one in compared
+    ]
+    return found + [row for one in compared for row in _compare_receiving(one, against)]
+
+
+def _compare(what: str, tokens: int, ours: Series, against: Sequence[Series]) -> Comparison:
+    def sample(series: Sequence[Series]) -> Sample:
+        runs = [run for one in series for run in one.runs[tokens]]
         return Sample(tuple(getattr(run, f"{what}_s") for run in runs)).scaled(1e3)
 
     params: dict[str, Param] = {"prompt_tokens": tokens, **ours.contender.params}
-    bar = ours.contender.bar(tokens) if what == "handoff" else None
-    return Comparison(what, params, sample(ours.runs[tokens]), sample(baseline), "ms", bar)
+    bar = ours.contender.bar(against[0].contender.name, tokens) if what == "handoff" else None
+    return Comparison(what, params, sample([ours]), sample(against), "ms", bar)
+
+
+def _compare_receiving(ours: Series, against: Sequence[Series]) -> list[Comparison]:
+    theirs = [one.receiving for one in against if one.receiving]
+    if ours.receiving is None or not theirs:
+        return []
+    tokens = max(ours.runs)
+    params: dict[str, Param] = {"prompt_tokens": tokens, **ours.contender.params}
+    cpu = Sample(tuple(value for one in theirs for value in one.cpu_s_per_gb))
+    rate = Sample(tuple(value for one in theirs for value in one.tokens_per_s))
+    bar = TOKEN_RATE_BAR if against[0].contender.is_baseline else None
+    return [
+        Comparison("CPU per GB", params, Sample(ours.receiving.cpu_s_per_gb), cpu, "s"),
+        Comparison("tokens/s", params, Sample(ours.receiving.tokens_per_s), rate, "", bar, True),
+    ]
 
 
 def _unlike(all_runs: Sequence[Runs]) -> int:

@@ -39,6 +39,8 @@ class Transports:
 
     zmq: str = ""
     curve: bool = False
+    fast_aes: bool = True
+    """Whether the processor has instructions for AES-GCM, which encrypts data over tcp then."""
     nixl: Trial | None = None
     """None if it is not installed."""
     ucxx: Trial | None = None

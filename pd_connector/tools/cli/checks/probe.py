@@ -18,6 +18,7 @@ from pd_connector.tools.cli.checks.facts import Facts, Limits, Software, Transpo
 from pd_connector.tools.cli.checks.network import configured_host
 from pd_connector.tools.cli.checks.network_probe import network
 from pd_connector.tools.cli.checks.software import PLUGIN
+from pd_connector.transport.tcp.cipher import fast_aes
 
 DISTRIBUTIONS = (
     "vllm",
@@ -135,6 +136,7 @@ def _transports(software: Software) -> Transports:
     return Transports(
         zmq=zmq.zmq_version(),
         curve=bool(zmq.has("curve")),
+        fast_aes=fast_aes(),
         nixl=attempt(_NIXL_TRIAL) if importlib.util.find_spec("nixl") else None,
         ucxx=attempt(_UCXX_TRIAL) if ucxx else None,
         ucx_devices=_ucx_devices(),

@@ -24,9 +24,14 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def tcp(facts: Facts) -> Finding:
+    """What encrypts control messages and bulk data between machines, once a key is set."""
     found = f"pyzmq {facts.software.versions.get('pyzmq', '?')}, libzmq {facts.transports.zmq}"
     if facts.transports.curve:
-        return Finding(AREA, "tcp", Status.OK, f"{found}, with CURVE encryption")
+        cipher = "AES-GCM" if facts.transports.fast_aes else "ChaCha20-Poly1305"
+        said = f"{found}; with a key, CURVE encrypts control messages and {cipher} data"
+        if not facts.transports.fast_aes:
+            said += " (this processor has no instructions for AES)"
+        return Finding(AREA, "tcp", Status.OK, said)
     return Finding(
         AREA,
         "tcp",

@@ -6,17 +6,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.cost.profile import load
 from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import QosClass, QosError
 from scheduler_plugins.qos.file import SchedulerSection, WatchedFile
-from scheduler_plugins.qos.settings import cost_model_path, settings_path
 
-logger = logging.getLogger("scheduler_plugins.vllm")
+logger = logging.getLogger("scheduler_plugins")
 
 LOOK_EVERY_S = 1.0
 
@@ -24,24 +21,19 @@ LOOK_EVERY_S = 1.0
 class LiveSettings:
     """The section `scheduler` as it is now."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, path: Path | None, without: SchedulerSection) -> None:
         """Read the file, if one is named.
 
-        Without a file the policy is the default one, or `priority` where vLLM was started with
-        `--scheduling-policy priority`; a file's policy goes before that.
+        Args:
+            path: the YAML file; None: there is none.
+            without: what holds without a file.
 
         Raises:
             QosError: the file cannot be used.
         """
-        path = settings_path(vllm_config)
         self._file = WatchedFile(path) if path else None
         self._look_s = 0.0
-        if self._file:
-            self._section = self._file.current.scheduler
-        elif vllm_config.scheduler_config.policy == "priority":
-            self._section = SchedulerSection(policy="priority")
-        else:
-            self._section = SchedulerSection()
+        self._section = self._file.current.scheduler if self._file else without
 
     @property
     def classes(self) -> Sequence[QosClass]:
@@ -73,9 +65,3 @@ class LiveSettings:
         self._section = found.scheduler
         logger.info("the scheduler's settings have changed: %s", self._section)
         return True
-
-
-def start_model(vllm_config: Any) -> CostModel | None:
-    """The cost model of a profile, if one is named. Raises ProfileError if it cannot be used."""
-    path = cost_model_path(vllm_config)
-    return load(path) if path else None

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes by `paged_decode` and `mla_decode`, on the cache that SGLang keeps.
+
+SGLang pairs a backend for prompts with one for decodes (`HybridAttnBackend`), and these are asked for
+decodes only. On a CPU they compute with the references in torch.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+
+from pd_kernels.attention import DecodePlan, Mod, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention.mla import mla_decode, plan_mla_decode
+from pd_kernels.attention.mla_call import LATENT, ROPE
+from pd_kernels.attention.paged_call import DIMS, FP8
+from pd_kernels.sglang.page_tables import FixedTables, PageTables
+from pd_kernels.sglang.refusals import engine_refusals, layer_refusals, refuse
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
+soft_cap_of = functools.cache(soft_cap)
+"""The score mod of a cap, made once: each mod that is made stays registered."""
+
+
+class DecodeBackend(AttentionBackend):
+    """What both backends have in common: page tables and plans of a step.
+
+    Attributes:
+        layers: the model's, on this rank.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        """`runner`: SGLang's `ModelRunner`, whose model and cache are there.
+
+        Raises:
+            NotImplementedError: the engine or a layer needs what the kernels do not do.
+        """
+        super().__init__()
+        self.pool = runner.token_to_kv_pool
+        self.page_size: int = runner.page_size
+        self.device = runner.device
+        self.dtype: torch.dtype = runner.dtype
+        self.layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
+        self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self._most_requests = len(self._req_to_token)
+        refuse(
+            [
+                *engine_refusals(runner.server_args, runner.prefill_attention_backend_str),
+                *self.refusals(on_gpu=self._on_gpu),
+            ]
+        )
+        self._fixed: FixedTables | None = None
+        self._tables: PageTables | None = None
+        self._plans: dict[Any, DecodePlan] = {}
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(torch.device(self.device).type == "cuda")
+
+    def refusals(self, *, on_gpu: bool) -> list[str]:
+        """Why the kernels, or without a GPU the references, cannot decode this model."""
+        raise NotImplementedError
+
+    def plan_key(self, layer: Any) -> Any:
+        """Layers with equal keys share a plan."""
+        raise NotImplementedError
+
+    def make_plan(self, layer: Any) -> DecodePlan:
+        """A plan, not filled, for up to `_most_requests` requests."""
+        raise NotImplementedError
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """A step begins that is not replayed from a CUDA graph."""
+        if forward_batch.forward_mode.is_decode():
+            self._begin(PageTables.of(forward_batch, self._req_to_token, self.page_size))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._fixed = FixedTables(max_bs, self._req_to_token.shape[1], self.page_size, self.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """A step that is captured or replayed: tables and plans keep their addresses."""
+        assert self._fixed is not None, "SGLang calls init_cuda_graph_state first"
+        self._begin(self._fixed.fill(forward_batch, self._req_to_token))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return self._on_gpu
+
+    @property
+    def tables(self) -> PageTables:
+        """Those of the step that is computed."""
+        assert self._tables is not None, "SGLang calls init_forward_metadata first"
+        return self._tables
+
+    def plan(self, layer: Any) -> DecodePlan | None:
+        """The plan of a layer in this step; None on a CPU."""
+        return self._plans.get(self.plan_key(layer))
+
+    def _begin(self, tables: PageTables) -> None:
+        self._tables = tables
+        if not self._on_gpu:
+            return
+        for layer in self.layers:
+            if (key := self.plan_key(layer)) not in self._plans:
+                self._plans[key] = self.make_plan(layer)
+        for plan in self._plans.values():
+            plan.fill(tables.lengths)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("pd_kernels decodes; prompts are for --attention-backend")
+
+
+class PagedBackend(DecodeBackend):
+    """Attention with keys and values."""
+
+    def refusals(self, *, on_gpu: bool) -> list[str]:
+        found = []
+        if not isinstance(self.pool, MHATokenToKVPool):
+            found.append(f"a KV cache of kind {type(self.pool).__name__}")
+        elif self.pool.dtype not in (self.dtype, FP8):
+            found.append(
+                f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3"
+            )
+        dims, dtypes = (DIMS, _KERNEL_DTYPES) if on_gpu else ((), ())
+        for layer in self.layers:
+            found += layer_refusals(layer, dims, self.dtype, dtypes)
+        return found
+
+    def plan_key(self, layer: Any) -> Any:
+        return window_of(layer), layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+
+    def make_plan(self, layer: Any) -> DecodePlan:
+        keys, _ = self.pages(layer)
+        query = torch.empty((), dtype=self.dtype, device=self.device)
+        return plan_paged_decode(
+            query.expand(1, layer.tp_q_head_num, layer.qk_head_dim),
+            keys,
+            window=window_of(layer),
+            max_batch=self._most_requests,
+        )
+
+    def pages(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's keys and values, `[page, token, kv head, dim]` each."""
+        keys = self.pool.get_key_buffer(layer.layer_id)
+        values = self.pool.get_value_buffer(layer.layer_id)
+        shape = (-1, self.page_size)
+        return keys.unflatten(0, shape), values.unflatten(0, shape)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **unknown: Any,
+    ) -> torch.Tensor:
+        """Attend with one token of each request, `[requests, heads * dim]`. Arguments are SGLang's.
+
+        Raises:
+            NotImplementedError: the model passes more, such as attention sinks.
+        """
+        refuse([name for name, value in unknown.items() if value is not None])
+        if save_kv_cache and k is not None:
+            where = KVWriteLoc.for_batch(forward_batch)
+            self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+        keys, values = self.pages(layer)
+        coded = keys.dtype == FP8
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        out: torch.Tensor = paged_decode(
+            query,
+            keys,
+            values,
+            *self.tables,
+            scale=layer.scaling,
+            window=window_of(layer),
+            score_mod=cap_of(layer),
+            k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
+            v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
+            plan=self.plan(layer),
+        )
+        return out.flatten(1)
+
+
+class MlaBackend(DecodeBackend):
+    """MLA, after weight absorption."""
+
+    def refusals(self, *, on_gpu: bool) -> list[str]:
+        found = []
+        pool, dims = self.pool, (LATENT, ROPE)
+        if type(pool) is not MLATokenToKVPool or pool.use_dsa:
+            found.append(f"a KV cache of kind {type(pool).__name__}")
+        elif (pool.kv_lora_rank, pool.qk_rope_head_dim) != dims:
+            found.append(
+                f"latents of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} elements: must be {dims}"
+            )
+        elif pool.dtype != self.dtype:
+            found.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
+        if on_gpu and self.dtype not in _KERNEL_DTYPES:
+            found.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
+        return found
+
+    def plan_key(self, layer: Any) -> Any:
+        return layer.tp_q_head_num
+
+    def make_plan(self, layer: Any) -> DecodePlan:
+        query = torch.empty((), dtype=self.dtype, device=self.device)
+        return plan_mla_decode(
+            query.expand(1, layer.tp_q_head_num, LATENT + ROPE),
+            self.pages(layer),
+            max_batch=self._most_requests,
+        )
+
+    def pages(self, layer: Any) -> torch.Tensor:
+        """A view of a layer's latents, `[page, token, 576]`."""
+        latents: torch.Tensor = self.pool.get_key_buffer(layer.layer_id)
+        return latents.squeeze(1).unflatten(0, (-1, self.page_size))
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **unknown: Any,
+    ) -> torch.Tensor:
+        """Attend with one token of each request, `[requests, heads * 576]`; returns `[requests,
+        heads * 512]`. Arguments are SGLang's.
+
+        Raises:
+            NotImplementedError: the model passes more than these.
+        """
+        refuse([name for name, value in unknown.items() if value is not None])
+        if save_kv_cache and k is not None:
+            self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        out: torch.Tensor = mla_decode(
+            q.reshape(-1, layer.tp_q_head_num, LATENT + ROPE).contiguous(),
+            self.pages(layer),
+            *self.tables,
+            scale=layer.scaling,
+            plan=self.plan(layer),
+        )
+        return out.flatten(1)
+
+
+def window_of(layer: Any) -> int:
+    """Tokens that a query sees, its own included; 0 for all. SGLang does not count its own."""
+    window = layer.sliding_window_size
+    return 0 if window is None or window < 0 else int(window) + 1
+
+
+def cap_of(layer: Any) -> Mod | None:
+    """The layer's soft cap, if it has one."""
+    return soft_cap_of(layer.logit_cap) if layer.logit_cap else None

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our backends refuse when the engine starts, by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+NAME = "pd_kernels"
+"""Our name for SGLang's `--decode-attention-backend`."""
+_OPTIONS = {
+    "speculative_algorithm": "--speculative-algorithm",
+    "enable_unified_memory": "--enable-unified-memory",
+    "enable_hisparse": "--enable-hisparse",
+    "enable_two_batch_overlap": "--enable-two-batch-overlap",
+    "enable_pdmux": "--enable-pdmux",
+    "enable_lean_attention": "--enable-lean-attention",
+    "enable_deterministic_inference": "--enable-deterministic-inference",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+}
+"""Arguments of SGLang's that change where KV lies, or who decodes."""
+
+
+def engine_refusals(server_args: Any, prefill: str) -> list[str]:
+    """Why our kernels cannot decode in an engine.
+
+    Args:
+        server_args: SGLang's.
+        prefill: name of the backend that computes prompts.
+    """
+    found = [option for name, option in _OPTIONS.items() if getattr(server_args, name, None)]
+    if getattr(server_args, "dcp_size", 1) != 1:
+        found.append(f"--dcp-size {server_args.dcp_size}")
+    if prefill == NAME:
+        found.append(
+            f"--attention-backend {NAME} (prompts need a backend of SGLang's: name ours with "
+            "--decode-attention-backend alone)"
+        )
+    return found
+
+
+def layer_refusals(
+    layer: Any, head_dims: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]
+) -> list[str]:
+    """Why our kernels cannot decode a layer with keys and values.
+
+    Args:
+        layer: SGLang's `RadixAttention`.
+        head_dims: that have a kernel; empty: all.
+        dtype: of the model.
+        dtypes: that have a kernel; empty: all.
+    """
+    found = []
+    if layer.qk_head_dim != layer.v_head_dim:
+        found.append(f"keys of head size {layer.qk_head_dim} with values of {layer.v_head_dim}")
+    elif head_dims and layer.qk_head_dim not in head_dims:
+        found.append(f"head size {layer.qk_head_dim}: must be one of {list(head_dims)}")
+    if dtypes and dtype not in dtypes:
+        found.append(f"dtype {dtype}: must be one of {list(dtypes)}")
+    if layer.is_cross_attention or layer.attn_type.value != "decoder":
+        found.append(f"attention of type {layer.attn_type.value}: only decoders")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        found.append(f"soft cap by {layer.logit_capping_method}: only tanh")
+    if layer.xai_temperature_len > 0:
+        found.append("a temperature that grows with the length (xai_temperature_len)")
+    return found
+
+
+def refuse(reasons: Sequence[str]) -> None:
+    """Raise NotImplementedError with the reasons, if there are any."""
+    if reasons:
+        raise NotImplementedError(
+            f"--decode-attention-backend {NAME} does not support: {'; '.join(dict.fromkeys(reasons))}. "
+            "Leave it out"
+        )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters (LoRA) by their content: SGLang's own ids of them differ from process to process."""
+
+from pathlib import Path
+from typing import Any
+
+from pd_connector.errors import PDConnectorError
+from pd_connector.kv.identity import adapter_fingerprint
+
+
+class Adapters:
+    """The adapters that a rank of SGLang has loaded.
+
+    Args:
+        model_runner: SGLang's, which knows where each came from.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._model_runner = model_runner
+        self._known: dict[str, str] = {}
+
+    def name(self, lora_id: str | None) -> str:
+        """Name and content of the adapter with this id of SGLang's; empty for none. Files are read once:
+        an adapter that is loaded again gets a new id.
+
+        Raises:
+            PDConnectorError: its files cannot be read, or it is not known.
+        """
+        if lora_id is None:
+            return ""
+        if lora_id not in self._known:
+            self._known[lora_id] = self._read(lora_id)
+        return self._known[lora_id]
+
+    def _read(self, lora_id: str) -> str:
+        manager = self._model_runner.lora_manager
+        loaded = manager.lora_refs.get(lora_id) if manager is not None else None
+        if loaded is None:
+            raise PDConnectorError(f"adapter {lora_id} is not loaded")
+        try:
+            content = adapter_fingerprint(_folder(loaded.lora_path))
+        except OSError as error:
+            problem = f"adapter {loaded.lora_name} cannot be told by content: {error}"
+            raise PDConnectorError(problem) from error
+        return f"{loaded.lora_name} {content}"
+
+
+def _folder(path: str) -> Path:
+    """Where its files are on this disk; SGLang has read them from there."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, local_files_only=True))

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench handoff` can compare on one kind of engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pd_connector.tools.bench.handoff.contender import Contender, Contenders
+from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
+
+
+@dataclass(frozen=True)
+class LineUp:
+    """Contenders on engines of one kind, in one place.
+
+    Args:
+        engine: the kind of engine.
+        baselines: what ours are compared with; the first is measured first and last over a link.
+        ours: everything that can be chosen.
+        default: what is measured if nothing is chosen.
+        pair: makes a pair of engines for a contender; they are not started.
+        problem: why nothing can be measured here, and what to do; empty where it can.
+        measuring_model: whether the model with much KV is served by default, not the demo's.
+    """
+
+    engine: str
+    baselines: Contenders
+    ours: Contenders
+    default: Sequence[str]
+    pair: Callable[[Contender, PairSetup], Pair]
+    problem: Callable[[], str]
+    measuring_model: bool
+
+    def baselines_of(self, chosen: Sequence[Contender]) -> list[Contender]:
+        """The baselines that some of these are compared with."""
+        wanted = {name for contender in chosen for name in contender.against}
+        return [baseline for name, baseline in self.baselines.items() if name in wanted]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM: PDConnector beside NixlConnector."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from pd_connector.tools.bench.flow import BenchError, Run, together, two_steps
+from pd_connector.tools.bench.handoff.contender import Bars, Contender, by_name
+from pd_connector.tools.bench.handoff.line_up import LineUp
+from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
+from pd_connector.tools.bench.report import Param
+from pd_connector.tools.launch import VllmEngine
+from pd_connector.tools.launch.engine import Role
+from pd_connector.tools.launch.netns import Namespace
+
+BASELINE = Contender("NixlConnector", "NixlConnector")
+
+_FAILURES = (
+    "pd_connector:failed_transfers_total",
+    "pd_connector:ignored_params_total",
+    "vllm:nixl_num_failed_transfers_total",
+)
+_PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+_RAW: Bars = {0: 0.97}
+_HALF: Bars = {0: 0.65, 2048: 0.55}
+_STREAMED: Bars = {2048: 0.30}
+
+
+def _over_link(codec: str, overlap: str, bars: Bars) -> Contender:
+    streams = overlap != "off"
+    params: Mapping[str, Param] = {"codec": codec, "overlap": overlap}
+    return Contender(
+        f"{codec}+overlap" if streams else codec,
+        "PDConnector",
+        # Shared memory would pass by the link.
+        {"transports": ["tcp"], "codec": codec, "overlap": overlap},
+        params,
+        {BASELINE.name: bars},
+        together=streams,
+    )
+
+
+def _on_one_machine(transport: str) -> Contender:
+    config = {"transports": [transport]}
+    params: Mapping[str, Param] = {"transport": transport}
+    return Contender(transport, "PDConnector", config, params, {BASELINE.name: {3500: 1.0}})
+
+
+class VllmPair(Pair):
+    """Two vLLM engines."""
+
+    def __init__(self, contender: Contender, prefill: VllmEngine, decode: VllmEngine) -> None:
+        super().__init__(contender, prefill, decode)
+        self._prefill = prefill
+        self._decode = decode
+        self._model = ""
+        self._prompt_tokens = 0
+
+    @classmethod
+    def of(cls, contender: Contender, stage: PairSetup) -> Self:
+        """Engines with this connector, not started."""
+
+        # An audit would take the first prompt of a run from what is measured.
+        ours = {"audit": "off"} if contender.connector == "PDConnector" else {}
+        config = ours | dict(contender.config)
+
+        def engine(side: str, role: Role, namespace: Namespace | None) -> VllmEngine:
+            name = f"{contender.name} {side}"
+            return VllmEngine(
+                stage.model,
+                role,
+                contender.connector,
+                config,
+                name=name,
+                max_model_len=stage.max_model_len,
+                args=stage.args,
+                env=stage.env,
+                log_path=stage.logs / f"{name.replace(' ', '-')}.log",
+                namespace=namespace,
+            )
+
+        producer, consumer = stage.namespaces or (None, None)
+        prefill = engine("prefill", "kv_producer", producer)
+        return cls(contender, prefill, engine("decode", "kv_consumer", consumer))
+
+    def run(self, prompt: Sequence[int], salt: str) -> Run:
+        self._model = self._model or self._prefill.client.model()
+        body = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+        }
+        flow = together if self.contender.together else two_steps
+        run = flow(self._prefill.client, self._decode.client, body)
+        self._prompt_tokens += len(prompt)
+        return run
+
+    def begin(self) -> None:
+        super().begin()
+        self._prompt_tokens = 0
+
+    def check(self) -> None:
+        """A decode engine of vLLM computes a prompt itself whose KV does not come."""
+        grown = self._decode.metrics().since(self._before)
+        fetched = grown.total(_PROMPT_TOKENS, source="external_kv_transfer")
+        failures = {name: count for name in _FAILURES if (count := grown.total(name))}
+        # The last token of a prompt is computed by whoever decodes.
+        if failures or fetched < 0.95 * self._prompt_tokens:
+            raise BenchError(
+                f"{self._decode.name} fetched {fetched:.0f} of {self._prompt_tokens} prompt "
+                f"tokens and computed the rest itself (failures: {failures or 'none counted'}): "
+                f"its times are not those of a handoff. See {self._decode.log_path}"
+            )
+
+
+def _problem() -> str:
+    for module, mend in (
+        ("vllm", "install vLLM, or use the environment that has it"),
+        ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
+    ):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: {mend}"
+    return ""
+
+
+_OVER_LINK = by_name(
+    _over_link("raw", "off", _RAW),
+    _over_link("fp8_e4m3", "off", _HALF),
+    _over_link("int8", "off", _HALF),
+    _over_link("raw", "auto", _STREAMED),
+    _over_link("fp8_e4m3", "auto", _STREAMED),
+    _over_link("int8", "auto", _STREAMED),
+)
+_LOCAL = by_name(*map(_on_one_machine, ("shm", "tcp", "nixl")))
+
+LINK = LineUp("vllm", by_name(BASELINE), _OVER_LINK, tuple(_OVER_LINK), VllmPair.of, _problem, True)
+"""Over a link between two namespaces."""
+
+LOCAL = LineUp("vllm", by_name(BASELINE), _LOCAL, ("shm",), VllmPair.of, _problem, False)
+"""On one machine."""

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the system itself finds out that the other end of a TCP connection has gone without a word."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Iterator
+
+IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
+"""After so long without a byte the system asks, so often, and then ends the connection."""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the system ask whether the other end is there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+
+def listening_ports() -> set[int]:
+    """Ports on which this process accepts TCP connections."""
+    return {
+        port
+        for sock, port in _sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def keep_accepted_alive(ports: Collection[int]) -> None:
+    """`keep_alive` for the connections that were accepted on these ports, whoever accepted them."""
+    for sock, port in _sockets():
+        if port in ports and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with contextlib.suppress(OSError):  # it has ended
+                keep_alive(sock)
+
+
+def _sockets() -> Iterator[tuple[socket.socket, int]]:
+    """Duplicates of this process' TCP sockets, each open until the next is taken, and their ports."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            copy = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                yield copy, int(copy.getsockname()[1])

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receives one engine's KV events over ZeroMQ, and asks for those that are missing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence as Frames
+from contextlib import suppress
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from scheduler_plugins.router.index.events import END_SEQUENCE, Batch, EventError, decode
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.sequence import Sequence, Step
+
+logger = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 5.0
+"""Longest pause between two frames of a replay."""
+_MOST_BYTES = 64 << 20
+_RETRY_S = 1.0
+_NUMBER_BYTES = 8
+
+
+class EventFollower:
+    """Keeps one engine's part of the index true for as long as `run` runs.
+
+    A batch that is missing is asked for at the replay endpoint. Where that has it no more, or there is none, the
+    engine's part is dropped: a part with unknown holes would only grow more wrong.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        endpoint: str,
+        replay: str | None,
+        prefixes: Prefixes,
+        context: zmq.asyncio.Context,
+    ) -> None:
+        """Connect nothing yet.
+
+        Args:
+            endpoint: address of the engine's publisher, as `tcp://10.0.0.1:5557`.
+            replay: where it answers replays; None: nowhere.
+        """
+        self.engine = engine
+        self.first: int | None = None
+        """Number of the first batch that is known without a hole up to now; None: none came yet."""
+        self.dropped = 0
+        """How often its part was dropped, because events were lost."""
+        self._endpoint = endpoint
+        self._replay_endpoint = replay
+        self._prefixes = prefixes
+        self._context = context
+        self._sequence = Sequence()
+
+    @property
+    def endpoints(self) -> tuple[str, str | None]:
+        """Where events are published, and where they are replayed."""
+        return self._endpoint, self._replay_endpoint
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of the engine's blocks; 0 before it has said."""
+        return self._prefixes.block_tokens(self.engine)
+
+    async def run(self) -> None:
+        """Follow until cancelled. Whatever is wrong with the engine's messages, it goes on."""
+        while True:
+            try:
+                await self._follow()
+            except (zmq.ZMQError, OSError) as error:
+                logger.warning("%s: no KV events from %s: %s", self.engine, self._endpoint, error)
+            await asyncio.sleep(_RETRY_S)
+
+    def engine_lost(self) -> None:
+        """The engine ended, or may have: what it had cached is gone, and it counts from 0 again."""
+        self._prefixes.forget(self.engine)
+        self._sequence.restart()
+        self.first = None
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of its cache, for `/health`."""
+        state = self._prefixes.state(self.engine)
+        told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
+        if self.first is None:
+            told["note"] = f"no event has come from {self._endpoint} yet"
+        elif self.first:
+            told["note"] = (
+                f"engines send no snapshot: what was cached before batch {self.first} is not known"
+            )
+        if state.unknown:
+            told["unknown_blocks"] = state.unknown
+        if self.dropped:
+            told["dropped"] = self.dropped
+        return told
+
+    async def _follow(self) -> None:
+        with self._context.socket(zmq.SUB) as events:
+            events.setsockopt(zmq.LINGER, 0)
+            events.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+            events.setsockopt(zmq.RCVHWM, 100_000)
+            events.setsockopt(zmq.SUBSCRIBE, b"")
+            events.connect(self._endpoint)
+            await self._replay()
+            while True:
+                await self._received(await events.recv_multipart())
+
+    async def _received(self, frames: Frames[bytes]) -> None:
+        if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
+            logger.debug("%s sent a message of %d frames: no KV events", self.engine, len(frames))
+            return
+        number = int.from_bytes(frames[-2], "big")
+        try:
+            batch = decode(frames[-1])
+        except EventError as error:
+            logger.warning("%s: batch %d: %s", self.engine, number, error)
+            self._lost()
+            return
+        step = self._sequence.step(number, batch.ts)
+        if step is Step.RESTART:
+            logger.info("%s has restarted: its events count from 0 again", self.engine)
+            self.engine_lost()
+            step = self._sequence.step(number, batch.ts)
+        if step is Step.REPLAY:
+            await self._replay()
+            step = self._sequence.step(number, batch.ts)
+        if step is not Step.SKIP:
+            self._apply(number, batch)
+
+    async def _replay(self) -> None:
+        """Ask for what is missing up to now, and apply it."""
+        if self._replay_endpoint is None:
+            return
+        with self._context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+            asking.connect(self._replay_endpoint)
+            start = self._sequence.next_number.to_bytes(_NUMBER_BYTES, "big")
+            with suppress(TimeoutError, EventError):
+                async with asyncio.timeout(REPLAY_TIMEOUT_S) as limit:
+                    await asking.send_multipart((b"", start))
+                    while len(frames := await asking.recv_multipart()) > 1:
+                        if frames[-2] == END_SEQUENCE:
+                            break
+                        limit.reschedule(asyncio.get_running_loop().time() + REPLAY_TIMEOUT_S)
+                        number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])
+                        if self._sequence.step(number, batch.ts) in (Step.APPLY, Step.REPLAY):
+                            self._apply(number, batch)
+
+    def _apply(self, number: int, batch: Batch) -> None:
+        """Apply a batch. If some before it are missing, they will not come any more."""
+        if number > self._sequence.next_number:
+            if self.first is not None:
+                self._lost()
+            self.first = number
+        elif self.first is None:
+            self.first = number
+        self._prefixes.told(self.engine, batch)
+        self._sequence.applied(number, batch.ts)
+
+    def _lost(self) -> None:
+        """Events are missing for good."""
+        self.dropped += 1
+        self.first = None
+        self._prefixes.forget(self.engine)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block of KV is called: a 64-bit hash over its tokens and all before them.
+
+Engines have names of their own for blocks, which depend on their version, their hash function and its seed. So what
+they say of their blocks is hashed anew, from the token ids. The router hashes a prompt alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+Hashes = NDArray[np.uint64]
+"""One for each block, in order; 0 is never one of them."""
+
+TOKEN_BYTES = 4
+MOST_TOKEN = (1 << 32) - 1
+
+
+def block_hashes(
+    tokens: bytes,
+    block_tokens: int,
+    extras: Sequence[bytes] = (),
+    parent: int | None = None,
+) -> Hashes:
+    """Hashes of the whole blocks of `tokens`.
+
+    Args:
+        tokens: token ids, little-endian, `TOKEN_BYTES` each (`token_bytes`).
+        block_tokens: tokens of a block. Blocks of another size have other hashes.
+        extras: what else must agree for a block to be shared (`extra_bytes`), for the first blocks; empty: nothing.
+        parent: hash of the block before; None: these are the first.
+    """
+    digest = block_tokens if parent is None else parent
+    step = TOKEN_BYTES * block_tokens
+    count = len(tokens) // step
+    found = np.empty(count, np.uint64)
+    view = memoryview(tokens)
+    for n in range(count):
+        if n < len(extras) and extras[n]:
+            digest = xxh3_64_intdigest(extras[n], digest)
+        digest = xxh3_64_intdigest(view[n * step : (n + 1) * step], digest) or 1
+        found[n] = digest
+    return found
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as `block_hashes` takes them.
+
+    Raises:
+        ValueError: one is no token id.
+    """
+    try:
+        ids = np.array(tokens, np.int64)
+    except (OverflowError, TypeError):
+        raise ValueError("a token id is no integer, or out of range") from None
+    if ids.ndim != 1 or (ids.size and not (ids.min() >= 0 and ids.max() <= MOST_TOKEN)):
+        raise ValueError(f"a token id is out of range: must be between 0 and {MOST_TOKEN}")
+    return ids.astype("<u4").tobytes()
+
+
+def token_list(tokens: bytes) -> list[int]:
+    """The token ids that `token_bytes` was given."""
+    ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
+    return ids
+
+
+def extra_bytes(keys: Sequence[Any] | None) -> bytes:
+    """What a block's KV depends on besides tokens (name of a LoRA adapter, cache salt, images), in canonical form."""
+    return _ENCODER.encode(tuple(keys)) if keys else b""
+
+
+def prompt_extras(adapter: str, salt: str) -> tuple[bytes, ...]:
+    """The extras of a prompt of text, as vLLM has them: the adapter with every block, the salt with the first.
+
+    The adapter's name in the first block is enough: each hash is over those before it as well.
+    """
+    first = extra_bytes([one for one in (adapter, salt) if one])
+    return (first,) if first else ()
+
+
+def text_hashes(digests: Sequence[bytes]) -> Hashes:
+    """64-bit hashes from digests of 16 bytes (`admission.prompt.Prompt.chunks`)."""
+    found = np.frombuffer(b"".join(digests), "<u8")[::2].astype(np.uint64)
+    found[found == 0] = 1
+    return found
+
+
+_ENCODER = msgspec.msgpack.Encoder()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's events, applied to the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.events import (
+    OWN_MEDIA,
+    Batch,
+    BlockName,
+    Cleared,
+    Removed,
+    Stored,
+)
+from scheduler_plugins.router.index.hashes import (
+    Hashes,
+    block_hashes,
+    extra_bytes,
+    token_bytes,
+)
+from scheduler_plugins.router.index.table import HashTable
+
+MOST_BLOCKS = 4_000_000
+"""Blocks that one engine may say it has. One that says more is not believed: all it has said is dropped."""
+
+
+class HeldBlocks:
+    """Translates an engine's names of blocks into our hashes, and keeps its part of the index."""
+
+    def __init__(self, index: BlockIndex, engine: str) -> None:
+        index.add(engine)
+        self.block_tokens = 0
+        """Tokens of its blocks; 0 before it has said."""
+        self.unknown = 0
+        """Blocks it told of that cannot be placed, as the one before them is unknown."""
+        self._index = index
+        self._engine = engine
+        self._ours = HashTable()  # its name of a block -> our hash of it
+        self._group: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks it has."""
+        return self._index.blocks(self._engine)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the names take; the index itself is shared by all engines."""
+        return self._ours.nbytes
+
+    def apply(self, batch: Batch) -> None:
+        """Change the index by what a batch says. Events that make no sense change nothing."""
+        gone: list[BlockName] = []
+        for event in batch.events:
+            if isinstance(event, Removed):
+                if event.medium in OWN_MEDIA and event.group_idx == self._group:
+                    gone += event.block_hashes
+                continue
+            self._removed(gone)
+            gone = []
+            if isinstance(event, Cleared):
+                self.clear()
+            elif self._counts(event):
+                self._stored(event)
+        self._removed(gone)
+
+    def clear(self) -> None:
+        """Forget its blocks."""
+        self._index.clear(self._engine)
+        self._ours = HashTable()
+        self._group = None
+        self.unknown = 0
+
+    def _counts(self, event: Stored) -> bool:
+        """Whether these blocks say what a prompt finds cached.
+
+        Models with several kinds of attention tell of each block once for each kind. The first kind that keeps all
+        tokens stands for the others.
+        """
+        if event.medium not in OWN_MEDIA or event.kv_cache_spec_sliding_window is not None:
+            return False
+        if not self.blocks:
+            self._group = event.group_idx
+        return event.group_idx == self._group
+
+    def _stored(self, event: Stored) -> None:
+        names, size = event.block_hashes, event.block_size
+        # A window's blocks may be left out in the middle: nobody can tell which tokens are whose then.
+        if size < 1 or not names or len(event.token_ids) != size * len(names):
+            return
+        parent: int | None = None
+        if event.parent_block_hash is not None:
+            found = self._translated([event.parent_block_hash])
+            if not len(found):
+                self.unknown += len(names)
+                return
+            parent = int(found[0])
+        try:
+            tokens = token_bytes(event.token_ids)
+        except ValueError:
+            return
+        hashes = block_hashes(tokens, size, _extras(event), parent)
+        if self.blocks + len(names) > MOST_BLOCKS:
+            self.clear()
+            return
+        self.block_tokens = size
+        self._ours.put(_names(names), hashes)
+        self._index.store(self._engine, hashes)
+
+    def _removed(self, names: Sequence[BlockName]) -> None:
+        if names:
+            self._index.remove(self._engine, self._translated(names, forget=True))
+
+    def _translated(self, names: Sequence[BlockName], *, forget: bool = False) -> Hashes:
+        """Our hashes of the blocks that are known."""
+        slots = self._ours.find(_names(names))
+        slots = slots[slots >= 0]
+        found: Hashes = self._ours.rows[slots, 0]
+        if forget:
+            self._ours.rows[slots, 0] = 0
+        known: Hashes = found[found != 0]
+        return known
+
+
+def _names(names: Sequence[BlockName]) -> Hashes:
+    """64 bits of each name: enough to tell the blocks of one engine apart."""
+    found = [
+        int.from_bytes(name[:8], "big") if isinstance(name, bytes) else name & 0xFFFFFFFFFFFFFFFF
+        for name in names
+    ]
+    return np.array([name or 1 for name in found], np.uint64)
+
+
+def _extras(event: Stored) -> tuple[bytes, ...]:
+    """What else the blocks depend on; the same bytes as `prompt_extras` gives for a prompt.
+
+    Every block names its adapter. The first block's hash is in all later ones, so it is enough there.
+    """
+    given = [list(keys or ()) for keys in event.extra_keys or [None]]
+    if event.lora_name:
+        given = [[key for key in keys if key != event.lora_name] for keys in given]
+        if event.parent_block_hash is None:
+            given[0].insert(0, event.lora_name)
+    return tuple(map(extra_bytes, given))

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index as the router uses it: prompts in, matches out, whatever is known of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
+
+from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.events import Batch
+from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
+from scheduler_plugins.router.index.held import HeldBlocks
+from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
+
+NO_HASHES: Hashes = np.empty(0, np.uint64)
+
+
+class PromptKeys(Sequence[bytes]):
+    """One prompt's blocks, in the sizes of the engines that are asked for them.
+
+    Policies see a sequence of hashes of the text, and hand it to the index without looking into it.
+    """
+
+    def __init__(
+        self, text: Sequence[bytes], tokens: bytes | None = None, extras: Sequence[bytes] = ()
+    ) -> None:
+        """Hash nothing yet.
+
+        Args:
+            text: digests of its text, of 16 bytes (`admission.prompt.Prompt.chunks`).
+            tokens: its token ids (`hashes.token_bytes`); None: nobody has tokenized it.
+            extras: what else KV depends on, for its first blocks (`hashes.prompt_extras`).
+        """
+        self.tokens = tokens
+        self._digests = tuple(text)
+        self._extras = extras
+        self._by_size: dict[int, Hashes] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[bytes, ...]: ...
+    def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
+        return self._digests[index]
+
+    @cached_property
+    def text(self) -> Hashes:
+        """Hashes of its text."""
+        return text_hashes(self._digests)
+
+    def blocks(self, block_tokens: int) -> Hashes:
+        """Hashes of its blocks of this many tokens; none where its tokens are not known."""
+        if self.tokens is None or block_tokens < 1:
+            return NO_HASHES
+        found = self._by_size.get(block_tokens)
+        if found is None:
+            found = block_hashes(self.tokens, block_tokens, self._extras)
+            self._by_size[block_tokens] = found
+        return found
+
+
+class EngineKeys(Protocol):
+    """What the index must know of an engine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+
+class PartState(NamedTuple):
+    """What is known of one engine, for `/health`."""
+
+    source: str  # `events`, or `recent`: a guess from what the router has sent there
+    blocks: int
+    unknown: int  # blocks it told of that could not be placed
+
+
+class Prefixes:
+    """What every engine has cached: by its events where it sends some, else by what it was sent.
+
+    An engine with events may have a guess as well: prompts that nobody tokenized are known by their text only.
+    """
+
+    def __init__(self) -> None:
+        self._held_index, self._recent_index = BlockIndex(), BlockIndex()
+        self._held: dict[str, HeldBlocks] = {}
+        self._recent: dict[str, RecentBlocks] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it all takes."""
+        indexes = self._held_index.nbytes + self._recent_index.nbytes
+        held = sum(part.nbytes for part in self._held.values())
+        return indexes + held + sum(part.nbytes for part in self._recent.values())
+
+    def told(self, engine: str, batch: Batch) -> None:
+        """The engine has sent events."""
+        held = self._held.get(engine)
+        if held is None:
+            held = self._held[engine] = HeldBlocks(self._held_index, engine)
+        held.apply(batch)
+
+    def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> None:
+        """The engine has computed a prompt. One whose events tell of it is believed more."""
+        if prompt.tokens is not None and engine.name in self._held:
+            return
+        recent = self._recent.get(engine.name)
+        if recent is None:
+            recent = self._recent[engine.name] = RecentBlocks(self._recent_index, engine.name)
+        recent.prefilled(_recent_keys(engine, prompt), now_s)
+
+    def has_room(self, engine: str, blocks: int) -> None:
+        """The engine has told how many blocks its cache has."""
+        recent = self._recent.get(engine)
+        if recent is None:
+            recent = self._recent[engine] = RecentBlocks(self._recent_index, engine)
+        recent.most_blocks = blocks or ASSUMED_BLOCKS
+
+    def forget(self, engine: str) -> None:
+        """The engine's cache is gone: it ended, restarted, or its events were lost."""
+        for part in (self._held.get(engine), self._recent.get(engine)):
+            if part is not None:
+                part.clear()
+
+    def remove(self, engine: str) -> None:
+        """The engine left for good."""
+        if self._held.pop(engine, None) is not None:
+            self._held_index.drop(engine)
+        if self._recent.pop(engine, None) is not None:
+            self._recent_index.drop(engine)
+
+    def untold(self, engine: str) -> None:
+        """The engine sends no events any more."""
+        if self._held.pop(engine, None) is not None:
+            self._held_index.drop(engine)
+
+    def block_tokens(self, engine: str) -> int:
+        """Tokens of the engine's blocks as its events say; 0 if none said."""
+        held = self._held.get(engine)
+        return held.block_tokens if held else 0
+
+    def state(self, engine: str) -> PartState:
+        """What is known of an engine."""
+        held = self._held.get(engine)
+        if held is not None:
+            return PartState("events", held.blocks, held.unknown)
+        known = engine in self._recent
+        return PartState("recent", self._recent_index.blocks(engine) if known else 0, 0)
+
+    def match(
+        self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
+    ) -> list[int]:
+        """Leading blocks of a prompt that each engine has, in blocks of that engine.
+
+        Args:
+            text_tokens: tokens that a hash of text stands for, about.
+        """
+        found = [0] * len(engines)
+        for index, hashes, which in self._questions(prompt, engines, now_s):
+            matched = index.match(hashes, [engines[n].name for n in which])
+            for n, blocks in zip(which, matched, strict=True):
+                if hashes is prompt.text:
+                    blocks = blocks * text_tokens // max(1, engines[n].block_tokens)
+                found[n] = blocks
+        return found
+
+    def _questions(
+        self, prompt: PromptKeys, engines: Sequence[EngineKeys], now_s: float
+    ) -> list[tuple[BlockIndex, Hashes, list[int]]]:
+        """One for each index and each size of blocks: engines alike are asked for together."""
+        grouped: dict[tuple[bool, int], list[int]] = {}
+        for n, engine in enumerate(engines):
+            held = prompt.tokens is not None and engine.name in self._held
+            if not held and (recent := self._recent.get(engine.name)):
+                recent.forget(now_s)
+            size = engine.block_tokens if prompt.tokens is not None else 0
+            grouped.setdefault((held, size), []).append(n)
+        return [
+            (
+                self._held_index if held else self._recent_index,
+                prompt.blocks(size) if size else prompt.text,
+                which,
+            )
+            for (held, size), which in grouped.items()
+        ]
+
+
+def _recent_keys(engine: EngineKeys, prompt: PromptKeys) -> Hashes:
+    return prompt.text if prompt.tokens is None else prompt.blocks(engine.block_tokens)

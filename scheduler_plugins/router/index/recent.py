@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guess at what an engine has cached, for engines that do not say: what it computed lately."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.hashes import Hashes
+from scheduler_plugins.router.index.table import HashTable
+
+TTL_S = 120.0
+"""After this time without use a block is taken for evicted."""
+ASSUMED_BLOCKS = 16_384
+"""Blocks of an engine that does not tell how many it has."""
+_LONGEST_LOG = 4
+"""Blocks that all noted prompts may have together, as a multiple of the engine's blocks."""
+
+
+class _Noted(NamedTuple):
+    number: int
+    at_s: float
+    hashes: Hashes
+
+
+class RecentBlocks:
+    """The blocks of the prompts that an engine computed lately, the prompt unused for longest forgotten first."""
+
+    def __init__(self, index: BlockIndex, engine: str, most_blocks: int = ASSUMED_BLOCKS) -> None:
+        """`most_blocks`: for how many the engine has room."""
+        index.add(engine)
+        self.most_blocks = most_blocks
+        self._index = index
+        self._engine = engine
+        self._noted: deque[_Noted] = deque()
+        self._noted_blocks = 0
+        self._used = HashTable()  # block -> the last noted prompt that has it, as its number + 1
+        self._number = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this takes beside the index."""
+        return self._used.nbytes + 8 * self._noted_blocks
+
+    def prefilled(self, hashes: Hashes, now_s: float) -> None:
+        """The engine has computed a prompt with these blocks, so it has them cached."""
+        hashes = hashes[: self.most_blocks]
+        if not len(hashes):
+            return
+        self._number += 1
+        self._noted.append(_Noted(self._number, now_s, hashes))
+        self._noted_blocks += len(hashes)
+        self._used.put(hashes, self._number)
+        self._index.store(self._engine, hashes)
+        self.forget(now_s)
+
+    def forget(self, now_s: float) -> None:
+        """Drop what is too old, and what there is no room for."""
+        while self._noted and (
+            now_s - self._noted[0].at_s > TTL_S
+            or self._index.blocks(self._engine) > self.most_blocks
+            or self._noted_blocks > _LONGEST_LOG * self.most_blocks
+        ):
+            oldest = self._noted.popleft()
+            self._noted_blocks -= len(oldest.hashes)
+            slots = self._used.find(oldest.hashes)
+            last = self._used.rows[slots, 0] == np.uint64(oldest.number)
+            self._used.rows[slots[last], 0] = 0
+            self._index.remove(self._engine, oldest.hashes[last])
+
+    def clear(self) -> None:
+        """The engine's cache is gone."""
+        self._index.clear(self._engine)
+        self._noted.clear()
+        self._noted_blocks = 0
+        self._used = HashTable()

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the next step starts, decided on one rank from SGLang's waiting requests.
+
+SGLang sorts a list, and starts requests from its front until the step is full. The queue of
+`scheduler_plugins.queue` is popped instead. So as many requests are popped as the step may hold, SGLang
+may start these and no others, and what it did not start is put back before the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.qos.live import LiveSettings
+from scheduler_plugins.queue.step_length import step_tokens, tokens_before
+from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
+from scheduler_plugins.sglang.prefixes import Grain, PrefixView
+from scheduler_plugins.sglang.ranks import Decision
+from scheduler_plugins.sglang.requests import describe
+from scheduler_plugins.sglang.steps import StepTimer
+
+logger = logging.getLogger("scheduler_plugins.sglang")
+
+_MOST_ENDED = 4096
+"""Requests that are remembered although they neither wait nor have stored their prompt."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What SGLang made of the last decision."""
+
+    started: frozenset[str] = frozenset()
+    refused: str = ""
+    """The request that it had no room for in its cache, if any."""
+
+
+class Prefill(NamedTuple):
+    """The prompt that is being computed in chunks; SGLang has one at a time."""
+
+    request: Waiting
+    computed_tokens: int
+
+    @property
+    def left_tokens(self) -> int:
+        return self.request.tokens - self.computed_tokens
+
+
+class StepDecider:
+    """Decides step by step. Reads SGLang's scheduler, and changes nothing of it but look-ups in its
+    radix cache."""
+
+    def __init__(self, scheduler: Any, settings: LiveSettings, start: CostModel | None) -> None:
+        """
+        Args:
+            scheduler: SGLang's, initialised up to its schedule policy.
+            start: a profile's cost model.
+        """
+        self._scheduler = scheduler
+        self._settings = settings
+        self._page_size: int = scheduler.page_size
+        chunk_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        self._most_tokens: int = min(chunk_tokens, scheduler.max_prefill_tokens)
+        self._steps = StepTimer(OnlineFit(start=start, chunk_tokens=chunk_tokens))
+        self._view = PrefixView(scheduler.tree_cache, self._page_size)
+        self.queue = WaitingQueue(
+            settings.policy(),
+            self._view,
+            page_size=self._view.page_size,
+            costs=self._steps.fit,
+            classes=settings.classes,
+            max_overtaken=settings.max_overtaken,
+        )
+        self._sign = 1 if scheduler.schedule_low_priority_values_first else -1
+        self._waiting: dict[str, Waiting] = {}
+        """All requests that SGLang has waiting; those of `_popped` are not in the queue."""
+        self._popped: dict[str, Waiting] = {}
+
+    def decide(self, waiting: Sequence[Any], running_batch: Any, outcome: Outcome) -> Decision:
+        """What the step that is put together now may start.
+
+        Args:
+            waiting: SGLang's waiting requests (`Req`).
+            outcome: of the last decision.
+        """
+        self._view.begin()
+        requests = {req.rid: req for req in waiting}
+        self._settle(requests, outcome)
+        if self._settings.changed():
+            self.queue.set_policy(self._settings.policy(), self._settings.max_overtaken)
+            self.queue.set_classes(self._settings.classes)
+        self.queue.removed()  # what may have been evicted is looked up anew
+        prefill = self._prefill_under_way()
+        policy = self.queue.policy
+        own_batch = prefill is not None and policy.splits_batches
+        self.queue.begin_scan(
+            full=own_batch and prefill is not None and policy.wants_own_batch(prefill.request)
+        )
+        self._take_in(requests)
+        budget = self._step_tokens(prefill)
+        reserved, left = 0, budget
+        if prefill is not None:
+            reserved = self._reserved(prefill, budget)
+            left -= min(prefill.left_tokens, budget - reserved)
+        slots = self._scheduler.get_num_allocatable_reqs(
+            len(running_batch.reqs), running_batch=running_batch
+        )
+        start = self._choose(left, slots, prefill)
+        limit = budget if budget < self._most_tokens else None
+        return Decision(start, self._view.looked_up, limit, reserved)
+
+    def ended(self, batch: Any, now_s: float) -> None:
+        """SGLang has processed the result of a step: its prompts are in the radix cache, or will be
+        before the next decision. `now_s` is `time.monotonic()`."""
+        self._steps.ended(batch, now_s)
+        if not batch.forward_mode.is_extend():
+            return
+        size = self._view.page_size
+        for req, before, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            grains = self._view.grains(req.rid)
+            self.queue.added(grains[before // size : (before + new) // size])
+            if req.rid not in self._waiting and before + new >= len(grains) * size:
+                self._view.forget(req.rid)
+
+    def _settle(self, requests: Mapping[str, Any], outcome: Outcome) -> None:
+        """Put back what was popped and not started, and forget what does not wait any more."""
+        for request_id, request in reversed(self._popped.items()):
+            if request_id in outcome.started:
+                del self._waiting[request_id]
+                continue
+            self.queue.skipped(request_id)
+            if request_id in requests:
+                self.queue.prepend(request)
+            if request_id == outcome.refused:
+                self.queue.no_room(request_id)
+        self._popped = {}
+        for request_id in self._waiting.keys() - requests.keys():
+            del self._waiting[request_id]
+            self.queue.remove(request_id)
+            self._view.forget(request_id)
+        if len(self._view) > _MOST_ENDED + 2 * len(requests):
+            self._view.retain(requests)
+
+    def _take_in(self, requests: Mapping[str, Any]) -> None:
+        """Add what has come since the last step."""
+        for request_id, req in requests.items():
+            if request_id in self._waiting:
+                continue
+            described = describe(req, self._view.add(req), self._sign)
+            self._waiting[request_id] = described
+            if req.retracted_stain:  # it ran, and SGLang took its pages back
+                self.queue.prepend(described)
+            else:
+                self.queue.add(described)
+
+    def _prefill_under_way(self) -> Prefill | None:
+        req = self._scheduler.chunked_req
+        if req is None:
+            return None
+        return Prefill(describe(req, self._view.grains(req.rid), self._sign), req.extend_end)
+
+    def _step_tokens(self, prefill: Prefill | None) -> int:
+        """Prompt tokens of the step, whole pages."""
+        classes = [] if prefill is None else [prefill.request.qos]
+        tokens = step_tokens(self.queue, self._most_tokens, classes)
+        if tokens >= self._most_tokens or self._scheduler.chunked_prefill_size is None:
+            return self._most_tokens
+        return max(self._page_size, tokens // self._page_size * self._page_size)
+
+    def _reserved(self, prefill: Prefill, budget_tokens: int) -> int:
+        """Prompt tokens of the step for requests that go before the rest of a prefill: whole pages,
+        and at least one page is left for it.
+
+        SGLang does not preempt a prefill between two chunks. So a class that is owed gets the room
+        for its next request, as far as it fits into the step, and the prefill gets the rest.
+        """
+        head = self.queue.head
+        if head is None or not self._view.enabled or not self.queue.had_room(head.request.id):
+            return 0
+        tokens = tokens_before(self.queue, prefill.request, prefill.computed_tokens, budget_tokens)
+        most = budget_tokens - self._page_size
+        if self.queue.fair_share.should_yield(prefill.request.qos):
+            fresh = self._pages(self._fresh(head.request))
+            tokens = max(tokens, fresh if fresh <= most else 0)
+        return min(self._pages(tokens), max(0, most))
+
+    def _choose(self, left_tokens: int, slots: int, prefill: Prefill | None) -> list[str]:
+        """Pop what fills the step.
+
+        A request whose prompt goes on with what this step computes anyway is left for a later one,
+        which finds it in the cache.
+        """
+        start: list[str] = []
+        coming: set[Grain] = set()
+        if prefill is not None:
+            computed = prefill.computed_tokens // self._view.page_size
+            coming.update(self._view.grains(prefill.request.id)[computed:])
+        late = 0
+        while left_tokens > 0 and len(start) < slots and late < LOOKS_PER_PEEK:
+            if self.queue.peek() is None:
+                break
+            request = self.queue.pop()
+            self._popped[request.id] = request
+            fresh = self._fresh(request)
+            grains = self._view.grains(request.id)
+            missing = grains[(request.tokens - fresh) // self._view.page_size :]
+            if missing and missing[0] in coming:
+                self.queue.skipped(request.id)
+                late += 1
+                continue
+            coming.update(missing)
+            start.append(request.id)
+            left_tokens -= self._pages(fresh)
+        return start
+
+    def _fresh(self, request: Waiting) -> int:
+        """Tokens of a request that are not cached."""
+        return request.tokens - self.queue.estimator.known_tokens(request)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._page_size) * self._page_size

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `--schedule-policy pd_scheduler` known to SGLang.
+
+SGLang calls `register` (entry point group `sglang.srt.plugins`) in each of its processes, before it
+reads its arguments. Nothing changes for an engine that does not name the policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pd_connector.errors import ConfigError
+from scheduler_plugins.qos.settings import SETTINGS_VARIABLE, path_in
+from scheduler_plugins.sglang.support import POLICY, check_routes, check_supported
+
+logger = logging.getLogger("scheduler_plugins.sglang")
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
+
+
+class _Function(NamedTuple):
+    """A function of SGLang's and the first parameters it must have."""
+
+    target: str
+    parameters: tuple[str, ...]
+
+
+def register() -> None:
+    """Add the policy's name and the hooks.
+
+    SGLang logs what a plugin raises and goes on: its argument parser would then call the policy's name
+    invalid. So the reason is logged here.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    try:
+        for function in (*_HOOKS, *_OVERRIDDEN):
+            _check(function)
+    except ConfigError as error:
+        logger.error("--schedule-policy %s will not be known: %s", POLICY, error)
+        raise
+    for function, (kind, hook) in _HOOKS.items():
+        HookRegistry.register(function.target, hook, HookType[kind])
+
+
+def _check(wanted: _Function) -> None:
+    """Raises ConfigError where SGLang's function is not the one that is known."""
+    try:
+        function = pkgutil.resolve_name(wanted.target)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"this SGLang has no {wanted.target}: {error}") from error
+    found = tuple(inspect.signature(function).parameters)
+    if found[: len(wanted.parameters)] != wanted.parameters:
+        raise ConfigError(
+            f"{wanted.target} of this SGLang has the parameters {found}: wanted {wanted.parameters}"
+        )
+
+
+def _add_choice(result: Any, parser: Any) -> None:
+    """AFTER the arguments were added: SGLang has no way to add a policy's name."""
+    for action in parser._actions:
+        if action.dest == "schedule_policy" and POLICY not in action.choices:
+            action.choices = [*action.choices, POLICY]
+
+
+def _make_policy(original: Callable[..., Any], scheduler: Any) -> Any:
+    """AROUND: SGLang refuses a name that is not its own, so it makes another policy first."""
+    if scheduler.schedule_policy != POLICY:
+        return original(scheduler)
+    from sglang.srt.runtime_context import get_disagg, get_parallel
+
+    from scheduler_plugins.sglang.policy import OrderedPolicy
+
+    check_supported(scheduler, get_parallel(), get_disagg())
+    scheduler.schedule_policy = "fcfs"
+    original(scheduler)
+    scheduler.schedule_policy = POLICY
+    scheduler.policy = OrderedPolicy(scheduler)
+    return None
+
+
+def _choose_adder(original: Callable[..., Any], scheduler: Any) -> Any:
+    if scheduler.schedule_policy != POLICY:
+        return original(scheduler)
+    return scheduler.policy.adder
+
+
+def _step_ended(result: Any, scheduler: Any, batch: Any, *args: Any, **options: Any) -> None:
+    if scheduler.schedule_policy == POLICY:
+        scheduler.policy.ended(batch)
+
+
+def _manager_made(result: Any, manager: Any, *args: Any, **options: Any) -> None:
+    """AFTER the tokenizer manager, which receives all requests, was made."""
+    from sglang.srt.runtime_context import get_schedule, get_serving
+
+    if get_schedule().schedule_policy != POLICY:
+        return
+    from scheduler_plugins.sglang.requests import ClassMarker
+
+    marker = ClassMarker(path_in(SETTINGS_VARIABLE))
+    check_routes(get_serving().tokenizer_worker_num, routes=marker.has_rules)
+    manager.pd_class_marker = marker
+
+
+def _mark_class(manager: Any, obj: Any, request: Any = None) -> None:
+    """BEFORE a request is tokenised. `request` is the HTTP request, if there is one."""
+    marker = getattr(manager, "pd_class_marker", None)
+    if marker is not None:
+        headers = {} if request is None else {k.lower(): v for k, v in request.headers.items()}
+        marker.mark(obj, headers)
+
+
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_HOOKS: dict[_Function, tuple[str, Callable[..., Any]]] = {
+    _Function("sglang.srt.server_args.ServerArgs.add_cli_args", ("parser",)): (
+        "AFTER",
+        _add_choice,
+    ),
+    _Function(f"{_SCHEDULER}.init_schedule_policy", ("self",)): ("AROUND", _make_policy),
+    _Function(f"{_SCHEDULER}.get_prefill_adder_class", ("self",)): ("AROUND", _choose_adder),
+    _Function(f"{_SCHEDULER}.process_batch_result", ("self", "batch")): ("AFTER", _step_ended),
+    _Function(f"{_TOKENIZER}.__init__", ("self",)): ("AFTER", _manager_made),
+    _Function(f"{_TOKENIZER}.generate_request", ("self", "obj", "request")): (
+        "BEFORE",
+        _mark_class,
+    ),
+}
+_OVERRIDDEN = (
+    _Function(f"{_POLICY}.calc_priority", ("self", "waiting_queue", "running_batch")),
+    _Function(
+        f"{_POLICY}.shortest_prefill_chunk_limit",
+        ("self", "chunked_req", "waiting_queue", "budget", "page_size"),
+    ),
+    _Function(f"{_ADDER}.add_one_req", ("self", "req", "has_chunked_req")),
+    _Function(f"{_ADDER}._select_prefill_admission", ("self", "req")),
+)
+"""Methods that our classes override."""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang's radix cache holds of waiting prompts, in the words of the queue.
+
+The queue asks whether a hash is cached, and a hash stands for a prompt up to there. SGLang's tree has
+no hashes: it is asked with tokens, and answers how many of them it has. So a prompt is cut into
+`Grain`s, and the first grain that the queue asks for makes one look-up in the tree, which answers for
+all grains of that prompt. Answers hold for one step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.common import match_kv_cache
+
+_TOKENS = 32
+"""Tokens of a grain, at least: shorter shared prefixes are not worth waiting for, as in SGLang's own
+policies (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`)."""
+
+
+def grain_tokens(page_size: int) -> int:
+    """Tokens of a grain: whole pages, because the tree shares whole pages."""
+    return page_size * max(1, -(-_TOKENS // page_size))
+
+
+class Grain:
+    """A prompt up to the end of one of its grains. Equal grains mean equal prefixes."""
+
+    __slots__ = ("_value", "request_id")
+
+    def __init__(self, value: int, request_id: str) -> None:
+        self._value = value
+        self.request_id = request_id
+
+    def __hash__(self) -> int:
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grain) and self._value == other._value
+
+
+class PrefixView:
+    """Grains that a request which starts now would find. A container, as `PrefixIndex` wants it."""
+
+    def __init__(self, tree_cache: Any, page_size: int) -> None:
+        """`tree_cache`: SGLang's; one that is disabled holds nothing."""
+        self._tree = tree_cache
+        self.enabled = not getattr(tree_cache, "disable", True)
+        self.page_size = grain_tokens(page_size)
+        """Tokens of a grain."""
+        self._prompts: dict[str, tuple[Any, Sequence[Grain]]] = {}
+        self._known: dict[Grain, bool] = {}
+        self.looked_up: list[str] = []
+        """Ids of the requests that were looked up in this step, in that order.
+
+        A look-up marks what it finds as used, which changes what SGLang evicts. The trees of all ranks
+        must stay alike, so the others repeat these."""
+
+    def begin(self) -> None:
+        """A step begins: what was known may have changed."""
+        self._known = {}
+        self.looked_up = []
+
+    def add(self, req: Any) -> Sequence[Grain]:
+        """Cut a waiting request's prompt into grains; what does not fill the last one is left out."""
+        grains = cut(req, self.page_size) if self.enabled else ()
+        self._prompts[req.rid] = req, grains
+        return grains
+
+    def forget(self, request_id: str) -> None:
+        """A request is not asked for any more."""
+        self._prompts.pop(request_id, None)
+
+    def retain(self, request_ids: Container[str]) -> None:
+        """Forget all requests but these."""
+        self._prompts = {one: kept for one, kept in self._prompts.items() if one in request_ids}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def grains(self, request_id: str) -> Sequence[Grain]:
+        """The grains of a request that was added and is not forgotten; else none."""
+        return self._prompts[request_id][1] if request_id in self._prompts else ()
+
+    def __contains__(self, grain: object) -> bool:
+        assert isinstance(grain, Grain)
+        known = self._known.get(grain)
+        if known is None:
+            self._look_up(grain.request_id)
+            known = self._known[grain]
+        return known
+
+    def _look_up(self, request_id: str) -> None:
+        req, grains = self._prompts[request_id]
+        self.looked_up.append(request_id)
+        match_kv_cache(req, self._tree)
+        cached = req.num_matched_prefix_tokens // self.page_size
+        for grain in grains[:cached]:
+            self._known[grain] = True
+        for grain in grains[cached:]:
+            # Another request may be allowed to use more of the same prompt than this one.
+            self._known.setdefault(grain, False)
+
+
+def cut(req: Any, tokens: int) -> Sequence[Grain]:
+    """The grains of a request of SGLang's. Its adapter and its salt belong to every grain."""
+    ids = array("q", [*req.origin_input_ids, *req.output_ids])
+    value, grains = hash((req.extra_key, req.cache_salt)), []
+    for end in range(tokens, len(ids) + 1, tokens):
+        value = hash((value, ids[end - tokens : end].tobytes()))
+        grains.append(Grain(value, req.rid))
+    return tuple(grains)

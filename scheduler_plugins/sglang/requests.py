@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of SGLang in the words of the queue, and how a request gets its class."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scheduler_plugins.order.request import BlockHash, Waiting
+from scheduler_plugins.qos.classes import QosError, default_class
+from scheduler_plugins.qos.file import WatchedFile
+from scheduler_plugins.qos.live import LOOK_EVERY_S
+from scheduler_plugins.qos.rules import class_of
+from scheduler_plugins.qos.settings import QOS_KEY
+
+logger = logging.getLogger("scheduler_plugins.sglang")
+
+CUSTOM = "custom_params"
+"""Field of SGLang's sampling parameters that reaches the scheduler as the client wrote it."""
+
+
+def describe(req: Any, grains: Sequence[BlockHash], priority_sign: int) -> Waiting:
+    """A `Req` that waits.
+
+    Args:
+        grains: of its prompt, see `prefixes.cut`.
+        priority_sign: 1 if small priorities go first in SGLang, -1 if large ones do.
+    """
+    return Waiting(
+        id=req.rid,
+        tokens=len(req.origin_input_ids) + len(req.output_ids),
+        block_hashes=grains,
+        arrival_s=req.time_stats.wait_queue_entry_time,
+        qos=qos_of(req),
+        max_tokens=req.sampling_params.max_new_tokens,
+        priority=(req.priority or 0) * priority_sign,
+    )
+
+
+def qos_of(req: Any) -> str:
+    """Name of its class; "" if it names none. There may be no class of that name."""
+    custom = req.sampling_params.custom_params
+    named = custom.get(QOS_KEY) if isinstance(custom, dict) else None
+    return named if isinstance(named, str) else ""
+
+
+class ClassMarker:
+    """Writes the class of each request into it, by the rules of the configuration file.
+
+    Without rules nothing is written: clients name their class themselves, as
+    `"custom_params": {"qos": NAME}`. With rules they cannot.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises QosError: the file cannot be used."""
+        self._file = WatchedFile(path) if path else None
+        self._look_s = 0.0
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether classes come from headers."""
+        return self._file is not None and bool(self._file.current.request_router.routes)
+
+    def mark(self, request: Any, headers: Mapping[str, str]) -> None:
+        """Change a request of SGLang's API (`GenerateReqInput`, `EmbeddingReqInput`).
+
+        Args:
+            headers: names in lower case.
+        """
+        if self._file is None:
+            return
+        self._reload(self._file)
+        found = self._file.current
+        rules = found.request_router.routes
+        if not rules:
+            return
+        qos = class_of(rules, headers) or default_class(found.scheduler.qos_classes).name
+        given = request.sampling_params
+        if isinstance(given, list):
+            request.sampling_params = [_marked(one, qos) for one in given]
+        else:
+            request.sampling_params = _marked(given, qos)
+
+    def _reload(self, file: WatchedFile) -> None:
+        if (now_s := time.monotonic()) < self._look_s:
+            return
+        self._look_s = now_s + LOOK_EVERY_S
+        try:
+            file.changed()
+        except QosError as error:
+            logger.error("requests get their classes as before: %s", error)
+
+
+def _marked(sampling: Mapping[str, Any] | None, qos: str) -> dict[str, Any]:
+    before = dict(sampling or {})
+    return {**before, CUSTOM: {**(before.get(CUSTOM) or {}), QOS_KEY: qos}}

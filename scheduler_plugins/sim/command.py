@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-router simulate TRACE`: what policies do to a trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pd_connector.errors import ConfigError
+from scheduler_plugins.cost.profile import ProfileError, load
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.links import Network
+from scheduler_plugins.sim.picture import svg
+from scheduler_plugins.sim.report import Summary
+from scheduler_plugins.sim.served import Served
+from scheduler_plugins.sim.simulate import COSTS, Scenario, policies, simulate
+
+FAILED = 2
+_WIDTH = 120
+"""Of the table where there is no terminal."""
+_COUNTS = {
+    "prefill": "prefill engines",
+    "decode": "decode engines",
+    "both": "engines that do both; give --prefill 0 --decode 0",
+    "level": "1: whole prompts; 2: steps, with room for KV",
+    "cache_blocks": "blocks in each engine's prefix cache",
+    "seed": "of everything that is random",
+}
+_NUMBERS = {
+    "kv_tokens": "tokens for whose decodes an engine has room (level 2)",
+    "lag_s": "how late the router learns what is cached, in seconds",
+    "speed": "how many times faster than recorded the requests come",
+}
+_NETWORK = {
+    "bytes_per_s": "of each engine's link, in each direction",
+    "latency_s": "of a transfer, in seconds",
+    "kv_bytes_per_token": "KV of one token on the wire",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    console = Console(stderr=given.json == "-")
+    if not console.is_terminal:
+        console.width = _WIDTH
+    try:
+        scenario = _scenario(given)
+        recorded = trace.load(given.trace, given.limit)
+        names = policies(given.compare) if given.compare else [given.policy]
+        arrivals = scenario.arrivals(recorded)
+        found = [_run(scenario, arrivals, name, given.decode_policy, console) for name in names]
+    except (ConfigError, ProfileError, trace.TraceError, ValueError) as error:
+        print(f"not simulated: {error}", file=sys.stderr)
+        return FAILED
+    _write(given, [summary for summary, _ in found], {s.policy: done for s, done in found}, console)
+    return 0
+
+
+def _run(
+    scenario: Scenario,
+    arrivals: Sequence[Waiting],
+    policy: str,
+    decode_policy: str,
+    console: Console,
+) -> tuple[Summary, list[Served]]:
+    with console.status(f"{policy}: {len(arrivals):,} requests"):
+        return simulate(scenario, arrivals, policy, decode_policy)
+
+
+def _scenario(given: argparse.Namespace) -> Scenario:
+    network = Network(
+        overlap=not given.no_overlap, **{name: getattr(given, name) for name in _NETWORK}
+    )
+    settings = {name: getattr(given, name) for name in [*_COUNTS, *_NUMBERS]}
+    return Scenario(
+        **settings,
+        order=given.order,
+        costs=load(given.cost_model) if given.cost_model else COSTS,
+        network=network,
+        ttft_slo_s=given.ttft_ms / 1e3,
+        tpot_slo_s=given.tpot_ms / 1e3,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pd-router simulate",
+        description="Play a recorded trace through a simulated cluster.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="Mooncake's JSON lines, or Azure's .csv")
+    parser.add_argument("--policy", default="conductor", metavar="NAME", help="as the router's")
+    parser.add_argument("--decode-policy", default="", metavar="NAME", help="as the router's")
+    parser.add_argument("--compare", metavar="NAMES", help="several policies with commas, or all")
+    parser.add_argument(
+        "--order", default="srjf_calibrated", metavar="NAME", help="of the engines' queues"
+    )
+    parser.add_argument("--cost-model", type=Path, metavar="FILE", help="of `pd-connector profile`")
+    parser.add_argument("--limit", type=int, metavar="N", help="first N requests only")
+    for option, what in (("ttft", "time to first token"), ("tpot", "time per token")):
+        parser.add_argument(
+            f"--{option}-ms",
+            type=float,
+            default=float("inf"),
+            metavar="MS",
+            help=f"promised {what}: counted for goodput, and policies that predict it reject by it",
+        )
+    for kind, texts, owner in (
+        (int, _COUNTS, Scenario),
+        (float, _NUMBERS, Scenario),
+        (float, _NETWORK, Network),
+    ):
+        defaults = {field.name: field.default for field in fields(owner)}
+        for name, text in texts.items():
+            option = "--" + name.replace("_", "-")
+            parser.add_argument(option, type=kind, default=defaults[name], metavar="N", help=text)
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="send KV after the prefill, not during it"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results; - for standard output")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw TTFT and TPOT")
+    return parser
+
+
+def _write(
+    given: argparse.Namespace,
+    summaries: Sequence[Summary],
+    served: dict[str, list[Served]],
+    console: Console,
+) -> None:
+    console.print(_table(summaries))
+    if given.json:
+        raw = msgspec.json.format(msgspec.json.encode([asdict(one) for one in summaries])) + b"\n"
+        if given.json == "-":
+            sys.stdout.write(raw.decode())
+        else:
+            Path(given.json).write_bytes(raw)
+    if given.svg:
+        done = {
+            name: [one for one in all_ if one.end_s is not None] for name, all_ in served.items()
+        }
+        panels = {
+            "time to first token": {n: [one.ttft_s for one in d] for n, d in done.items()},
+            "time per token": {
+                n: [one.tpot_s for one in d if one.request.max_tokens > 1] for n, d in done.items()
+            },
+        }
+        given.svg.write_text(svg(panels))
+
+
+def _table(summaries: Sequence[Summary]) -> Table:
+    columns = (
+        "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "P busy", "D busy", "rejected",
+    )  # fmt: skip
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in summaries:
+        table.add_row(
+            one.policy,
+            *(f"{one.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
+            *(f"{one.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
+            f"{one.hit:.3f}",
+            f"{one.goodput_per_s:.2f}",
+            *(_busy(one, letter) for letter in ("p", "d")),
+            str(sum(one.rejected.values())),
+        )
+    return table
+
+
+def _busy(summary: Summary, letter: str) -> str:
+    """Mean utilisation of the engines whose names begin so; `b` does both."""
+    parts = [part for name, part in summary.utilisation.items() if name[0] in (letter, "b")]
+    return f"{sum(parts) / len(parts):.0%}" if parts else "-"

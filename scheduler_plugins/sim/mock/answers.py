@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mock engine answers, in OpenAI's and vLLM's shape. Every token is the text " word"."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+DONE = b"data: [DONE]\n\n"
+
+
+def answer(
+    body: Mapping[str, Any],
+    path: str,
+    tokens: int,
+    usage: Mapping[str, Any],
+    params: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """A whole answer of so many tokens. `params`: its `kv_transfer_params`."""
+    text, choice = " word" * tokens, {"index": 0, "finish_reason": "length"}
+    said = {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
+    return {
+        **_head(body, path, f"cmpl-{uuid.uuid4().hex}"),
+        "choices": [{**choice, **said}],
+        "usage": usage,
+        "kv_transfer_params": params,
+    }
+
+
+def event(body: Mapping[str, Any], path: str, name: str, *, last: bool) -> bytes:
+    """One token of a stream."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
+    choice |= {"delta": {"content": " word"}} if path == CHAT else {"text": " word"}
+    return _sent({**_head(body, path, name), "choices": [choice]})
+
+
+def usage_event(body: Mapping[str, Any], path: str, name: str, usage: Mapping[str, Any]) -> bytes:
+    """What comes before the end mark with `stream_options.include_usage`."""
+    return _sent({**_head(body, path, name), "choices": [], "usage": usage})
+
+
+def usage_of(prompt_tokens: int, tokens: int, cached: int) -> dict[str, Any]:
+    """The field `usage`; as vLLM's with `--enable-prompt-tokens-details`."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _head(body: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
+    kind = "chat.completion" if path == CHAT else "text_completion"
+    kind += ".chunk" if path == CHAT and body.get("stream") else ""
+    return {"id": name, "object": kind, "created": int(time.time()), "model": body.get("model")}
+
+
+def _sent(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"

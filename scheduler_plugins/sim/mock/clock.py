@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated engine that is driven by the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from math import inf
+
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.sim.engine import SimulatedEngine
+from scheduler_plugins.sim.prefill import RunningPrefill
+from scheduler_plugins.sim.served import Served
+
+_SHORTEST_TICK_S = 0.002
+"""Tokens that come faster are told together."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """One request on the engine, as its client sees it."""
+
+    request: Waiting
+    record: Served
+    hands_over: bool = False
+    """The prompt is computed for another engine: nothing is generated here."""
+    tokens: int = 0
+    """Generated so far."""
+    done: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ClockedEngine:
+    """Runs a `SimulatedEngine` in real time, or `speed` times faster. Used on one event loop."""
+
+    def __init__(self, engine: SimulatedEngine, speed: float = 1.0) -> None:
+        self._engine = engine
+        self.speed = speed
+        self._generations: dict[str, Generation] = {}
+        self._begun_s = asyncio.get_running_loop().time()
+        self._wake = asyncio.Event()
+        engine.hand_over = self._hand_over
+        engine.on_end = self._ended
+
+    @property
+    def now_s(self) -> float:
+        """The engine's time."""
+        return (asyncio.get_running_loop().time() - self._begun_s) * self.speed
+
+    @property
+    def waiting(self) -> int:
+        return len(self._engine.queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._generations) - self.waiting
+
+    def prefill(self, request: Waiting, *, hands_over: bool) -> Generation:
+        """A prompt to compute. `request.arrival_s` is by `now_s`."""
+        made = self._begin(request, hands_over)
+        self._engine.arrive(request, made.record, self.now_s)
+        self._wake.set()
+        return made
+
+    def receive(self, request: Waiting) -> Generation:
+        """A sequence whose KV has arrived."""
+        made = self._begin(request, False)
+        self._engine.reserved_tokens += request.tokens
+        self._engine.receive(request, made.record, self.now_s)
+        self._wake.set()
+        return made
+
+    def cancel(self, generation: Generation) -> None:
+        """Its client is gone, or has everything."""
+        if self._generations.pop(generation.request.id, None) is not None:
+            self._engine.cancel(generation.request.id)
+
+    async def run(self) -> None:
+        """Drive the engine until cancelled."""
+        while True:
+            now_s = self.now_s
+            while self._engine.next_event_s <= now_s:
+                self._engine.advance(self._engine.next_event_s)
+            self._engine.settle(now_s)
+            self._tell()
+            self._wake.clear()
+            pause_s = (self._engine.next_event_s - self.now_s) / self.speed
+            if self._engine.decode.batch:
+                step_s = (self._engine.decode.now_s - self.now_s) / self.speed
+                pause_s = min(pause_s, max(_SHORTEST_TICK_S, step_s))
+            try:
+                async with asyncio.timeout(None if pause_s == inf else max(0.0, pause_s)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _begin(self, request: Waiting, hands_over: bool) -> Generation:
+        made = Generation(request, Served(request), hands_over)
+        self._generations[request.id] = made
+        return made
+
+    def _hand_over(self, one: RunningPrefill, now_s: float) -> bool:
+        made = self._generations.get(one.request.id)
+        if made is None or not made.hands_over:
+            return False
+        self._finish(made, 1)
+        return True
+
+    def _ended(self, record: Served) -> None:
+        made = self._generations.get(record.request.id)
+        if made is not None:
+            self._finish(made, record.request.max_tokens)
+
+    def _finish(self, made: Generation, tokens: int) -> None:
+        made.tokens, made.done = tokens, True
+        del self._generations[made.request.id]
+        made.changed.set()
+
+    def _tell(self) -> None:
+        """Wake every client whose sequence has new tokens."""
+        for request_id, more in self._engine.decode.left():
+            made = self._generations.get(request_id)
+            if made is not None and made.request.max_tokens - more > made.tokens:
+                made.tokens = made.request.max_tokens - more
+                made.changed.set()

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoints of a mock engine."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from pd_connector.kv.geometry import MAX_LAYERS, Shard
+from pd_connector.protocol.params import (
+    ProducerAddress,
+    TransferParams,
+    description,
+    parse,
+    response,
+)
+from pd_connector.protocol.peers import Peer, Source
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.sim.engine import SimulatedEngine
+from scheduler_plugins.sim.links import Network
+from scheduler_plugins.sim.mock.answers import (
+    CHAT,
+    COMPLETIONS,
+    DONE,
+    answer,
+    event,
+    usage_event,
+    usage_of,
+)
+from scheduler_plugins.sim.mock.clock import ClockedEngine, Generation
+from scheduler_plugins.sim.mock.events import Publisher, WatchedBlocks
+from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids, token_ids
+
+KV = "/mock/kv"
+_KV_WAIT_S = 300.0
+_KEPT_KV = 10_000
+_DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockSettings:
+    """One mock engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    model: str = "mock"
+    costs: CostModel
+    order: str = "srjf_calibrated"
+    cache_blocks: int = 8000
+    block_tokens: int = 16
+    kv_tokens: float = inf
+    speed: float = 1.0
+    """How many times faster than real time it is."""
+    network: Network = field(default_factory=Network)
+    kv_events: str = ""
+    """ZMQ endpoint of its KV events, such as `tcp://127.0.0.1:5557`; empty: none."""
+    kv_replay: str = ""
+
+
+@dataclass(frozen=True)
+class _Model:
+    model: CostModel
+
+
+class MockEngine:
+    """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills for others and decodes for others,
+    as an engine with PDConnector does; a decode engine asks the prefill engine's `/mock/kv/ID` when the KV is there, and
+    waits as long as its transfer would take.
+    """
+
+    def __init__(self, settings: MockSettings) -> None:
+        """Inside a running event loop."""
+        self.settings = settings
+        self.port = settings.port
+        self.cache = WatchedBlocks(settings.cache_blocks, settings.block_tokens)
+        queue = WaitingQueue(
+            create(settings.order),
+            self.cache.hashes,
+            page_size=settings.block_tokens,
+            costs=_Model(settings.costs),
+        )
+        self._engine = SimulatedEngine(
+            queue,
+            self.cache,
+            settings.costs,
+            page_size=settings.block_tokens,
+            decode_apart=False,
+            kv_tokens=settings.kv_tokens,
+        )
+        self.clock = ClockedEngine(self._engine, settings.speed)
+        self._engine_id = f"mock-{uuid.uuid4().hex[:12]}"
+        self._transfers: dict[str, asyncio.Future[dict[str, float]]] = {}
+        self._asked = self._found = 0
+        self.events: Publisher | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen. `port` is the real one afterwards."""
+        settings = self.settings
+        if settings.kv_events:
+            self.events = Publisher(settings.kv_events, settings.kv_replay)
+            self.cache.publish = self.events.publish
+            self._tasks.append(asyncio.create_task(self.events.serve_replay()))
+        self._tasks.append(asyncio.create_task(self.clock.run()))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get(KV + "/{transfer}", self._kv)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post(COMPLETIONS, self._complete)
+        app.router.add_post(CHAT, self._complete)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, settings.host, settings.port, backlog=1024)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+        if self.events is not None:
+            self.events.close()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.settings.model, "object": "model", "owned_by": "mock"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        given = body.get("prompt")
+        ids = text_ids(given.encode()) if isinstance(given, str) else token_ids(body)
+        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 1 << 20})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        used = (
+            1 - self._engine.free_kv / self.settings.kv_tokens
+            if self.settings.kv_tokens < inf
+            else 0.0
+        )
+        name = f'{{model_name="{self.settings.model}",engine="0"}}'
+        rows = {
+            "num_requests_running": self.clock.running,
+            "num_requests_waiting": self.clock.waiting,
+            "kv_cache_usage_perc": used,
+            "prefix_cache_queries_total": self._asked,
+            "prefix_cache_hits_total": self._found,
+        }
+        return web.Response(
+            text="".join(f"vllm:{row}{name} {value}\n" for row, value in rows.items())
+        )
+
+    async def _kv(self, request: web.Request) -> web.Response:
+        """Answers when the KV of a transfer is computed: its tokens, and the seconds of prefill that were streamed."""
+        waited = not self._transfer(request.match_info["transfer"]).done()
+        try:
+            async with asyncio.timeout(_KV_WAIT_S):
+                found = await asyncio.shield(self._transfer(request.match_info["transfer"]))
+        except TimeoutError:
+            return web.json_response({"error": "no such transfer"}, status=404)
+        return web.json_response({**found, "prefill_s": found["prefill_s"] if waited else 0.0})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = await request.json()
+            params = parse(body.get("kv_transfer_params"))
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
+        if params is not None and params.describe:
+            told = answer(body, request.path, 1, usage_of(1, 1, 0), description(self._address))
+            return web.json_response(told)
+        ids = token_ids(body)
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
+        hashes = block_hashes(ids, self.settings.block_tokens)
+        self.cache.know(hashes, ids)
+        waiting = Waiting(
+            id=uuid.uuid4().hex,
+            tokens=len(ids),
+            block_hashes=hashes,
+            arrival_s=self.clock.now_s,
+            max_tokens=int(most),
+        )
+        generation = None
+        try:
+            if params is not None and params.do_remote_decode:
+                return await self._prefill_for_others(body, request.path, waiting, params)
+            if params is not None and params.do_remote_prefill:
+                await self._fetch(params)
+                generation = self.clock.receive(waiting)
+            else:
+                generation = self.clock.prefill(waiting, hands_over=False)
+            if body.get("stream"):
+                return await self._stream(request, body, generation)
+            async for _ in self._progress(generation):
+                pass
+            usage = usage_of(len(ids), waiting.max_tokens, self._count(generation))
+            return web.json_response(answer(body, request.path, waiting.max_tokens, usage, None))
+        finally:
+            if generation is not None:
+                self.clock.cancel(generation)
+
+    async def _prefill_for_others(
+        self, body: Mapping[str, Any], path: str, waiting: Waiting, params: TransferParams
+    ) -> web.Response:
+        transfer = params.transfer_id or waiting.id
+        generation = self.clock.prefill(waiting, hands_over=True)
+        try:
+            async for _ in self._progress(generation):
+                pass
+        finally:
+            self.clock.cancel(generation)
+        cached = self._count(generation)
+        prefill_s = self.settings.costs.prefill_s(waiting.tokens, cached)
+        future = self._transfer(transfer)
+        if not future.done():
+            future.set_result({"tokens": float(waiting.tokens), "prefill_s": prefill_s})
+        usage = usage_of(waiting.tokens, 1, cached)
+        kv = response(self._address, transfer=transfer, pages=(), tokens=waiting.tokens)
+        return web.json_response(answer(body, path, 1, usage, kv))
+
+    async def _fetch(self, params: TransferParams) -> None:
+        """Wait as long as the KV would need to arrive."""
+        assert self._session is not None
+        url = f"http://{params.remote_host}:{params.remote_port}{KV}/{params.remote_request_id}"
+        async with self._session.get(url) as answer:
+            found = await answer.json()
+            if answer.status != 200:
+                raise web.HTTPBadGateway(text=f"no KV: {found}")
+        network = self.settings.network
+        size = network.exposed_bytes(int(found["tokens"]), found["prefill_s"])
+        if not found["prefill_s"]:
+            size = found["tokens"] * network.kv_bytes_per_token
+        moved_s = network.latency_s + size / network.bytes_per_s
+        await asyncio.sleep(moved_s / self.clock.speed)
+
+    async def _stream(
+        self, request: web.Request, body: Mapping[str, Any], generation: Generation
+    ) -> web.StreamResponse:
+        streamed = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        sent, name = 0, f"cmpl-{generation.request.id}"
+        async for tokens in self._progress(generation):
+            if not sent:
+                await streamed.prepare(request)
+            events = [
+                event(body, request.path, name, last=n + 1 == generation.request.max_tokens)
+                for n in range(sent, tokens)
+            ]
+            sent = tokens
+            await streamed.write(b"".join(events))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = usage_of(generation.request.tokens, sent, self._count(generation))
+            await streamed.write(usage_event(body, request.path, name, usage))
+        await streamed.write(DONE)
+        await streamed.write_eof()
+        return streamed
+
+    async def _progress(self, generation: Generation) -> AsyncIterator[int]:
+        """The tokens so far, whenever there are more; ends with all of them."""
+        told = 0
+        while told < generation.request.max_tokens:
+            await generation.changed.wait()
+            generation.changed.clear()
+            if generation.tokens > told:
+                told = generation.tokens
+                yield told
+            if generation.done:
+                return
+
+    def _count(self, generation: Generation) -> int:
+        """Cached tokens of a request, once; counted for `/metrics`."""
+        cached = generation.record.cached_tokens
+        self._asked += generation.request.tokens
+        self._found += cached
+        return cached
+
+    def _transfer(self, transfer: str) -> asyncio.Future[dict[str, float]]:
+        if transfer not in self._transfers:
+            while len(self._transfers) >= _KEPT_KV:
+                del self._transfers[next(iter(self._transfers))]
+            self._transfers[transfer] = asyncio.get_running_loop().create_future()
+        return self._transfers[transfer]
+
+    @property
+    def _address(self) -> ProducerAddress:
+        """Where a decode engine asks for KV."""
+        source = Source(self.settings.host, self.port, self._engine_id)
+        return ProducerAddress(self._engine_id, (Peer(source, Shard(0, MAX_LAYERS, 0, 1)),))

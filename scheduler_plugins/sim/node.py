@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of a simulated cluster, as policies see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order.registry import create
+from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.router.load import EngineLoad
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.sim.cache import LruBlocks
+from scheduler_plugins.sim.engine import SimulatedEngine
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A cost model that is known from the start."""
+
+    model: CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """How the engines of a cluster are made."""
+
+    truth: CostModel
+    """How long steps take. `chunk_tokens` 0: whole prompts (level 1)."""
+    cache_blocks: int = 8000
+    block_tokens: int = 512
+    kv_tokens: float = inf
+    """Room for the KV of sequences that decode."""
+    order: str = "srjf_calibrated"
+    """Policy of the engine's queue."""
+    classes: tuple[QosClass, ...] = ONLY
+    lag_s: float = 0.0
+    """How late the router learns what an engine has cached."""
+    pull_prefix: bool = False
+    """Whether an engine fetches cached prefixes from others."""
+
+
+class Node:
+    """An engine, its cache, and what the router knows of it."""
+
+    def __init__(self, name: str, role: Role, settings: NodeSettings) -> None:
+        self.name = name
+        self.role = role
+        self.up = True
+        self.draining = False
+        self.costs = settings.truth
+        self.block_tokens = settings.block_tokens
+        self.pull_prefix = settings.pull_prefix
+        self.cache = LruBlocks(settings.cache_blocks, lag_s=settings.lag_s)
+        queue = WaitingQueue(
+            create(settings.order),
+            self.cache.hashes,
+            page_size=settings.block_tokens,
+            costs=_Known(settings.truth),
+            classes=settings.classes,
+        )
+        self.engine = SimulatedEngine(
+            queue,
+            self.cache,
+            settings.truth,
+            page_size=settings.block_tokens,
+            decode_apart=False,
+            kv_tokens=settings.kv_tokens,
+        )
+        self.load = load = EngineLoad()
+        self.queued_s = load.queued_s
+        self.accepts = load.accepts
+        self.due: tuple[float, int] | None = None
+        """When it has something to do, as the heap knows it."""
+        self.ticket = 0
+        """Number of its event that counts; those with other numbers are out of date."""
+
+    @property
+    def open_requests(self) -> int:
+        return self.load.open_requests
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens
+
+    @property
+    def prefills(self) -> int:
+        return self.load.prefills
+
+    @property
+    def batch(self) -> int:
+        return self.load.batch
+
+    @property
+    def context(self) -> int:
+        return self.load.context
+
+    @property
+    def heavy(self) -> int:
+        return self.load.heavy
+
+    @property
+    def free_kv(self) -> float:
+        return self.engine.free_kv
+
+    @property
+    def busy_s(self) -> float:
+        """Time in which it computed."""
+        return self.engine.busy_s + self.engine.decode.busy_s

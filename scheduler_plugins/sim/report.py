@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came out of a simulation, as numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from scheduler_plugins.sim.node import Node
+from scheduler_plugins.sim.served import Served
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One run. Times in seconds, parts between 0 and 1."""
+
+    policy: str
+    requests: int
+    served: int
+    rejected: Mapping[str, int]  # by cause
+    restarts: int  # attempts that were lost to an engine's death
+    preemptions: int
+    duration_s: float  # from the first arrival to the last token
+    ttft_s: Mapping[str, float]  # mean, p50, p90, p95, p99
+    tpot_s: Mapping[str, float]
+    hit: float  # part of the served requests' prompt tokens that came from a cache
+    goodput_per_s: float  # requests that were served within both promises, per second of arrivals
+    attained: float  # part of the served requests that were
+    utilisation: Mapping[str, float]  # by engine, part of the time in which it computed
+    moved_bytes: int  # over the links
+
+
+def summarize(
+    policy: str,
+    served: Sequence[Served],
+    nodes: Iterable[Node],
+    *,
+    ttft_slo_s: float,
+    tpot_slo_s: float,
+    moved_bytes: int,
+) -> Summary:
+    """Sum up a run of `Cluster`. `served` has at least one request."""
+    done = [one for one in served if one.end_s is not None]
+    begun_s = served[0].request.arrival_s
+    ended_s = max((one.end_s or 0.0 for one in done), default=begun_s)
+    duration_s = max(ended_s - begun_s, 1e-9)
+    kept = sum(one.ttft_s <= ttft_slo_s and one.tpot_s <= tpot_slo_s for one in done)
+    arriving_s = max(served[-1].request.arrival_s - begun_s, 1e-9)
+    tokens = sum(one.request.tokens for one in done)
+    return Summary(
+        policy=policy,
+        requests=len(served),
+        served=len(done),
+        rejected=dict(sorted(Counter(one.rejected for one in served if one.rejected).items())),
+        restarts=sum(one.restarts for one in served),
+        preemptions=sum(one.preemptions for one in served),
+        duration_s=duration_s,
+        ttft_s=spread([one.ttft_s for one in done]),
+        tpot_s=spread([one.tpot_s for one in done if one.request.max_tokens > 1]),
+        hit=sum(one.cached_tokens for one in done) / max(1, tokens),
+        goodput_per_s=kept / arriving_s,
+        attained=kept / max(1, len(done)),
+        utilisation={one.name: one.busy_s / duration_s for one in nodes},
+        moved_bytes=moved_bytes,
+    )
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Mean and percentiles; a percentile is the smallest value that so many percent do not exceed. Empty: all 0."""
+    ordered = sorted(values)
+    if not ordered:
+        return dict.fromkeys(("mean", *(f"p{n}" for n in PERCENTILES)), 0.0)
+    found = {"mean": sum(ordered) / len(ordered)}
+    for n in PERCENTILES:
+        found[f"p{n}"] = ordered[max(0, ceil(len(ordered) * n / 100) - 1)]
+    return found

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to results: one trace, one policy or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.qos.classes import QosClass, Slo
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.policies.registry import PREFILL, create
+from scheduler_plugins.sim.cluster import Cluster
+from scheduler_plugins.sim.links import Network
+from scheduler_plugins.sim.node import Node, NodeSettings
+from scheduler_plugins.sim.report import Summary, summarize
+from scheduler_plugins.sim.served import Served
+from scheduler_plugins.sim.trace import jittered
+
+COSTS = CostModel(a=6e-5, b=6e-10, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
+"""An invented engine of about 15,000 tokens per second: ratios count, not seconds. `pd-connector profile` measures a real
+one."""
+CHUNK_TOKENS = 2048
+CONDUCTOR_GLOBAL = "conductor+pull"
+"""The conductor where engines fetch prefixes from each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A cluster, and how it is used."""
+
+    prefill: int = 4
+    decode: int = 4
+    both: int = 0
+    """Engines that compute prompts and generate their tokens, without any transfer."""
+    costs: CostModel = COSTS
+    level: int = 1
+    """1: a step is one whole prompt, and there is room for all KV. 2: prompts are cut into chunks that share steps, and
+    KV has to fit."""
+    order: str = "srjf_calibrated"
+    """Policy of the engines' queues."""
+    cache_blocks: int = 8000
+    block_tokens: int = 512
+    kv_tokens: float = 1_000_000
+    """Room for the KV of an engine's decodes. Level 2 only."""
+    lag_s: float = 0.0
+    pull_prefix: bool = False
+    network: Network = field(default_factory=Network)
+    speed: float = 1.0
+    """How many times faster than recorded the requests come."""
+    ttft_slo_s: float = inf
+    tpot_slo_s: float = inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        if self.level not in (1, 2):
+            raise ValueError(f"level {self.level}: must be 1 (whole prompts) or 2 (steps)")
+        if not self.decode + self.both:
+            raise ValueError("decode 0: at least one engine must answer (--decode or --both)")
+        if self.decode and not self.prefill + self.both:
+            raise ValueError("prefill 0: at least one engine must compute prompts (--prefill)")
+        if self.decode and self.both:
+            raise ValueError(
+                "both: engines that do both replace --prefill and --decode: give 0 for them"
+            )
+
+    @property
+    def truth(self) -> CostModel:
+        """The cost model at this level."""
+        if self.level == 1:
+            return replace(self.costs, chunk_tokens=0)
+        return replace(self.costs, chunk_tokens=self.costs.chunk_tokens or CHUNK_TOKENS)
+
+    def nodes(self) -> list[Node]:
+        """Idle engines with empty caches: `p0`, `p1`, ..., `d0`, ... or `b0`, ..."""
+        settings = NodeSettings(
+            truth=self.truth,
+            cache_blocks=self.cache_blocks,
+            block_tokens=self.block_tokens,
+            kv_tokens=self.kv_tokens if self.level == 2 else inf,
+            order=self.order,
+            classes=(self._class,),
+            lag_s=self.lag_s,
+            pull_prefix=self.pull_prefix,
+        )
+        counts = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.BOTH, self.both))
+        return [
+            Node(f"{role.value[0]}{n}", role, settings)
+            for role, count in counts
+            for n in range(count)
+        ]
+
+    def cluster(self, policy: str, decode_policy: str = "") -> Cluster:
+        """An idle cluster with this policy."""
+        return Cluster(
+            self.nodes(),
+            create(policy, decode_policy),
+            network=self.network,
+            classes=(self._class,),
+            seed=self.seed,
+        )
+
+    def arrivals(self, requests: Sequence[Waiting]) -> list[Waiting]:
+        """A trace as this scenario plays it: binned times spread out, from 0 on, at its speed."""
+        moved = jittered(requests, self.seed)
+        begun_s = moved[0].arrival_s
+        return [
+            replace(one, arrival_s=(one.arrival_s - begun_s) / self.speed, qos="") for one in moved
+        ]
+
+    @property
+    def _class(self) -> QosClass:
+        ttft_ms, tpot_ms = (
+            None if slo_s == inf else slo_s * 1e3 for slo_s in (self.ttft_slo_s, self.tpot_slo_s)
+        )
+        slo = Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+        return QosClass(name="default", reserved_fraction=1.0, slo=slo)
+
+
+def simulate(
+    scenario: Scenario, arrivals: Sequence[Waiting], policy: str, decode_policy: str = ""
+) -> tuple[Summary, list[Served]]:
+    """Play a trace with one policy.
+
+    Args:
+        arrivals: see `Scenario.arrivals`.
+        policy: as `--policy` of the router, or `conductor+pull`.
+
+    Raises:
+        ConfigError: no policy has that name.
+    """
+    name = policy
+    if policy == CONDUCTOR_GLOBAL:
+        name, scenario = "conductor", replace(scenario, pull_prefix=True)
+    cluster = scenario.cluster(name, decode_policy)
+    served = cluster.run(arrivals)
+    summary = summarize(
+        policy,
+        served,
+        cluster.nodes.values(),
+        ttft_slo_s=scenario.ttft_slo_s,
+        tpot_slo_s=scenario.tpot_slo_s,
+        moved_bytes=cluster.links.moved_bytes,
+    )
+    return summary, served
+
+
+def policies(asked: str) -> list[str]:
+    """The policies that `--compare` names: a list with commas, or `all`."""
+    if asked != "all":
+        return [name.strip() for name in asked.split(",") if name.strip()]
+    return [*PREFILL, CONDUCTOR_GLOBAL]

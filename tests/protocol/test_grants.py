@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Landing slots among thousands of streams that wait for some."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pd_connector.config import Config
+from pd_connector.memory.slab import SlotPool
+from pd_connector.protocol.grants import Grants
+from pd_connector.protocol.incoming import Tell
+from pd_connector.protocol.incoming_stream import IncomingStream
+from pd_connector.protocol.peers import Source
+
+SLOTS = 8
+SOURCE = Source("127.0.0.1", 1, "")
+CHUNK: Any = object()
+
+
+def waiting(grants: Grants, count: int, *, complete: bool) -> list[IncomingStream]:
+    """Streams with more chunks than there are slots."""
+    streams = []
+    for number in range(count):
+        missing = dict.fromkeys(range(2 * SLOTS), CHUNK)
+        stream = IncomingStream(1, opened=True, accepted=True, complete=complete, missing=missing)
+        grants.wait(f"{number}", SOURCE, stream)
+        streams.append(stream)
+    return streams
+
+
+def granted(grants: Grants) -> list[str]:
+    tells = grants.grant_free(now=0.0)
+    assert all(isinstance(tell, Tell) for tell in tells)
+    return [tell.message.transfer for tell in tells]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def grants() -> Grants:
+    return Grants(Config(slots=SLOTS), SlotPool(SLOTS))
+
+
+def test_streams_that_may_have_no_more_slots_are_not_asked_again(grants: Grants) -> None:
+    waiting(grants, 1000, complete=False)  # which leave slots for prefills that have ended
+    assert granted(grants)
+    with mock.patch.object(Grants, "_most", side_effect=AssertionError("asked")):
+        for _ in range(3):
+            assert granted(grants) == []
+
+
+def test_a_stream_that_comes_later_gets_a_slot_at_once(grants: Grants) -> None:
+    streams = waiting(grants, 100, complete=False)
+    granted(grants)
+    assert granted(grants) == []
+    streams[50].complete = True  # its prefill has ended
+    grants.wait("50", SOURCE, streams[50])
+    assert granted(grants) == ["50"]
+
+
+def test_a_slot_that_comes_home_is_granted_again(grants: Grants) -> None:
+    first, *_ = streams = waiting(grants, 3, complete=True)
+    granted(grants)
+    assert granted(grants) == []
+    slot = first.slots[0]
+    del first.missing[0]
+    grants.give_back(first, slot)
+    grants.wait("0", SOURCE, first)
+    assert len(granted(grants)) == 1
+    grants.check_integrity({(f"{n}", SOURCE): stream for n, stream in enumerate(streams)})
+
+
+def test_a_stream_that_is_forgotten_is_noticed(grants: Grants) -> None:
+    streams = waiting(grants, 100, complete=False)
+    granted(grants)
+    known = {(f"{n}", SOURCE): stream for n, stream in enumerate(streams)}
+    grants.check_integrity(known)
+    streams[50].complete = True  # and nobody says that it wants more now
+    with pytest.raises(RuntimeError, match=r"slots are free, and .* gets none"):
+        grants.check_integrity(known)

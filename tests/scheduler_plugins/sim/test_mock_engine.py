@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mock engine: vLLM's HTTP and KV events, times from the cost model, and the router in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.sim.mock.events import BlockRemoved, BlockStored, EventBatch, WatchedBlocks
+from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids
+from scheduler_plugins.sim.mock.server import MockEngine, MockSettings
+
+COSTS = CostModel(a=1e-4, c=0.01, d0=0.005, chunk_tokens=512)
+TEXT = "the same beginning " * 20
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await scenario
+
+    asyncio.run(limited())
+
+
+@asynccontextmanager
+async def engine(**settings: Any):
+    made = MockEngine(MockSettings(**{"costs": COSTS, "speed": 10.0, **settings}))
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def ask(session: aiohttp.ClientSession, port: int, path: str = "completions", **body: Any):
+    async with session.post(
+        f"http://127.0.0.1:{port}/v1/{path}", json={"model": "mock", **body}
+    ) as answer:
+        raw = await answer.read()
+        assert answer.status == 200, raw
+        return raw
+
+
+def test_answers_have_as_many_tokens_as_asked_and_say_what_was_cached() -> None:
+    async def scenario() -> None:
+        async with engine() as mock, aiohttp.ClientSession() as session:
+            first = json.loads(await ask(session, mock.port, prompt=TEXT, max_tokens=5))
+            assert (
+                first["usage"]["completion_tokens"]
+                == first["choices"][0]["text"].count("word")
+                == 5
+            )
+            assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            again = json.loads(await ask(session, mock.port, prompt=TEXT, max_tokens=1))
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+            assert again["usage"]["prompt_tokens"] == len(text_ids(TEXT.encode()))
+            messages = [{"role": "user", "content": "hi"}]
+            raw = await ask(
+                session, mock.port, "chat/completions", messages=messages, stream=True, max_tokens=7
+            )
+            events = [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
+            assert events[-1] == "[DONE]"
+            assert [json.loads(one)["choices"][0]["delta"]["content"] for one in events[:-1]] == [
+                " word"
+            ] * 7
+            async with session.get(f"http://127.0.0.1:{mock.port}/metrics") as answer:
+                text = await answer.text()
+            assert 'vllm:prefix_cache_hits_total{model_name="mock",engine="0"} 80' in text
+
+    run(scenario())
+
+
+def test_events_say_what_is_cached_and_can_be_replayed() -> None:
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        async with AsyncExitStack() as stack:
+            stack.callback(context.destroy, linger=0)
+            endpoint = "tcp://127.0.0.1:*"
+            mock = await stack.enter_async_context(
+                engine(kv_events=endpoint, kv_replay=endpoint, cache_blocks=8)
+            )
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            assert mock.events is not None
+            for prompt in (TEXT, "another " * 40):
+                await ask(session, mock.port, prompt=prompt, max_tokens=1)
+            asker = context.socket(zmq.DEALER)
+            asker.connect(mock.events.replay_endpoint)
+            await asker.send_multipart((b"", (0).to_bytes(8, "big")))
+            cached: dict[int, list[int]] = {}
+            numbers = []
+            while True:
+                _, _, number, payload = await asker.recv_multipart()
+                if not payload:
+                    break
+                numbers.append(int.from_bytes(number, "big"))
+                for one in msgspec.msgpack.decode(payload, type=EventBatch).events:
+                    follow(cached, one)
+            assert numbers == list(range(len(numbers)))
+            assert len(numbers) == 2
+            assert len(cached) == 8, "what was evicted was told"
+            ids = text_ids(b"another " * 40)
+            assert set(block_hashes(ids, 16)) & set(cached)
+            for name, tokens in cached.items():
+                assert name in [*block_hashes(ids, 16), *block_hashes(text_ids(TEXT.encode()), 16)]
+                assert len(tokens) == 16
+
+    run(scenario())
+
+
+def follow(cached: dict[int, list[int]], event: BlockStored | BlockRemoved) -> None:
+    if isinstance(event, BlockRemoved):
+        for name in event.block_hashes:
+            del cached[name]
+        return
+    assert event.parent_block_hash is None or event.parent_block_hash in cached
+    for n, name in enumerate(event.block_hashes):
+        assert name not in cached
+        cached[name] = event.token_ids[n * 16 : (n + 1) * 16]
+
+
+def test_an_event_is_told_when_the_step_has_ended() -> None:
+    told: list[Any] = []
+    cache = WatchedBlocks(4, 16)
+    cache.publish = told.append
+    ids = list(range(48))
+    hashes = block_hashes(ids, 16)
+    cache.know(hashes, ids)
+    cache.store(hashes)
+    assert not told
+    cache.computed(1.0)
+    (stored,) = told[0]
+    assert stored.block_hashes == hashes
+    assert stored.token_ids == ids
+
+
+def test_the_router_hands_over_between_mocks() -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            p = [await stack.enter_async_context(engine()) for _ in range(2)]
+            d = [await stack.enter_async_context(engine()) for _ in range(2)]
+            config = RouterConfig(
+                prefill=tuple(f"http://127.0.0.1:{one.port}" for one in p),
+                decode=tuple(f"http://127.0.0.1:{one.port}" for one in d),
+                policy="prefix_hash",
+                port=0,
+            )
+            router = await stack.enter_async_context(RouterServer(config))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            for n in range(6):
+                raw = await ask(
+                    session, router.port, prompt=TEXT * 4, max_tokens=20 + n, stream=True
+                )
+                assert raw.count(b" word") == 20 + n
+            computed = sorted(one._asked for one in p)
+            assert computed[0] == 0, "one prefix, one prefill engine"
+            assert computed[1] == 6 * len(text_ids((TEXT * 4).encode()))
+            assert p[0]._found + p[1]._found > 0.7 * computed[1]
+            assert not any(one._engine.prefill for one in d), "decode engines computed no prompt"
+            assert all(one._engine.busy_s == 0.0 for one in d)
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        async with engine(speed=1.0) as mock, aiohttp.ClientSession() as session:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await ask(session, mock.port, prompt=TEXT, max_tokens=10_000)
+            while mock.clock.running or mock._engine.decode.batch:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    run(scenario())

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-router simulate` from trace to table, JSON and SVG; and `pd-router` itself."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from scheduler_plugins.commands import main as pd_router
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.profile import save
+from scheduler_plugins.router.policies.registry import PREFILL
+from scheduler_plugins.sim.report import spread
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    lines = [
+        {
+            "timestamp": n // 4 * 3000,
+            "input_length": 1024 * (1 + n % 5),
+            "output_length": 1 + n % 7,
+            "hash_ids": [0, *(100 * (n % 9) + k for k in range(1, 2 * (1 + n % 5)))],
+        }
+        for n in range(60)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def simulate(*arguments: object) -> int:
+    return pd_router(["simulate", *map(str, arguments)])
+
+
+def test_all_policies_on_one_trace(recorded: Path, tmp_path: Path, capsys) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    assert simulate(recorded, "--compare", "all", "--json", out, "--svg", picture) == 0
+    rows = json.loads(out.read_text())
+    assert [row["policy"] for row in rows] == [*PREFILL, "conductor+pull"]
+    for row in rows:
+        assert row["served"] + sum(row["rejected"].values()) == row["requests"] == 60
+        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"]
+        assert 0 <= row["hit"] < 1
+        assert set(row["utilisation"]) == {f"{side}{n}" for side in "pd" for n in range(4)}
+    drawing = ET.parse(picture).getroot()
+    lines = drawing.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2 * len(rows)
+
+
+def test_a_promise_is_counted_and_rejects(recorded: Path, capsys) -> None:
+    arguments = (recorded, "--prefill", 1, "--decode", 1, "--speed", 20, "--json", "-")
+    assert simulate(*arguments) == 0
+    (free,) = json.loads(capsys.readouterr().out)
+    assert simulate(*arguments, "--ttft-ms", 1000) == 0
+    (promised,) = json.loads(capsys.readouterr().out)
+    assert free["rejected"] == {}
+    assert free["attained"] == 1.0, "nothing was promised"
+    assert promised["rejected"]["ttft"] > 0
+    assert promised["ttft_s"]["p99"] < free["ttft_s"]["p99"]
+
+
+def test_a_measured_cost_model_steps_and_engines_that_do_both(
+    recorded: Path, tmp_path: Path, capsys
+) -> None:
+    costs = tmp_path / "costs.json"
+    save(costs, CostModel(a=1e-4, c=0.01, d0=0.02, chunk_tokens=256))
+    options = ("--level", 2, "--prefill", 0, "--decode", 0, "--both", 2, "--kv-tokens", 20_000)
+    assert simulate(recorded, *options, "--cost-model", costs, "--json", "-") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["moved_bytes"] == 0
+    assert row["tpot_s"]["p50"] == pytest.approx(0.02)
+
+
+def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:1{n}:03.9799600,{100 + n},{5 + n}" for n in range(5)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    assert simulate(path, "--json", "-") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["served"] == 5
+    assert row["duration_s"] == pytest.approx(240, abs=120)
+    path.write_text("TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,1")
+    assert simulate(path) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--policy", "robin"), "policy 'robin' is not known"),
+        (("--decode-policy", "robin"), "decode policy 'robin' is not known"),
+        (("--level", "3"), "level 3: must be 1"),
+        (("--decode", "0"), "decode 0: at least one"),
+        (("--both", "1"), "give 0 for them"),
+        (("--cost-model", "nowhere.json"), "no cost model"),
+    ],
+)
+def test_a_mistake_is_named(recorded: Path, options: tuple[str, str], said: str, capsys) -> None:
+    assert simulate(recorded, *options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pd_router_names_its_commands(capsys) -> None:
+    assert pd_router([]) == 0
+    assert "simulate" in capsys.readouterr().out
+    assert pd_router(["fly"]) == 2
+    assert "command 'fly' is not known" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pd_router(["--policy", "jsq"])  # options alone are the router's
+    assert "--prefill" in capsys.readouterr().err
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    found = spread(range(1, 101))
+    assert found == {"mean": 50.5, "p50": 50, "p90": 90, "p95": 95, "p99": 99}
+    assert set(spread([]).values()) == {0.0}

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events as vLLM's own publisher sends them, over real sockets, into the router's index."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import zmq.asyncio
+
+kv_events = pytest.importorskip("vllm.distributed.kv_events")
+
+from scheduler_plugins.router.index.follower import EventFollower  # noqa: E402
+from scheduler_plugins.router.index.hashes import token_bytes  # noqa: E402
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys  # noqa: E402
+
+SIZE = 4
+TOKENS = list(range(40))
+PROMPT = PromptKeys((), token_bytes(TOKENS))
+_TIMES = count()
+
+
+class Engine(NamedTuple):
+    name: str = "a"
+    block_tokens: int = SIZE
+
+
+def batch(first: int, blocks: int) -> Any:
+    """Blocks of the prompt; the engine names them as vLLM does."""
+    names = [bytes([n]) * 32 for n in range(1, 11)]
+    event = kv_events.BlockStored(
+        block_hashes=names[first : first + blocks],
+        parent_block_hash=names[first - 1] if first else None,
+        token_ids=TOKENS[first * SIZE : (first + blocks) * SIZE],
+        block_size=SIZE,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        group_idx=0,
+    )
+    return kv_events.KVEventBatch(ts=time.time() + next(_TIMES) / 1e3, events=[event])
+
+
+def publisher(folder: Path, *, replay: bool = True, **more: Any) -> Any:
+    return kv_events.ZmqEventPublisher(
+        0,
+        endpoint=f"ipc://{folder}/events",
+        replay_endpoint=f"ipc://{folder}/replay" if replay else None,
+        **more,
+    )
+
+
+class Following:
+    """A follower of the publisher in a folder."""
+
+    def __init__(self, folder: Path, *, replay: bool = True, live: bool = True) -> None:
+        """`live`: whether it listens; if not, a test gives it the batches one by one."""
+        self._live = live
+        self.prefixes = Prefixes()
+        self._context = zmq.asyncio.Context()
+        self.follower = EventFollower(
+            "a",
+            f"ipc://{folder}/events",
+            f"ipc://{folder}/replay" if replay else None,
+            self.prefixes,
+            self._context,
+        )
+
+    async def __aenter__(self) -> Following:
+        self._task = asyncio.create_task(self.follower.run() if self._live else asyncio.sleep(0))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    @property
+    def blocks(self) -> int:
+        return self.prefixes.match(PROMPT, [Engine()], 64, 0.0)[0]
+
+    async def has(self, blocks: int) -> None:
+        await until(lambda: self.blocks == blocks)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def test_events_fill_the_index_and_those_before_the_router_came_are_replayed(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        engine = publisher(tmp_path)
+        engine.publish(batch(0, 2))
+        try:
+            async with Following(tmp_path) as following:
+                await following.has(2)
+                engine.publish(batch(2, 3))
+                await following.has(5)
+                removed = kv_events.BlockRemoved([bytes([5]) * 32], "GPU", 0)
+                engine.publish(kv_events.KVEventBatch(ts=time.time() + 9, events=[removed]))
+                await following.has(4)
+                assert following.follower.describe() == {"source": "events", "blocks": 4}
+                cleared = kv_events.AllBlocksCleared()
+                engine.publish(kv_events.KVEventBatch(ts=time.time() + 10, events=[cleared]))
+                await following.has(0)
+        finally:
+            engine.shutdown()
+
+    run(scenario())
+
+
+async def received(following: Following, number: int, what: Any) -> None:
+    """A live batch with that number, whatever came before it."""
+    payload = kv_events.msgspec.msgpack.encode(what)
+    await following.follower._received((b"", number.to_bytes(8, "big"), payload))
+
+
+def test_a_gap_is_filled_by_a_replay(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = publisher(tmp_path)
+        several = [batch(n, 1) for n in range(4)]
+        for one in several:
+            engine.publish(one)
+        try:
+            async with Following(tmp_path, live=False) as following:
+                await received(following, 0, several[0])
+                assert following.blocks == 1
+                await until(lambda: len(engine._buffer) == 4)
+                await received(following, 3, several[3])
+                assert following.blocks == 4
+                assert following.follower.dropped == 0
+                await received(following, 2, several[2])  # an old one again
+                assert following.blocks == 4
+        finally:
+            engine.shutdown()
+
+    run(scenario())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - another thread changes it
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_what_cannot_be_replayed_drops_the_engines_part(tmp_path: Path, replay: bool) -> None:
+    """With a replay buffer of one batch, and with none at all."""
+
+    async def scenario() -> None:
+        engine = publisher(tmp_path, replay=replay, buffer_steps=1)
+        several = [batch(0, 3), batch(3, 1), batch(4, 1), batch(0, 2)]
+        for one in several:
+            engine.publish(one)
+        try:
+            async with Following(tmp_path, replay=replay, live=False) as following:
+                await received(following, 0, several[0])
+                assert following.blocks == 3
+                await until(engine._event_queue.empty)
+                await received(following, 3, several[3])
+                # The last batch's blocks are known; nobody believes the first ones any more.
+                assert following.blocks == 2
+                assert following.follower.dropped == 1
+                assert "no snapshot" in following.follower.describe()["note"]
+        finally:
+            engine.shutdown()
+
+    run(scenario())
+
+
+def test_an_engine_that_restarts_begins_with_an_empty_cache(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Following(tmp_path, replay=False, live=False) as following:
+            for number in range(3):
+                await received(following, number, batch(number, 1))
+            assert following.blocks == 3
+            await received(following, 0, batch(0, 1))
+            assert following.blocks == 1
+            await received(following, 1, batch(1, 1))
+            assert following.blocks == 2
+
+    run(scenario())
+
+
+def test_messages_that_are_no_events_cost_the_engines_part_only(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Following(tmp_path, replay=False, live=False) as following:
+            await received(following, 0, batch(0, 3))
+            await following.follower._received((b"x",))
+            await following.follower._received((b"", b"short", b""))
+            assert following.blocks == 3
+            await following.follower._received((b"", (1).to_bytes(8, "big"), b"\xc1"))
+            assert following.blocks == 0
+            await received(following, 2, batch(0, 1))
+            assert following.blocks == 1
+
+    run(scenario())

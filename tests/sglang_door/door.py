@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door's managers with real agents and pools, and without SGLang's scheduler around them."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang_door.test_sglang_cache import HEADS, SLIDING_WINDOW, SLOTS, TOKENS, full_attention
+from support.agents import until
+
+from pd_connector.agent.agent import Agent
+from pd_connector.config import Config
+from pd_connector.protocol.last_words import FIRST_TOKEN
+from pd_connector.protocol.peers import Peer, Source
+from pd_connector.sglang.adapters import Adapters
+from pd_connector.sglang.cache import describe_cache, own_shard
+from pd_connector.sglang.manager import Manager
+from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.receiver import Receiver
+from pd_connector.sglang.sender import Sender
+
+ROOM = 77
+CONFIG = Config(transports=("tcp",), connect_timeout_s=5.0, lease_s=30.0)
+
+
+class Engine(Manager):
+    """A manager without SGLang's scheduler around it."""
+
+    def __init__(
+        self,
+        *,
+        produces: bool,
+        page_size: int = 16,
+        pool: Any = None,
+        rank: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.pool = pool or full_attention(page_size, HEADS // rank[1])
+        self.page_size = page_size
+        self.page_limit = SLOTS // page_size + 1
+        self.produces = produces
+        self.shard = own_shard(self.pool, *rank)
+        cache = describe_cache(self.pool, HEADS, self.shard, sliding_window=SLIDING_WINDOW)
+        self._windows = pool is not None
+        self._adapters = Adapters(SimpleNamespace(lora_manager=None))
+        self.agent = Agent(
+            CONFIG,
+            "p" if produces else "d",
+            b"model",
+            cache,
+            produces=produces,
+            consumes=not produces,
+            tells=(FIRST_TOKEN,) if produces else (),
+            needs=() if produces else (FIRST_TOKEN,),
+            shards=[own_shard(self.pool, place, rank[1]) for place in range(rank[1])],
+        )
+        self.buffers = MetadataBuffers(4, 16, torch.float32, 0)
+        self.found = Found(())
+        self.forgotten: list[str] = []
+        self._told = {}
+        self._watched = set()
+        self._scheduler = SimpleNamespace(
+            device="cpu",
+            token_to_kv_pool_allocator=SimpleNamespace(
+                translate_swa_indices_for_transfer=self._windowed
+            ),
+        )
+
+    def _windowed(self, slots: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.pool.translate_loc_from_full_to_swa(slots)
+        return found
+
+    def prefill_engine(self, address: str) -> Found:
+        return self.found
+
+    def forget_prefill_engine(self, address: str) -> None:
+        self.forgotten.append(address)
+
+
+def make_request(tokens: range = range(TOKENS)) -> Any:
+    """As much of SGLang's `Req` as the door reads."""
+    return SimpleNamespace(
+        rid="r",
+        origin_input_ids=list(tokens),
+        cache_salt=None,
+        lora_id=None,
+        return_logprob=False,
+        metadata_buffer_index=1,
+        output_ids=[9],
+        cached_tokens=0,
+        cached_tokens_device=0,
+        cached_tokens_host=0,
+        cached_tokens_storage=0,
+        get_mm_token_counts=lambda: (0, 0, 0),
+        return_sampling_mask=False,
+        hidden_states_tensor=None,
+        bootstrap_room=ROOM,
+    )
+
+
+class Pair:
+    def __init__(
+        self, page_sizes: tuple[int, int] = (16, 16), pools: tuple[Any, Any] = (None, None)
+    ) -> None:
+        self.p = Engine(produces=True, page_size=page_sizes[0], pool=pools[0])
+        self.d = Engine(produces=False, page_size=page_sizes[1], pool=pools[1])
+        peer = Peer(Source("127.0.0.1", self.p.agent.port, "p"), own_shard(self.p.pool, 0, 1))
+        self.d.found = Found(((peer,),))
+
+    def request(self, tokens: range = range(TOKENS)) -> Any:
+        return make_request(tokens)
+
+    def sender(self, req: Any) -> Sender:
+        sender = Sender(self.p, "", ROOM)
+        sender.bind(req)
+        sender.init(3, 1)
+        return sender
+
+    def receiver(self, req: Any) -> Receiver:
+        receiver = Receiver(self.d, "127.0.0.1:8998", ROOM)
+        receiver.bind(req)
+        receiver.init(0)
+        return receiver
+
+    def pages(self, engine: Engine, first: int = 1) -> np.ndarray[Any, Any]:
+        count = -(-TOKENS // engine.page_size)
+        return np.arange(first, first + count, dtype=np.int32)
+
+    def send_all(self, sender: Sender, req: Any) -> None:
+        """The prompt in two chunks, as SGLang sends them."""
+        pages, size = self.pages(self.p), self.p.page_size
+        first = 16 // size
+        sender.send(pages[:first], None, num_kv_tokens=16)
+        self.p.buffers.set_buf(req)
+        sender.send(pages[first:], [], num_kv_tokens=TOKENS - 16)
+
+    def close(self) -> None:
+        self.p.agent.close()
+        self.d.agent.close()
+
+    def idle(self) -> bool:
+        names = ("leased_pages", "outgoing_transfers", "incoming_transfers", "landing_slots")
+        gauges = [engine.agent.telemetry.gauges() for engine in (self.p, self.d)]
+        held = any(g.get(name) for g in gauges for name in (*names, "send_slots"))
+        return not held and not (self.p._watched or self.d._watched)
+
+
+def reach(poll: Callable[[], int], state: int) -> None:
+    until(lambda: poll() == state, f"state {state}")

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes on SGLang's own pools, by its own tables, against torch's attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
+from torch.nn.functional import scaled_dot_product_attention
+
+from pd_kernels.attention.mla_call import LATENT, ROPE
+from pd_kernels.sglang.backend import MlaBackend, PagedBackend
+from pd_kernels.sglang.page_tables import FixedTables, PageTables
+
+DIM, KV_HEADS, HEADS = 16, 2, 6
+PAGES = 40
+LENGTHS = (1, 15, 16, 17, 64, 65, 130)
+PAGE_SIZES = (1, 16, 64)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Step:
+    """A batch of decodes: each request's tokens lie in pages of its own, in random order.
+
+    The token that is new has a slot, and its KV is not written yet.
+    """
+
+    def __init__(self, page_size: int, lengths: tuple[int, ...] = LENGTHS) -> None:
+        self.page_size = page_size
+        self.pages = sum(-(-n // page_size) for n in lengths) + 1
+        rows = [
+            2 * n + 1 for n in range(len(lengths))
+        ]  # of the request pool: not all are in the batch
+        self.req_to_token = torch.zeros(2 * len(lengths) + 1, 256, dtype=torch.int32)
+        free = (torch.randperm(self.pages - 1) + 1).tolist()  # page 0 is padding
+        self.slots = []
+        for row, length in zip(rows, lengths, strict=True):
+            own = [free.pop() for _ in range(-(-length // page_size))]
+            slots = [page * page_size + n for page in own for n in range(page_size)][:length]
+            self.req_to_token[row, :length] = torch.tensor(slots)
+            self.slots.append(torch.tensor(slots))
+        self.batch = SimpleNamespace(
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor(lengths),
+            seq_lens_cpu=torch.tensor(lengths),
+            out_cache_loc=torch.stack([slots[-1] for slots in self.slots]),
+            out_cache_loc_is_physical=True,
+            forward_mode=SimpleNamespace(is_decode=lambda: True),
+        )
+
+    @property
+    def size(self) -> int:
+        """Slots that a pool must have besides its padding."""
+        return (self.pages - 1) * self.page_size
+
+    def runner(self, pool: Any, *layers: RadixAttention, **changed: Any) -> Any:
+        args = {"dcp_size": 1, **changed.pop("server_args", {})}
+        return SimpleNamespace(
+            token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
+            page_size=self.page_size,
+            device="cpu",
+            dtype=changed.pop("dtype", torch.float32),
+            model=torch.nn.ModuleList(layers),
+            server_args=SimpleNamespace(**args),
+            prefill_attention_backend_str="torch_native",
+            **changed,
+        )
+
+
+def layer(**options: Any) -> RadixAttention:
+    settings = {"num_kv_heads": KV_HEADS, "layer_id": 0} | options
+    return RadixAttention(HEADS, DIM, DIM**-0.5, **settings)
+
+
+def keys_and_values(step: Step, dtype: torch.dtype = torch.float32) -> MHATokenToKVPool:
+    pool = MHATokenToKVPool(
+        size=step.size,
+        page_size=step.page_size,
+        dtype=dtype,
+        head_num=KV_HEADS,
+        head_dim=DIM,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+    )
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape).to(dtype).view(buffer.dtype))
+    return pool
+
+
+def latents(step: Step, rank: int = LATENT) -> MLATokenToKVPool:
+    pool = MLATokenToKVPool(
+        size=step.size,
+        page_size=step.page_size,
+        dtype=torch.float32,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=ROPE,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+    )
+    pool.kv_buffer[0].copy_(torch.randn(pool.kv_buffer[0].shape))
+    return pool
+
+
+def wanted(
+    step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    """Each request by itself, with torch's attention. `query` is `[requests, heads, dim]`."""
+    rows = []
+    for one, slots in zip(query, step.slots, strict=True):
+        k, v = (cache[slots].transpose(0, 1)[None] for cache in (keys, values))
+        rows.append(scaled_dot_product_attention(one[None, :, None], k, v, enable_gqa=True, **how))
+    return torch.stack([row[0, :, 0] for row in rows])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_keys_and_values_of_any_page_size_and_ragged_lengths(page_size: int) -> None:
+    step, ours = Step(page_size), layer()
+    pool = keys_and_values(step)
+    backend = PagedBackend(step.runner(pool, ours))
+    query = torch.randn(len(LENGTHS), HEADS * DIM)
+    new = torch.randn(2, len(LENGTHS), KV_HEADS, DIM)
+    backend.init_forward_metadata(step.batch)
+    out = backend.forward_decode(query, *new, ours, step.batch)
+    assert torch.equal(pool.get_key_buffer(0)[step.batch.out_cache_loc], new[0])
+    assert torch.equal(pool.get_value_buffer(0)[step.batch.out_cache_loc], new[1])
+    reference = wanted(
+        step, query.view(-1, HEADS, DIM), pool.get_key_buffer(0), pool.get_value_buffer(0)
+    )
+    torch.testing.assert_close(out, reference.flatten(1), **CLOSE)
+
+
+def test_a_window_and_a_cap_are_sglangs() -> None:
+    step, ours = Step(16), layer(sliding_window_size=20, logit_cap=5.0)
+    pool = keys_and_values(step)
+    backend = PagedBackend(step.runner(pool, ours))
+    query = torch.randn(len(LENGTHS), HEADS * DIM)
+    backend.init_forward_metadata(step.batch)
+    out = backend.forward_decode(query, None, None, ours, step.batch, save_kv_cache=False)
+    rows = []
+    for one, slots in zip(query.view(-1, HEADS, DIM), step.slots, strict=True):
+        k, v = pool.get_key_buffer(0)[slots][-21:], pool.get_value_buffer(0)[slots][-21:]
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        scores = torch.einsum("hd,thd->ht", one, k) * DIM**-0.5
+        rows.append(torch.einsum("ht,thd->hd", (5 * torch.tanh(scores / 5)).softmax(1), v))
+    torch.testing.assert_close(out, torch.stack(rows).flatten(1), **CLOSE)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_latents_of_any_page_size_and_ragged_lengths(page_size: int) -> None:
+    step, heads = Step(page_size), 4
+    ours = RadixAttention(heads, LATENT + ROPE, 192**-0.5, 1, 0, v_head_dim=LATENT)
+    pool = latents(step)
+    backend = MlaBackend(step.runner(pool, ours))
+    query = torch.randn(len(LENGTHS), heads * (LATENT + ROPE))
+    new = torch.randn(len(LENGTHS), 1, LATENT + ROPE)
+    backend.init_forward_metadata(step.batch)
+    with get_parallel().override(dcp_enabled=False):  # SGLang's pool asks before it writes
+        out = backend.forward_decode(query, new, new[..., :LATENT], ours, step.batch)
+    cache = pool.get_key_buffer(0)
+    assert torch.equal(cache[step.batch.out_cache_loc], new)
+    shaped = query.view(-1, heads, LATENT + ROPE)
+    reference = wanted(step, shaped, cache, cache[..., :LATENT], scale=192**-0.5)
+    torch.testing.assert_close(out, reference.flatten(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_tables_of_cuda_graphs_keep_their_address_and_name_the_same_pages(page_size: int) -> None:
+    fixed = FixedTables(16, 256, page_size, "cpu")
+    addresses = set()
+    for lengths in (LENGTHS, LENGTHS[:3], (200, 3)):
+        step = Step(page_size, lengths)
+        plain = PageTables.of(step.batch, step.req_to_token, page_size)
+        filled = fixed.fill(step.batch, step.req_to_token)
+        addresses.add((filled.table.data_ptr(), filled.lengths.data_ptr()))
+        assert torch.equal(filled.table[:, : plain.table.shape[1]], plain.table)
+        assert filled.lengths.tolist() == list(lengths)
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"server_args": {"speculative_algorithm": "EAGLE"}}, "--speculative-algorithm"),
+        ({"server_args": {"enable_unified_memory": True}}, "--enable-unified-memory"),
+        ({"server_args": {"dcp_size": 2}}, "--dcp-size 2"),
+        ({"dtype": torch.bfloat16}, "--kv-cache-dtype"),
+    ],
+)
+def test_what_an_engine_may_not_have_is_named(changed: dict[str, Any], named: str) -> None:
+    step = Step(16)
+    with pytest.raises(NotImplementedError, match=named):
+        PagedBackend(step.runner(keys_and_values(step), layer(), **changed))
+
+
+def test_prompts_are_for_another_backend() -> None:
+    step = Step(16)
+    runner = step.runner(keys_and_values(step), layer())
+    runner.prefill_attention_backend_str = "pd_kernels"
+    with pytest.raises(NotImplementedError, match="--decode-attention-backend alone"):
+        PagedBackend(runner)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"v_head_dim": 8}, "keys of head size 16 with values of 8"),
+        ({"is_cross_attention": True}, "only decoders"),
+        ({"logit_cap": 3.0, "logit_capping_method": "clip"}, "soft cap by clip"),
+    ],
+)
+def test_what_a_layer_may_not_have_is_named(options: dict[str, Any], named: str) -> None:
+    step = Step(16)
+    with pytest.raises(NotImplementedError, match=named):
+        PagedBackend(step.runner(keys_and_values(step), layer(**options)))
+
+
+def test_latents_of_another_size_are_named() -> None:
+    step = Step(16)
+    with pytest.raises(NotImplementedError, match="latents of 256"):
+        MlaBackend(step.runner(latents(step, 256)))
+
+
+def test_attention_sinks_are_refused_when_they_come() -> None:
+    step, ours = Step(16), layer()
+    backend = PagedBackend(step.runner(keys_and_values(step), ours))
+    backend.init_forward_metadata(step.batch)
+    query = torch.randn(len(LENGTHS), HEADS * DIM)
+    with pytest.raises(NotImplementedError, match="sinks"):
+        backend.forward_decode(
+            query, None, None, ours, step.batch, save_kv_cache=False, sinks=torch.ones(HEADS)
+        )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What conftest files of engine tests share: the marker, pools that end with the session, and the
+engines' logs when a test fails.
+
+A conftest file imports `pytest_runtest_makereport` by name; pytest then calls it for its tests.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import pytest
+
+LOG_LINES = 40
+
+
+class _Service(Protocol):
+    """One process of an engine."""
+
+    name: str
+    log_path: Path
+
+    def log_tail(self, lines: int) -> str: ...
+
+
+class _Pool(Protocol):
+    """Engines that tests share."""
+
+    @property
+    def services(self) -> Sequence[_Service]: ...
+
+    def stop(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Pool)
+_pools: list[_Pool] = []
+
+
+def mark_engine_tests(items: Sequence[pytest.Item], folder: Path) -> list[pytest.Item]:
+    """Every test in this folder starts engines: mark them. Returns these tests."""
+    found = [item for item in items if item.path.parent == folder]
+    for item in found:
+        item.add_marker(pytest.mark.engine)
+    return found
+
+
+@contextlib.contextmanager
+def running(pool: P) -> Iterator[P]:
+    """A pool whose logs are shown when tests fail; at the end its engines are stopped."""
+    _pools.append(pool)
+    try:
+        yield pool
+        pool.stop()
+    finally:
+        _pools.remove(pool)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for pool in _pools:
+            for service in pool.services:
+                title = f"end of the log of {service.name} ({service.log_path})"
+                report.sections.append((title, service.log_tail(LOG_LINES)))
+    return report
