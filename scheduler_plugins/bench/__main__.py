@@ -152,9 +152,21 @@ def qos(
 
 
 @app.command("ablation")
-def without(seeds: Seeds = 5, minutes: Minutes = 2.0, json: Json = None) -> None:
+def without(
+    seeds: Seeds = 5,
+    minutes: Minutes = 2.0,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="Recorded lengths, besides made ones; may be repeated."),
+    ] = None,
+    json: Json = None,
+) -> None:
     """What each part of the scheduler is worth: with it, and with it switched off, in simulation."""
-    _tell("Parts of the scheduler", ablation.compare(range(seeds), minutes * 60), json)
+    try:
+        found = ablation.compare(range(seeds), minutes * 60, traces or ())
+    except trace.TraceError as error:
+        raise typer.BadParameter(str(error), param_hint="--trace") from None
+    _tell("Parts of the scheduler", found, json)
 
 
 @app.command()
@@ -186,6 +198,25 @@ def added(json: Json = None) -> None:
         from scheduler_plugins.bench import live_overhead
 
         _tell("Time added to a step of vLLM's scheduler", live_overhead.compare(), json)
+
+
+@app.command("sglang")
+def sglang_steps(
+    seeds: Seeds = 3,
+    posts: Annotated[int, typer.Option(min=2, help="That each of 20 users is asked about.")] = 50,
+    load: Annotated[
+        list[float] | None, typer.Option(min=0.1, help="Of what FCFS drains; may be repeated.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """SGLang's own policies and ours with SGLang's cache and prefill adder, in simulated time.
+
+    Run it with the Python that has SGLang. For real engines: `queue --engine sglang`.
+    """
+    from scheduler_plugins.bench import sglang_steps as measured
+
+    found = measured.compare(posts, load or order.LOADS, range(seeds))
+    _tell("Order of waiting requests in SGLang's steps", found, json)
 
 
 @app.command()

@@ -10,8 +10,6 @@ from itertools import product
 from pathlib import Path
 
 from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch.progress import wait_all
 from pd_connector.tools.launch.sglang import SglangEngine
 from scheduler_plugins.bench.live import (
@@ -27,28 +25,19 @@ from scheduler_plugins.bench.live import (
 from scheduler_plugins.bench.live_queue import CACHED_PROFILES, POST_TOKENS, PROFILE_TOKENS
 from scheduler_plugins.bench.replay import Outcome, per_second
 from scheduler_plugins.bench.sending import RequestRecord
+from scheduler_plugins.bench.sglang_bars import FCFS, OURS, THEIRS, comparisons
 from scheduler_plugins.profile.client import connect
 from scheduler_plugins.qos.settings import SETTINGS_VARIABLE
 from scheduler_plugins.sim.workload import poisson, shared_profiles
 
-FCFS, OURS = "fcfs", "srjf_calibrated"
 PAGE_SIZE = 16
 _UNDER_WAY = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
 _RESET = "/flush_cache"
 _SEED = 7
-_BARRED_LOAD = 0.9
-
-
-def _own(policy: str) -> Contender:
-    return Contender(policy, ("--schedule-policy", policy))
-
 
 CONTENDERS = (
-    _own(FCFS),
-    _own("lpm"),
-    _own("hrrn"),
-    _own("shortest-prefill-first"),
-    Contender(OURS, ("--schedule-policy", "pd_scheduler"), "scheduler: {policy: srjf_calibrated}"),
+    *(Contender(name, ("--schedule-policy", name)) for name in THEIRS),
+    Contender(OURS, ("--schedule-policy", "pd_scheduler"), f"scheduler: {{policy: {OURS}}}"),
 )
 
 
@@ -65,7 +54,14 @@ async def compare(
     found = defaultdict[tuple[str, float], list[Outcome]](list)
     rates = []
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(_running(one, setup, say)) for one in CONTENDERS]
+        services = [_service(one, setup, say) for one in CONTENDERS]
+        for service in services:
+            stack.enter_context(service)
+        wait_all(services)
+        engines = [
+            await stack.enter_async_context(_running(one, service, setup))
+            for one, service in zip(CONTENDERS, services, strict=True)
+        ]
         noise = Noise([pid for engine in engines for pid in engine.pids])
         for seed in range(_SEED, _SEED + rounds):
             requests = shared_profiles(
@@ -84,31 +80,9 @@ async def compare(
                     f"hit {result.hit:.2f}"
                 )
         others_cores = noise.cores()
-    comparisons = [one for load in loads for one in _comparisons(load, found)]
+    compared = [one for load in loads for one in comparisons(load, found)]
     drains = ", ".join(f"{rate:.1f}" for rate in rates)
-    return Findings(comparisons, [f"capacity: {drains} requests a second"], others_cores)
-
-
-def _comparisons(load: float, found: dict[tuple[str, float], list[Outcome]]) -> list[Comparison]:
-    def sample(name: str, field: str) -> Sample:
-        return Sample(tuple(getattr(one, field) for one in found[name, load]))
-
-    others = [one.name for one in CONTENDERS if one.name != OURS]
-    best = min(others, key=lambda name: sample(name, "mean_s").median)
-    rows = []
-    for name, (field, unit) in product(others, (("mean_s", "s"), ("p99_s", "s"), ("hit", ""))):
-        barred = field == "mean_s" and name == best and load == _BARRED_LOAD
-        rows.append(
-            Comparison(
-                field.removesuffix("_s"),
-                {"load": load, "against": name},
-                sample(OURS, field),
-                sample(name, field),
-                unit,
-                1.0 if barred else None,
-            )
-        )
-    return rows
+    return Findings(compared, [f"capacity: {drains} requests a second"], others_cores)
 
 
 def _hit(records: Sequence[RequestRecord]) -> float:
@@ -118,15 +92,8 @@ def _hit(records: Sequence[RequestRecord]) -> float:
     return cached / max(1, sum(one.prompt_tokens for one in answers))
 
 
-@asynccontextmanager
-async def _running(
-    contender: Contender, setup: EngineSetup, say: Say
-) -> AsyncIterator[RunningEngine]:
-    """Start one contender, warm it up, end it.
-
-    Raises:
-        StartError: it did not start; BenchError: it does not do what it should.
-    """
+def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine:
+    """One contender, not started."""
     folder = setup.folder / contender.name
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "settings.yaml"
@@ -146,13 +113,20 @@ async def _running(
         log_path=folder / "engine.log",
     )
     say(f"starting {contender.name} (log: {engine.log_path})")
-    with engine:
-        wait_all([engine])
-        async with connect(engine.base_url) as client:
-            processes = engine.family.members() if engine.family else []
-            pids = [process.pid for process in processes]
-            found = RunningEngine(
-                contender, client, settings, pids, Noise(pids), under_way=_UNDER_WAY, reset=_RESET
-            )
-            await warm_up(found, setup.max_model_len)
-            yield found
+    return engine
+
+
+@asynccontextmanager
+async def _running(
+    contender: Contender, service: SglangEngine, setup: EngineSetup
+) -> AsyncIterator[RunningEngine]:
+    """Connect to a started contender and warm it up. Raises BenchError: it does not do what it should."""
+    async with connect(service.base_url) as client:
+        processes = service.family.members() if service.family else []
+        pids = [process.pid for process in processes]
+        settings = setup.folder / contender.name / "settings.yaml"
+        found = RunningEngine(
+            contender, client, settings, pids, Noise(pids), under_way=_UNDER_WAY, reset=_RESET
+        )
+        await warm_up(found, setup.max_model_len)
+        yield found

@@ -66,6 +66,16 @@ class FairShare:
         """Take back what `charge` booked: the work was not done."""
         self._shares.refund(booked)
 
+    def priority(self, name: str) -> int:
+        """Priority of a class."""
+        return self._classes[name].priority
+
+    def is_owed(self, name: str) -> bool:
+        """Whether a class has had less than its reserve, and there are classes of lower priority."""
+        if len(self._classes) == 1 or self._shares.balance_s(name) <= 0:
+            return False
+        return self._classes[name].priority > min(one.priority for one in self._classes.values())
+
     def outranks(self, name: str, qos: str) -> bool:
         """Whether a class has at least the priority of requests that name `qos`."""
         return self._classes[name].priority >= self._classes[self.class_of(qos)].priority

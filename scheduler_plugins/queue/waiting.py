@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from scheduler_plugins.order.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.class_queue import ClassQueue, QueueEntry
 from scheduler_plugins.queue.fair_share import FairShare
+from scheduler_plugins.queue.guards import Guards
 from scheduler_plugins.queue.prefix_index import CostEstimator, Costs, PrefixIndex
 
 LOOKS_PER_PEEK = 32
@@ -33,7 +34,8 @@ class WaitingQueue:
     everything, what runs ends, and nobody takes the room that becomes free. Requests that are removed
     count as having overtaken.
 
-    **Batches.** `peek` returns None although requests wait if a request wants a batch of its own.
+    **Batches.** `peek` returns None although requests wait if the batch has to go without another: for
+    a request that wants a batch of its own, and for one that is guarded (`Guards`).
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class WaitingQueue:
         """The request that goes before everything in this scan."""
         self._own_batch: str | None = None
         self._started: set[str] = set()
+        self._guards = Guards()
         self.fair_share = FairShare()
         """The classes. Others may ask it, not change it."""
         self.set_classes(classes)
@@ -172,6 +175,7 @@ class WaitingQueue:
         if request_id in self._started:
             self._started.discard(request_id)
             self._starts -= 1
+        self._guards.drop(request_id)
         if self._own_batch == request_id:
             self._own_batch = None
 
@@ -186,14 +190,17 @@ class WaitingQueue:
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` may return None although requests wait."""
-        return self.policy.splits_batches
+        return bool(self._guards) or self.policy.splits_batches
 
-    def begin_scan(self, *, full: bool = False) -> None:
+    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a pass over its queue.
 
         Args:
             full: a request that wants a batch of its own is being prefilled.
+            prefilling: ids of the requests whose prefill goes on in this batch.
         """
+        if self._guards:
+            self._guards.keep(prefilling)
         self._head = None
         self._popped = {}
         self._started = set()
@@ -223,7 +230,10 @@ class WaitingQueue:
             raise IndexError("pop from a queue that has no request to start")
         request, policy = entry.request, self.policy
         exact = policy.calibrated and entry.evictions == self._prefix_index.evictions
+        owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
+        if owed and not len(self._class_queues[entry.class_name]):
+            self._guards.add(request.id, self.fair_share.priority(entry.class_name))
         cost_s = entry.cost_s if exact else self.estimator.cost_s(request)
         cost_s = 0.0 if entry.resumed else cost_s
         self._popped[request.id] = entry, self.fair_share.charge(entry.class_name, cost_s)
@@ -256,6 +266,8 @@ class WaitingQueue:
             looks = max(8, looks - self._recalibrate())
         next_of_all = self._next_of_all
         name = next_of_all.class_name if next_of_all else self.fair_share.next()
+        if self._guards and self._guards.shut_out(self.fair_share.priority(name)):
+            return None
         entry = self._first(self._class_queues[name], looks)
         if policy.splits_batches and self._started and policy.wants_own_batch(entry.request):
             return None

@@ -13,8 +13,9 @@ from scheduler_plugins.order.request import BlockHash
 class LruBlocks:
     """Block hashes with room for `capacity`; the one unused for longest is evicted.
 
-    As in vLLM the last blocks of a prompt are evicted before its first ones. The engine sees a block at once; others
-    see it when it is computed, and `lag_s` after that, and see its eviction as late.
+    As in vLLM the last blocks of a prompt are evicted before its first ones. The engine sees a
+    block at once; others see it when it is computed, and `lag_s` after that, and see its eviction
+    as late.
     """
 
     def __init__(self, capacity: int, *, lag_s: float = 0.0) -> None:
@@ -46,9 +47,9 @@ class LruBlocks:
 
     def seen(self, hashes: Sequence[BlockHash], now_s: float) -> int:
         """How many leading blocks others believe to be cached at `now_s`."""
-        get, known_s, count = self._blocks.get, now_s - self._lag_s, 0
+        get, known_s, count, late = self._blocks.get, now_s - self._lag_s, 0, self._lag_s > 0.0
         for block in hashes:
-            if get(block, inf) > known_s and not self._evicted_late(block, known_s):
+            if get(block, inf) > known_s and not (late and self._evicted_late(block, known_s)):
                 return count
             count += 1
         return count
@@ -56,8 +57,8 @@ class LruBlocks:
     def store(self, hashes: Sequence[BlockHash], now_s: float = 0.0) -> None:
         """All blocks of a prompt were used; those that were not cached are now.
 
-        Of a prompt that is larger than the cache only the beginning is kept. Others see what is new after
-        `computed` only.
+        Of a prompt that is larger than the cache only the beginning is kept. Others see what is new
+        after `computed` only.
         """
         blocks, added = self._blocks, list[BlockHash]()
         move = blocks.move_to_end

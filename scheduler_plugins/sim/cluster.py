@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from random import Random
@@ -17,12 +16,12 @@ from scheduler_plugins.router.policies.base import (
     Defer,
     Policy,
     Reject,
-    Request,
     Role,
     Route,
     cached_tokens,
 )
 from scheduler_plugins.sim.engine import ARRIVAL, END
+from scheduler_plugins.sim.journey import Journey, promise_of
 from scheduler_plugins.sim.links import Links, Network
 from scheduler_plugins.sim.node import Node
 from scheduler_plugins.sim.prefill import RunningPrefill
@@ -37,25 +36,13 @@ class Change(NamedTuple):
     what: Callable[[Cluster, float], None]
 
 
-@dataclass(eq=False, slots=True)
-class _Journey:
-    """A request that has not ended, and where it is."""
-
-    record: Served
-    asked: Request
-    waiting: Waiting  # as engines get it: after a death it has more tokens, and fewer to come
-    p: Node | None = None
-    d: Node | None = None
-    attempt: int = 0  # what an earlier attempt has on its way is out of date
-    in_transfer: bool = False
-
-
 class Cluster:
     """Serves a trace with a policy. One object serves one run.
 
-    A request goes to a prefill engine; when its prompt is computed and its decode engine has room, its KV
-    goes over the links; the first token is the decode engine's first step, as with PDConnector. An engine that dies
-    loses everything; its requests are decided anew, with the tokens they have.
+    A request goes to a prefill engine; when its prompt is computed and its decode engine has room,
+    its KV goes over the links; the first token is the decode engine's first step, as with
+    PDConnector. An engine that dies loses everything; its requests are decided anew, with the
+    tokens they have.
     """
 
     def __init__(
@@ -73,14 +60,14 @@ class Cluster:
         self.view = ClusterView(self.nodes, self.links)
         self._policy = policy
         self._random = Random(seed)
-        self._promises = {one.name: _promise(one) for one in classes}
-        self._promise = _promise(default_class(classes))
+        self._promises = {one.name: promise_of(one) for one in classes}
+        self._promise = promise_of(default_class(classes))
         self._heap: list[tuple[float, int, int, Node | Callable[[float], None]]] = []
         self._seq = 0
         self._links_ticket = 0
-        self._journeys: dict[str, _Journey] = {}
-        self._stranded: list[_Journey] = []
-        self._rooms: dict[str, list[tuple[_Journey, int]]] = {}
+        self._journeys: dict[str, Journey] = {}
+        self._stranded: list[Journey] = []
+        self._rooms: dict[str, list[tuple[Journey, int]]] = {}
         self.now_s = 0.0
         for node in nodes:
             self.join(node, 0.0)
@@ -157,26 +144,16 @@ class Cluster:
 
     def _arrive(self, record: Served) -> None:
         one = record.request
-        ttft_slo_s, tpot_slo_s = self._promises.get(one.qos, self._promise)
-        asked = Request(
-            one.id,
-            one.tokens,
-            one.block_hashes,
-            one.max_tokens,
-            one.arrival_s,
-            one.qos,
-            ttft_slo_s=ttft_slo_s,
-            tpot_slo_s=tpot_slo_s,
-        )
-        journey = self._journeys[one.id] = _Journey(record, asked, one)
+        journey = Journey.begin(record, self._promises.get(one.qos, self._promise))
+        self._journeys[one.id] = journey
         self._decide(journey, one.arrival_s)
 
-    def _decide(self, journey: _Journey, now_s: float) -> None:
+    def _decide(self, journey: Journey, now_s: float) -> None:
         view = self.view
         if not view.engines(Role.DECODE):
             self._stranded.append(journey)
             return
-        view.now_s = now_s
+        view.begin(now_s)
         decision = self._policy.decide(journey.asked, view, now_s, self._random)
         if isinstance(decision, Route):
             self._send(journey, decision, now_s)
@@ -188,20 +165,20 @@ class Cluster:
             again = partial(self._decide, journey)
             self._at(max(decision.until_s, now_s + 1e-6), ARRIVAL, again)
 
-    def _send(self, journey: _Journey, route: Route, now_s: float) -> None:
+    def _send(self, journey: Journey, route: Route, now_s: float) -> None:
         """Count the request where it goes, and begin."""
         record, request = journey.record, journey.waiting
         d = journey.d = self.nodes[route.d]
         p = journey.p = None if route.p is None else self.nodes[route.p]
         record.p, record.d = route.p, route.d
         computes = p or d
-        blocks = computes.cache.seen(request.block_hashes, now_s)
+        (blocks,) = self.view.match(request.block_hashes, (computes,))
         cached = cached_tokens(journey.asked, computes, blocks)
         d.load.decode_sent(request.id, request.tokens, request.max_tokens)
         pulled = 0
         if route.pull_from is not None:
             source = self.nodes[route.pull_from]
-            blocks = source.cache.seen(request.block_hashes, now_s)
+            (blocks,) = self.view.match(request.block_hashes, (source,))
             pulled = cached_tokens(journey.asked, source, blocks) - cached
         cost_s = computes.costs.prefill_s(request.tokens, cached + max(0, pulled))
         fresh = request.tokens - cached - max(0, pulled)
@@ -216,7 +193,7 @@ class Cluster:
         self._transfer(source.name, computes.name, size, now_s, done)
 
     def _pulled(
-        self, journey: _Journey, node: Node, hashes: Sequence[object], attempt: int, now_s: float
+        self, journey: Journey, node: Node, hashes: Sequence[object], attempt: int, now_s: float
     ) -> None:
         """A prefix from another engine's cache has arrived."""
         if journey.attempt == attempt:
@@ -224,7 +201,7 @@ class Cluster:
             node.cache.computed(now_s)
             self._prefill(journey, node, now_s)
 
-    def _prefill(self, journey: _Journey, node: Node, now_s: float) -> None:
+    def _prefill(self, journey: Journey, node: Node, now_s: float) -> None:
         node.engine.arrive(journey.waiting, journey.record, now_s)
         self._schedule(node)
 
@@ -242,7 +219,8 @@ class Cluster:
         return True
 
     def _give_room(self, node: Node, now_s: float) -> None:
-        """Begin the transfers to an engine that has room for their KV, in the order in which they wait."""
+        """Begin the transfers to an engine that has room for their KV, in the order in which they
+        wait."""
         waiting, engine = self._rooms[node.name], node.engine
         while waiting and engine.has_room(waiting[0][0].waiting.tokens):
             journey, size = waiting.pop(0)
@@ -252,7 +230,7 @@ class Cluster:
             done = partial(self._received, journey, node, journey.attempt)
             self._transfer(journey.p.name, node.name, size, now_s, done)
 
-    def _received(self, journey: _Journey, node: Node, attempt: int, now_s: float) -> None:
+    def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
         if journey.attempt == attempt:
             journey.in_transfer = False
             node.engine.receive(journey.waiting, journey.record, now_s)
@@ -264,7 +242,7 @@ class Cluster:
         if self._rooms[node.name]:
             self._give_room(node, self.now_s)
 
-    def _take_back(self, journey: _Journey, now_s: float) -> None:
+    def _take_back(self, journey: Journey, now_s: float) -> None:
         """Forget where a request was; keep the tokens it has."""
         request, left = journey.waiting, 0
         journey.attempt += 1
@@ -278,11 +256,7 @@ class Cluster:
             rooms[:] = [pair for pair in rooms if pair[0] is not journey]
             if journey.in_transfer:
                 journey.d.engine.reserved_tokens -= request.tokens
-        journey.in_transfer, journey.p, journey.d = False, None, None
-        if 0 < left < request.max_tokens:
-            tokens = request.tokens + request.max_tokens - left
-            journey.waiting = replace(request, tokens=tokens, max_tokens=left)
-            journey.asked = journey.asked._replace(tokens=tokens, max_tokens=left)
+        journey.go_on(left)
 
     def _transfer(
         self, source: str, target: str, size: float, now_s: float, done: Callable[[float], None]
@@ -301,11 +275,15 @@ class Cluster:
 
     def _schedule(self, node: Node) -> None:
         """Note when an engine has something to do next."""
-        at_s = node.engine.next_event_s
+        engine = node.engine
+        due = (engine.next_event_s, engine.next_kind)
+        if due == node.due:
+            return
+        node.due = due
         self._seq += 1
         node.ticket = self._seq
-        if at_s < inf:
-            heapq.heappush(self._heap, (at_s, node.engine.next_kind, self._seq, node))
+        if due[0] < inf:
+            heapq.heappush(self._heap, (*due, self._seq, node))
 
     def _schedule_links(self) -> None:
         self._seq += 1
@@ -327,12 +305,6 @@ class Cluster:
             what(at_s)
         elif what.ticket == ticket:
             self.now_s = at_s
+            what.due = None
             what.engine.advance(at_s)
             self._schedule(what)
-
-
-def _promise(one: QosClass) -> tuple[float, float]:
-    """TTFT and TPOT that a class is promised, in seconds."""
-    promised = (one.slo.ttft_ms, one.slo.tpot_ms)
-    ttft_s, tpot_s = (inf if ms is None else ms / 1e3 for ms in promised)
-    return ttft_s, tpot_s

@@ -72,6 +72,8 @@ class Node:
         self.load = load = EngineLoad()
         self.queued_s = load.queued_s
         self.accepts = load.accepts
+        self.due: tuple[float, int] | None = None
+        """When it has something to do, as the heap knows it."""
         self.ticket = 0
         """Number of its event that counts; those with other numbers are out of date."""
 

@@ -49,18 +49,19 @@ class PrefillStage:
     """Puts the prompt tokens of a step together as vLLM does with our scheduler.
 
     Prefills under way go on first; then requests are taken from the queue until the step has
-    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the engine
-    (`step_length.step_tokens`). The prefills leave room for requests
-    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a prefill
-    may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read from the
-    cache by whatever enters a step after they were stored. `truth` says how long steps really take; the
-    queue has a cost model of its own.
+    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the
+    engine (`step_length.step_tokens`). The prefills leave room for requests
+    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a
+    prefill may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read
+    from the cache by whatever enters a step after they were stored. `truth` says how long steps
+    really take; the queue has a cost model of its own.
     """
 
     def __init__(
         self, queue: WaitingQueue, cache: LruBlocks, truth: CostModel, *, page_size: int
     ) -> None:
-        """`queue` was made with `cache.hashes`; the cache's notifications are connected to it here."""
+        """`queue` was made with `cache.hashes`; the cache's notifications are connected to it
+        here."""
         self.queue = queue
         self.cache = cache
         self._truth = truth
@@ -112,25 +113,28 @@ class PrefillStage:
         """What the next step computes; empty if nothing can be. Blocks are stored by `store`."""
         queue, running = self.queue, self.running
         own_batch = queue.policy.wants_own_batch if queue.policy.splits_batches else None
-        queue.begin_scan(full=bool(own_batch and any(own_batch(one.request) for one in running)))
+        queue.begin_scan(
+            full=bool(own_batch and any(own_batch(one.request) for one in running)),
+            prefilling=[one.request.id for one in running],
+        )
         if running:
             self._give_way()
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         if budget:
             budget = step_tokens(queue, budget, (one.request.qos for one in running))
-        before = self._before(budget)
-        for one in running:
-            budget -= self._compute(one, budget - before, chunks)
+        if running:
+            before = self._before(budget)
+            for one in running:
+                budget -= self._compute(one, budget - before, chunks)
         while (budget > 0 or not chunks) and (prefill := self._start(now_s)):
             running.append(prefill)
             budget -= self._compute(prefill, budget, chunks)
         return chunks
 
     def _before(self, budget: int) -> int:
-        """Tokens of the step that are kept for those that go before the prefills under way."""
-        if not self.running:
-            return 0
+        """Tokens of the step that are kept for those that go before the prefills under way, of
+        which there are some."""
         first = min(self.running, key=lambda one: one.left)
         return tokens_before(self.queue, first.request, first.done, budget)
 

@@ -8,7 +8,7 @@ either started, parked among the requests that hold KV, or skipped; skipped ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -81,10 +81,10 @@ class OrderedRequests(RequestQueue):
         self._popped: Request | None = None
         self._taken: dict[str, Waiting] = {}
 
-    def begin_scan(self, *, full: bool = False) -> None:
+    def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a step; see `WaitingQueue.begin_scan`."""
         self._cache.tell(self._queue)
-        self._queue.begin_scan(full=full)
+        self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
         self._scanning = True
 

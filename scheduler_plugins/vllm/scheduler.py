@@ -6,7 +6,7 @@ call its own. What is added around its methods:
 
 - before `schedule`: changed settings, changes of the prefix cache, a prefill that gives way to a
   class that is owed, the length of the step and of its prefills, the order of eviction
-- after `schedule` and `update_from_output`: the step's time, first tokens, the load report
+- behind the model and after `update_from_output`: the step's time, first tokens, the load report
 - around `add_request` and the end of a request: what was predicted of it, what it leaves behind
 """
 
@@ -101,6 +101,7 @@ class PrefixAwareScheduler(AsyncScheduler):
             self._cache.watch_evictions(self._discard.evicted)
         self._gave_way_to = ""
         self._untidy = False
+        self._scheduled: tuple[SchedulerOutput, float] | None = None  # not noted yet, and when
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
         self._reporter.use(self._live.classes)
         logger.info("waiting requests are ordered by the policy %s", type(self._order.policy))
@@ -111,12 +112,13 @@ class PrefixAwareScheduler(AsyncScheduler):
         if self._untidy:
             self._tidy_up()
         prefills = [request for request in self.running if request.is_prefill_chunk]
-        self.waiting.begin_scan()
+        ids = [request.request_id for request in prefills]
+        self.waiting.begin_scan(prefilling=ids)
         if prefills:
             if self.pause_state == PauseState.UNPAUSED:
                 self._give_way(prefills)
             if self._prefills_own_batch():
-                self.waiting.begin_scan(full=True)
+                self.waiting.begin_scan(full=True, prefilling=ids)
         if self.pause_state == PauseState.UNPAUSED:  # else nobody starts who could overtake
             self._shape.limit(prefills)
         try:
@@ -126,9 +128,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         # Where vLLM balances data-parallel ranks, it lets prefills start in some steps only.
         held_back = bool(args[0] if args else kwargs.get("throttle_prefills"))
         self.waiting.end_scan((lambda _: True) if held_back else self._has_room)
-        self._steps.scheduled(output, self.requests, time.monotonic())
-        if self._whole_cache:
-            self._note_blocks(output)
+        self._scheduled = output, time.monotonic()
         self._untidy = True
         return output
 
@@ -141,6 +141,7 @@ class PrefixAwareScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        self._note_step()
         load = self._steps.ended(scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if load.tokens:  # others only go on
@@ -150,6 +151,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         return outputs
 
     def add_request(self, request: Request) -> None:
+        self._note_step()
         if request.request_id not in self.requests:
             waiting = describe(request, self._cache)
             self._reporter.arrived(waiting, self.running)
@@ -169,6 +171,7 @@ class PrefixAwareScheduler(AsyncScheduler):
 
     def _free_blocks(self, request: Request) -> None:
         """The blocks of a request that has ended are freed: no connector holds them any more."""
+        self._note_step()
         if self._whole_cache:
             blocks = self._cache.blocks(request.request_id)
             hashes = self._cache.stored(request) if is_prefill_only(request) else ()
@@ -178,6 +181,7 @@ class PrefixAwareScheduler(AsyncScheduler):
     def _tidy_up(self) -> None:
         """All that the order of a step does not need at once. Once between two steps."""
         self._untidy = False
+        self._note_step()
         self._steps.fit.catch_up()
         self._cache.tell(self._order)
         self._order.refresh(LOOKS_PER_PEEK)
@@ -276,6 +280,16 @@ class PrefixAwareScheduler(AsyncScheduler):
                     one.new_token_ids or one.pooling_output is not None
                 ):
                     ledger.token(one.request_id, now_s)
+
+    def _note_step(self) -> None:
+        """Note the step that was scheduled last, once: behind the model, where nobody waits for it,
+        and before anything of that step changes."""
+        if self._scheduled is None:
+            return
+        (output, scheduled_s), self._scheduled = self._scheduled, None
+        self._steps.scheduled(output, self.requests, scheduled_s)
+        if self._whole_cache:
+            self._note_blocks(output)
 
     def _note_blocks(self, output: SchedulerOutput) -> None:
         """Which blocks the requests that start in this step found in the cache, and how many new

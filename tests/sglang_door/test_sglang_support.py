@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be moved is refused when the engine starts, by name; a config is read or refused."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,13 @@ def test_a_config_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         load_config(text)
+
+
+@pytest.mark.parametrize("audit", ["first", 0.01])
+def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit: object) -> None:
+    with pytest.raises(ConfigError, match="cannot compute a prompt"):
+        load_config(json.dumps({"audit": audit}))
+    assert load_config('{"audit": "off"}').audit == "off"
 
 
 def test_the_backend_is_registered_and_its_classes_are_ours() -> None:

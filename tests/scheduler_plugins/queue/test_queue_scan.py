@@ -11,6 +11,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
+from scheduler_plugins.queue.guards import Guards
 from scheduler_plugins.queue.step_length import (
     MOST_CUT,
     STEP_OVERHEAD,
@@ -196,6 +197,45 @@ def sharing(*ids: str) -> WaitingQueue:
         queue.add(request(one, 10, qos="gold" if one.startswith("g") else "free"))
     queue.begin_scan()
     return queue
+
+
+def test_nothing_of_lower_priority_joins_the_step_of_what_is_owed() -> None:
+    queue = sharing("g1", "f1")
+    assert queue.pop().id == "g1"
+    assert queue.may_end_early
+    assert queue.peek() is None
+    queue.add(request("g2", 10, qos="gold"))
+    assert queue.pop().id == "g2", "its own class may join"
+    queue.begin_scan(prefilling=["g1", "g2"])
+    assert queue.peek() is None, "nor a later step of its prefill"
+    queue.begin_scan(prefilling=["other"])
+    assert queue.pop().id == "f1"
+
+
+def test_without_guards_lower_classes_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guards, "add", lambda *_: None)
+    queue = sharing("g1", "f1")
+    assert [queue.pop().id for _ in range(2)] == ["g1", "f1"]
+
+
+def test_full_batches_where_the_class_has_a_queue() -> None:
+    queue = sharing("g1", "g2", "f1")
+    queue.add(request("g3", 4000, qos="gold"))
+    assert queue.pop().id == "g1"
+    assert not queue.may_end_early
+
+
+def test_full_batches_beside_what_is_lent_or_was_not_started() -> None:
+    queue = sharing("g1", "f1")
+    queue.pop()
+    queue.skipped("g1")
+    assert queue.pop().id == "f1"
+    lent = queue_of()
+    lent.set_classes(SHARING)
+    lent.add(request("g1", 10, qos="gold"))
+    lent.add(request("f1", 10, qos="free"))
+    lent.begin_scan()
+    assert [lent.pop().id for _ in range(2)] == ["g1", "f1"]
 
 
 @pytest.mark.parametrize(
