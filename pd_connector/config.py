@@ -64,6 +64,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     weights: Literal["sampled", "full"] = "sampled"
     """What of the weights on disk is compared: samples of every tensor, or all bytes (`full`), which
     are read once and remembered by file."""
+    audit: Literal["first", "off"] | float = "first"
+    """Which prompts a consumer computes itself although KV is there for them, to compare the two:
+    the first of each producer and adapter, also a part of the later ones (such as 0.001), or none."""
     codec: str = "raw"
     """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
     takes the codec with the fewest bytes within `codec_max_error`."""
@@ -141,6 +144,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def slot_bytes(self) -> int:
         return self.slot_mib << 20
 
+    @property
+    def audit_share(self) -> float:
+        """The part of requests that are audited although their producer has passed."""
+        return 0.0 if isinstance(self.audit, str) else self.audit
+
     def permits(self, host: str) -> bool:
         """Whether this config allows binding or dialling `host`."""
         return bool(self.key) or self.insecure or is_loopback(host)
@@ -185,6 +193,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         if len(self.model_id) > MAX_MODEL_ID:
             raise self._wrong("model_id", f"must have {MAX_MODEL_ID} characters at most")
+        if not isinstance(self.audit, str) and not 0 < self.audit <= 1:
+            raise self._wrong("audit", "must be `first`, `off`, or a part of requests up to 1")
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")

@@ -29,6 +29,7 @@ class Cause(StrEnum):
 
     ABORTED = "aborted"  # the client went away, on the consumer
     AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
+    AUDIT = "audit"  # the producer's KV is not what this engine computes
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
@@ -52,6 +53,7 @@ class Cause(StrEnum):
     STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
     TOKENS = "tokens"  # the peer's pages belong to other tokens
     TRANSPORT = "transport"  # the transport reported a failed write
+    UNAUDITED = "unaudited"  # the producer has not passed an audit since it started
     UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages (any more)
     UNREACHABLE = "unreachable"  # no connection to the producer
     UNTRUSTED_ADDRESS = "untrusted_address"  # a producer's address without seal, not in `peers`

@@ -18,6 +18,10 @@ _REACH = (
     "decode engine reaches, the same PD_CONNECTOR_KEY on both, and let its TCP ports through the firewall"
 )
 _REMEDIES: dict[Cause, str] = {
+    Cause.AUDIT: (
+        "the prefill engine computes other KV than this one: compare both engines' checkpoints, flags and hardware, "
+        "then restart the one that is wrong (docs/trust.md, audit)"
+    ),
     Cause.UNREACHABLE: _REACH,
     Cause.SESSION_LOST: _REACH,
     Cause.AUTHENTICATION: "set PD_CONNECTOR_KEY to one secret on every engine",

@@ -248,3 +248,14 @@ def test_any_config_loads_or_ends_in_a_config_error(extra: dict[str, Any]) -> No
     except ConfigError:
         return
     assert config.permits(config.host)
+
+
+@pytest.mark.parametrize(("value", "share"), [("first", 0.0), ("off", 0.0), (0.25, 0.25), (1, 1.0)])
+def test_what_is_audited_is_a_word_or_a_part(value: object, share: float) -> None:
+    assert Config.load({"audit": value}, {}).audit_share == share
+
+
+@pytest.mark.parametrize("value", [0, 2, -0.5, True, None, "all"])
+def test_no_other_audit_is_taken(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^audit .*\(config key audit\)$"):
+        Config.load({"audit": value}, {})

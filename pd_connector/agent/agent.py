@@ -31,6 +31,7 @@ from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.protocol.audit import AuditBook
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
@@ -55,7 +56,7 @@ class Agent:
         engine_id: the engine's name, told to peers.
         model: fingerprint of the model, for peers of schema 2.
         facts: which model this is, for all others; compared by `kv.model.model_problem`.
-        cache: the rank's pages; a peer never touches them, the agent's thread does.
+        cache: the rank's pages; only the agent's thread touches them, never a peer.
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
@@ -63,6 +64,8 @@ class Agent:
         needs: those that this engine cannot go on without: a load is not over before they have come.
         late_revokes: the engine may overwrite pages before it says that it takes them back
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
+        audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
+            a producer is loaded only once that has passed, since the producer started.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -83,6 +86,7 @@ class Agent:
         tells: Sequence[str] = (),
         needs: Sequence[str] = (),
         late_revokes: bool = False,
+        audits: bool = False,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
         facts: ModelFacts | None = None,
     ) -> None:
@@ -104,6 +108,7 @@ class Agent:
         self._steps = EngineSteps(late_revokes=late_revokes)
         self._taken_back: list[Command] = []
         self._ranks: tuple[Peer, ...] = ()
+        book = AuditBook() if audits else None  # outlives the thread
 
         def make_loop(port: int) -> Loop:
             return Loop(
@@ -121,6 +126,7 @@ class Agent:
                 produces=produces,
                 consumes=consumes,
                 shards=shards,
+                audits=book,
                 port=port,
                 wrap=wrap,
             )
@@ -178,7 +184,7 @@ class Agent:
         commands later, with the others of its step. Once this has returned, the pages are no
         longer read."""
         for command in commands:
-            if isinstance(command, Revoke | Withdraw):
+            if isinstance(command, Revoke | Withdraw | Drop):
                 self._shut_gate(command.request)
                 self._taken_back.append(command)
 

@@ -65,13 +65,22 @@ class Drop(NamedTuple):
     cause: Cause
 
 
+class Distrust(NamedTuple):
+    """An audit on some rank of this engine has found that KV of this producer is wrong."""
+
+    engine_id: str  # of the producer
+    why: str
+
+
 class ChangeModel(NamedTuple):
     """The engine serves other weights from now on: KV of before must not be used with KV of after."""
 
     facts: ModelFacts
 
 
-Command = Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop | ChangeModel
+Command = (
+    Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop | Distrust | ChangeModel
+)
 
 
 class CommandQueue:

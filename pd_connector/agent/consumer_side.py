@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pd_connector.agent.commands import Drop, Hold
+from pd_connector.agent.auditor import Auditor
+from pd_connector.agent.commands import Distrust, Drop, Hold
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
@@ -76,6 +77,7 @@ class ConsumerSide:
             one_sided,
             shards,
             needs_words=bool(resources.identity.needs),
+            audits=resources.audits,
         )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
@@ -91,6 +93,9 @@ class ConsumerSide:
             self._outage,
             act=self._act,
             read=self._read,
+        )
+        self._auditor = Auditor(
+            resources, self._sessions, self._keeper, self._consumer, self._outage, report
         )
 
     @property
@@ -122,6 +127,7 @@ class ConsumerSide:
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
             FAILING_GAUGE: float(self._outage.failing),
+            "distrusted_producers": self._auditor.distrusted,
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
@@ -147,12 +153,18 @@ class ConsumerSide:
                     )
                 case Drop(request, why):
                     self._act(self._consumer.drop(request, why, now), now)
+                    self._auditor.dropped(request, now)
                     self._gate.open(request)  # `Agent.submit` has shut it
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: KV that is under way is of no use, and every producer
         must be compared with again."""
+        self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
+
+    def distrust(self, command: Distrust) -> None:
+        """An audit on another rank has found that a producer's KV is wrong."""
+        self._auditor.distrust(command)
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
@@ -163,6 +175,7 @@ class ConsumerSide:
         self._run(self._names.ready(now), now)
         self._act(self._consumer.tick(now), now)
         self._keeper.tick(now)
+        self._auditor.tick(now)
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it counts once it fits the plan and its checksum is right."""
@@ -260,6 +273,10 @@ class ConsumerSide:
             return Cause.ABORTED, "the request was dropped"
 
     def _finished(self, finished: Finished, now: float) -> None:
+        if finished.comparison is not None:
+            self._inbox.forget(finished.request)
+            self._auditor.ended(finished, now)
+            return
         if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)

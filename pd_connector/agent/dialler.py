@@ -10,7 +10,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import permitted
-from pd_connector.kv.model import ModelFacts
+from pd_connector.kv.model import ModelFacts, described, model_digest
 from pd_connector.protocol import messages
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
@@ -64,6 +64,7 @@ class Dialler:
         Raises RefusedError if the two ranks cannot work together.
         """
         routes = check_welcome(welcome, self._identity, self._cache.geometry, self._codecs)
+        facts = welcome.facts
         transport = self._transports.get(welcome.transport)
         if transport is None:
             detail = f"welcome to transport {welcome.transport!r}, which was not offered"
@@ -92,4 +93,6 @@ class Dialler:
             read=welcome.read,
             direct=direct,
             engine_id=welcome.engine_id,
+            model=model_digest(facts) if facts else welcome.model,
+            told=described(facts) if facts else f"model {welcome.model.hex()}",
         )

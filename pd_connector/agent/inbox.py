@@ -12,6 +12,7 @@ from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
+from pd_connector.protocol.audit import Distance
 from pd_connector.protocol.incoming import Load, PlaceChunk
 from pd_connector.protocol.peers import Source
 from pd_connector.telemetry import Telemetry
@@ -77,7 +78,7 @@ class Inbox:
         self._reading = {key: offer for key, offer in self._reading.items() if key[0] != source}
 
     def place(self, place: PlaceChunk, path: ReceivePath) -> tuple[Cause | None, str]:
-        """Scatter and verify one chunk; returns what was wrong with it.
+        """Scatter, or compare, and verify one chunk; returns what was wrong with it.
 
         The checksum is formed after the copy: a peer that was given up may still write into the
         slot, and what it writes before or during the copy is seen in the checksum. Wrong bytes in
@@ -86,6 +87,7 @@ class Inbox:
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
         request, fence = self._loads[place.header.transfer]
+        distances: list[Distance] = []
         with self._gate.touching(request):
             if isinstance(place.payload, Pieces):
                 try:
@@ -93,7 +95,11 @@ class Inbox:
                 except TransportError as error:
                     return Cause.TRANSPORT, str(error)
             else:
-                self._cache.scatter(place.route, place.chunk, place.pages, place.payload, fence)
+                where = place.route, place.chunk, place.pages, place.payload, fence
+                if place.comparison is None:
+                    self._cache.scatter(*where)
+                else:
+                    distances = self._cache.compare(*where)
                 if place.authentic and not place.header.checksum:
                     found = (
                         b""  # its transport has checked every byte, and nobody else can write them
@@ -103,6 +109,8 @@ class Inbox:
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
+        if place.comparison is not None:
+            place.comparison.add(place.route, distances)
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         return None, ""

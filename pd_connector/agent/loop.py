@@ -12,6 +12,7 @@ from pd_connector.agent.commands import (
     Command,
     CommandQueue,
     Computed,
+    Distrust,
     Drop,
     Expect,
     Hold,
@@ -33,6 +34,7 @@ from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.protocol.audit import AuditBook
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
@@ -60,6 +62,7 @@ class Loop:
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included.
+        audits: what is known of producers; None where none has to be audited.
         port: control port to listen on; 0 lets the system choose.
         wrap: what to make of each transport, for tests.
 
@@ -82,6 +85,7 @@ class Loop:
         produces: bool,
         consumes: bool,
         shards: Sequence[Shard],
+        audits: AuditBook | None,
         port: int = 0,
         wrap: Callable[[Transport], Transport],
     ) -> None:
@@ -116,6 +120,7 @@ class Loop:
                 wake=commands.wake,
                 steps=steps,
                 ranks=ranks,
+                audits=audits,
             )
             if produces:
                 self.producer_side = ProducerSide(
@@ -219,6 +224,8 @@ class Loop:
                 producer_side.withdraw(transfer, request)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
+            case Distrust() if consumer_side:
+                consumer_side.distrust(command)
             case ChangeModel(facts):
                 if producer_side:
                     producer_side.change_model(facts, now)

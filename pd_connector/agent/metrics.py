@@ -19,6 +19,7 @@ COUNTERS = {
     "agent_restarts": "Times it was started again.",
 }
 COUNTERS_BY_CAUSE = {
+    "audits": "Prompts that were computed here, and compared with KV received, by each rank; cause `passed` is the good one (consumer).",
     "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
     "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",
@@ -34,6 +35,7 @@ GAUGES = {
     "send_slots": "Send slots that are not free (producer).",
     "consumer_sessions": "Sessions with consumers (producer).",
     "producer_sessions": "Sessions with producers (consumer).",
+    "distrusted_producers": "Ranks of producers whose KV an audit found wrong (consumer).",
     FAILING_GAUGE: "Ranks that have asked for KV for a minute and more, and none has arrived (consumer).",
 }
 HISTOGRAMS = {

@@ -12,7 +12,9 @@ logger = logging.getLogger("pd_connector.agent.outage")
 
 OUTAGE_S = 60.0
 """Failures over so many seconds, and no success between them, are an outage."""
-_HARMLESS = frozenset({Cause.ABORTED, Cause.NOT_NEEDED, Cause.PREFILL_ENDED, Cause.WINDOW})
+_HARMLESS = frozenset(
+    {Cause.ABORTED, Cause.NOT_NEEDED, Cause.PREFILL_ENDED, Cause.UNAUDITED, Cause.WINDOW}
+)
 """Causes that say nothing about whether KV can arrive."""
 
 

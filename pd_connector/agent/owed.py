@@ -29,6 +29,7 @@ class OwedOutcomes:
                     self._requests[Free].add(command.request)
                 case Load():
                     self._requests[Finished].add(command.request)
+                    self._requests[Held].discard(command.request)
                 case Hold() if command.watch:
                     self._requests[Held].add(command.request)
                 case Drop():

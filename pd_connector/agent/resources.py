@@ -10,6 +10,7 @@ from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Context
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.protocol.audit import AuditBook
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
@@ -26,6 +27,7 @@ class RankResources:
         wake: makes the agent's thread look again; may be called by any thread.
         steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.
+        audits: what is known of producers; None where none has to be audited.
     """
 
     config: Config
@@ -38,3 +40,4 @@ class RankResources:
     wake: Callable[[], None]
     steps: EngineSteps
     ranks: Callable[[], Sequence[Peer]]
+    audits: AuditBook | None = None

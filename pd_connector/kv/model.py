@@ -157,6 +157,20 @@ def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
     return bool(producer.draft) and producer.draft == consumer.draft
 
 
+def model_digest(facts: ModelFacts) -> bytes:
+    """Digest of everything that a rank says of its model."""
+    text = msgspec.json.encode(facts)
+    return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"pd-facts").digest()
+
+
+def described(facts: ModelFacts) -> str:
+    """A model in a few words, by its fingerprints, for messages."""
+    known = facts.weights_full or facts.weights or facts.loaded
+    named = f" model_id {facts.model_id!r}" if facts.model_id else ""
+    version = f" version {facts.version!r}" if facts.version else ""
+    return f"config {_hex(facts.config)} weights {_hex(known)}{named}{version}"
+
+
 def _layers_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
     there = _by_layer(producer)
     for number, facts in _by_layer(consumer).items():

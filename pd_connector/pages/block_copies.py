@@ -17,13 +17,17 @@ from pd_connector.plan.route import Route
 
 class BlockCopies:
     """Copies between the pages of one cache and payloads in host memory. On a GPU all is queued on the current
-    stream, and may still be under way when a call returns."""
+    stream, and may still be under way when a call returns.
+
+    Attributes:
+        copier: what copies single blocks.
+    """
 
     def __init__(self, layers: CacheLayers) -> None:
         self._layers = layers
         self._device = layers.device
         self._on_gpu = self._device.type == "cuda"
-        self._copier: Copier = TorchCopier() if self._on_gpu else HostCopier()
+        self.copier: Copier = TorchCopier() if self._on_gpu else HostCopier()
 
     def gather(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
         """Fill a payload, uint8 `[chunk.nbytes(route)]`; see `PagedCache.gather`."""
@@ -31,17 +35,17 @@ class BlockCopies:
         if chunk.verbatim:
             where = route, chunk, route.source, heads, pages
             for rows, index, part in self._layers.payload_by_plane(*where, payload):
-                self._copier.take_rows(rows, index, part)
+                self.copier.take_rows(rows, index, part)
             return
         for block in blocks(route, chunk):
             span = self._layers.tokens(chunk, block.layer, route.source, pages)
             view = self._layers.view(block)[:, heads]
             out = torch.from_numpy(payload[block.offset : block.offset + block.nbytes])
             if route.codec == "raw" and not self._on_gpu:  # the bits as they are
-                self._copier.read(view, span, out.view(view.dtype).view(block.shape))
+                self.copier.read(view, span, out.view(view.dtype).view(block.shape))
                 continue
             x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
-            self._copier.read(view, span, x)
+            self.copier.read(view, span, x)
             coded = torch.empty_like(out, device=self._device) if self._on_gpu else out
             source, wanted = _elements(route.source, block), _elements(route.destination, block)
             load_codec(route.codec).encode(block.part, x, source, wanted, coded)
@@ -54,7 +58,7 @@ class BlockCopies:
         if chunk.verbatim:
             where = route, chunk, route.destination, heads, pages
             for rows, index, part in self._layers.payload_by_plane(*where, payload):
-                self._copier.put_rows(rows, index, part)
+                self.copier.put_rows(rows, index, part)
             return
         for block in blocks(route, chunk):
             coded = as_tensor(payload[block.offset : block.offset + block.nbytes])
@@ -66,7 +70,7 @@ class BlockCopies:
                 _elements(route.destination, block),
             )
             span = self._layers.tokens(chunk, block.layer, route.destination, pages)
-            self._copier.write(self._layers.view(block)[:, heads], span, decoded)
+            self.copier.write(self._layers.view(block)[:, heads], span, decoded)
 
 
 def _elements(group: Group, block: Block) -> Elements:

@@ -56,8 +56,12 @@ class CacheLayers:
 
     def view(self, block: Block) -> torch.Tensor:
         """The layer's cache of K or V, whichever the block is of: `[page, kv head, token, dim]`, or tiled."""
-        layer = self.by_number[block.layer]
-        view = layer.value if block.part is Part.VALUE else layer.key
+        return self.part(block.layer, block.part)
+
+    def part(self, number: int, part: Part) -> torch.Tensor:
+        """K or V of the layer with this number; see `view`."""
+        layer = self.by_number[number]
+        view = layer.value if part is Part.VALUE else layer.key
         assert view is not None
         return view
 

@@ -18,10 +18,12 @@ from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.block_copies import BlockCopies
 from pd_connector.pages.cache_layers import CacheLayers
+from pd_connector.pages.comparing import distances
 from pd_connector.pages.layer import LayerPages
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import token_bytes
+from pd_connector.protocol.audit import Distance, can_compare
 
 if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages
@@ -159,6 +161,38 @@ class PagedCache:
                 self.checksum = self._kernels.scatter_from_host(route, chunk, pages, payload)
             if self.checksum is None:
                 self._copies.scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
+
+    def compare(
+        self,
+        route: Route,
+        chunk: Chunk,
+        pages: Sequence[int],
+        payload: memoryview,
+        fence: torch.cuda.Event | None = None,
+    ) -> list[Distance]:
+        """How far a landed chunk is from what the pages hold. Nothing is written.
+
+        Args:
+            pages: ids of `chunk.pages(route.destination.page_size)`; -1: not held any more.
+
+        Returns:
+            One distance for K and one for V of each layer; none for caches whose elements cannot
+            be read as numbers, and none where all pages are gone.
+
+        Raises:
+            IndexError: a page is not of this cache.
+            ValueError: the payload has not the chunk's size.
+        """
+        if len(payload) != chunk.nbytes(route):
+            raise ValueError(
+                f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
+            )
+        self.checksum = None
+        if not can_compare(route):
+            return []
+        words = np.frombuffer(payload, np.uint8)
+        with self._streamed(fence):
+            return distances(self._layers, self._copies.copier, route, chunk, pages, words)
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]

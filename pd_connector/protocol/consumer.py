@@ -14,6 +14,7 @@ from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
+from pd_connector.protocol.audit import AuditBook, Comparison, Counterpart
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
 from pd_connector.protocol.header import ChunkHeader
@@ -39,6 +40,7 @@ class Consumer:
         one_sided: whether a peer may still write into a slot after its session has ended.
         shards: what the ranks of this engine hold, this one included.
         needs_words: whether a load is of no use without the producer's last words.
+        audits: what is known of producers; with it, only KV of those that have passed is loaded.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Consumer:
         shards: Sequence[Shard] = (),
         *,
         needs_words: bool = False,
+        audits: AuditBook | None = None,
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -66,6 +69,7 @@ class Consumer:
             self._sessions,
             self._grants,
             needs_words=needs_words,
+            audits=audits,
         )
         self._landings = Landings(
             config, self._transfers, self._sessions, self._grants, self._fetches
@@ -83,6 +87,10 @@ class Consumer:
     def wants(self, source: Source) -> bool:
         """Whether any transfer of this producer is wanted."""
         return self._transfers.has_source(source)
+
+    def producers(self) -> list[Counterpart]:
+        """Ranks of producers with which sessions stand."""
+        return [session.counterpart(source) for source, session in self._sessions.items()]
 
     def hold(
         self,
@@ -126,6 +134,7 @@ class Consumer:
             return [Finished(load.request, Cause.GEOMETRY, self._nothing_of_ours(load.peers))]
         self._transfers.add(incoming)
         incoming.load = load
+        incoming.comparison = Comparison(load.adapter) if load.compares else None
         incoming.watched = False
         incoming.deadline = float("inf")
         incoming.began = now

@@ -6,6 +6,7 @@ from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry
 from pd_connector.plan.route import uncovered
 from pd_connector.protocol import messages
+from pd_connector.protocol.audit import AuditBook
 from pd_connector.protocol.grants import Grants
 from pd_connector.protocol.incoming import Action, Dial, ProducerSession, Stalled, Tell
 from pd_connector.protocol.incoming_transfer import IncomingTransfer
@@ -20,6 +21,7 @@ class Fetches:
         geometry: of this rank.
         sessions: those that stand.
         needs_words: whether a load is of no use without the producer's last words.
+        audits: what is known of producers; None where none has to be audited.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Fetches:
         grants: Grants,
         *,
         needs_words: bool,
+        audits: AuditBook | None,
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -38,6 +41,7 @@ class Fetches:
         self._sessions = sessions
         self._grants = grants
         self._needs_words = needs_words
+        self._audits = audits
         # Last messages to producers whose session does not stand yet.
         self._unsent: dict[Source, list[messages.Message]] = {}
 
@@ -64,6 +68,10 @@ class Fetches:
     def _open(self, incoming: IncomingTransfer, source: Source, now: float) -> list[Action]:
         load, stream, session = incoming.load, incoming.streams[source], self._sessions[source]
         assert load is not None
+        if self._audits is not None:
+            producer = session.counterpart(source)
+            if problem := self._audits.problem(producer, load.adapter, compares=load.compares):
+                return self.finish(incoming, *problem, now)
         if problem := stream.prepare(load, session, self._config.slot_bytes):
             return self.finish(incoming, *problem, now)
         stream.opened = True
@@ -110,6 +118,12 @@ class Fetches:
         if missing := uncovered(known, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
             return self.finish(incoming, Cause.GEOMETRY, detail, now)
+        if incoming.comparison is not None:
+            every = {source: self._sessions[source] for source in incoming.streams}
+            producers = [session.counterpart(source) for source, session in every.items()]
+            wrong = incoming.comparison.judge(producers, [r for pair in known for r in pair])
+            cause, detail = wrong or (None, "")
+            return self.finish(incoming, cause, detail, now)
         if self._needs_words and incoming.words is None:
             detail = "the producer told nothing but KV, which this engine cannot go on from"
             return self.finish(incoming, Cause.WORDS, detail, now)

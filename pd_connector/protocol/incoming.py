@@ -10,6 +10,7 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
+from pd_connector.protocol.audit import Comparison, Counterpart
 from pd_connector.protocol.header import ChunkHeader, header_of
 from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.peers import Peer, Source
@@ -28,6 +29,10 @@ class Load(NamedTuple):
     pages: tuple[Sequence[int], ...]  # local page ids by table, from the prompt's start; -1: none
     wait: bool  # the prefill may not have ended yet
     engine_id: str = ""  # the producer must be this engine; "": any
+    # The pages hold this KV already, computed here: what comes is compared with them, and no page is
+    # written. Pages that are not here (-1) are passed over.
+    compares: bool = False
+    adapter: str = ""  # name and content of the adapter that the KV was computed with
 
     def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
         """Local page ids that hold the chunk's tokens, as far as there are any."""
@@ -61,6 +66,7 @@ class PlaceChunk(NamedTuple):
     payload: memoryview | Pieces  # here, or in the producer's memory
     request: str  # whose pages they are
     authentic: bool = False  # the transport has verified that the producer sent these bytes
+    comparison: Comparison | None = None  # to which it is added, in place of being written
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
@@ -68,7 +74,8 @@ class PlaceChunk(NamedTuple):
         if self.header != wanted or nbytes != wanted.nbytes:
             return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
         count = len(chunk.pages(self.route.destination.page_size))
-        if len(self.pages) != count or min(self.pages) < 0:
+        gone = self.comparison is None and min(self.pages, default=-1) < 0
+        if len(self.pages) != count or gone:
             return Cause.WINDOW, f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
         return None
 
@@ -91,6 +98,7 @@ class Finished(NamedTuple):
     chunks: int = 0
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
     words: LastWords | None = None  # what the producer's engine decided besides
+    comparison: Comparison | None = None  # of a load that compares: what it has found
 
 
 class Stalled(NamedTuple):
@@ -114,6 +122,12 @@ class ProducerSession:
     direct: bool = False  # and leased pages of it, where they lie
     bytes_per_s: float | None = None
     engine_id: str = ""
+    model: bytes = b""  # digest of all that the producer says of its model
+    told: str = ""  # the same in a few words
+
+    def counterpart(self, source: Source) -> Counterpart:
+        """What audits know the producer by."""
+        return Counterpart(source, self.epoch, self.engine_id, self.model, self.told)
 
     def header(self, load: Load, chunk: Chunk, checksum: bytes) -> ChunkHeader:
         """What the header of this chunk must say."""

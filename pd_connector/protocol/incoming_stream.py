@@ -53,7 +53,7 @@ class IncomingStream:
             min(session.slot_bytes, slot_bytes),
             session.bytes_per_s,
             read=session.read,
-            direct=session.direct,
+            direct=session.direct and not load.compares,
         )
         try:
             chunks = plan(
@@ -81,7 +81,7 @@ class IncomingStream:
             chunk_bytes=self.chunk_bytes,
             readers=self.readers,
             bytes_per_s=int(session.bytes_per_s or 0),
-            direct=session.direct,
+            direct=session.direct and not load.compares,  # it needs them in a slot
             provisional=True,
         )
 

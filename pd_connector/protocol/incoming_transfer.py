@@ -8,6 +8,7 @@ from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.plan.route import meet
 from pd_connector.protocol import messages
+from pd_connector.protocol.audit import Comparison
 from pd_connector.protocol.header import ChunkHeader
 from pd_connector.protocol.incoming import Action, Finished, Held, Load
 from pd_connector.protocol.incoming_stream import IncomingStream
@@ -31,6 +32,7 @@ class IncomingTransfer:
     nbytes: int = 0
     chunks: int = 0
     words: LastWords | None = None
+    comparison: Comparison | None = None  # of a load that compares
 
     @property
     def next_deadline(self) -> float:
@@ -78,6 +80,7 @@ class IncomingTransfer:
                     chunks=self.chunks,
                     seconds=now - self.began,
                     words=self.words,
+                    comparison=self.comparison,
                 )
             ]
         return [Held(self.request, cause, detail)] if self.watched else []

@@ -283,4 +283,9 @@ def load_config(text: str) -> Config:
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{CONFIG_VARIABLE} {text!r}: must be a JSON object of config keys")
+    if (audit := found.get("audit", "off")) != "off":
+        raise ConfigError(
+            f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
+            "with; leave it out (config key audit)"
+        )
     return Config.load(found)

@@ -30,6 +30,7 @@ from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
 
 try:  # 0.32 and later count cached tokens by where they came from
@@ -78,7 +79,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 config,
                 engine_id=transfer.engine_id,
-                page_sizes=[group.kv_cache_spec.block_size for group in groups],
+                windows=Windows.of(group.kv_cache_spec for group in groups),
+                ranks=vllm_config.parallel_config.world_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
             )

@@ -38,9 +38,13 @@ class RequestIdentity:
         return token_fingerprint(
             request.prompt_token_ids,
             salt=request.cache_salt or "",
-            adapter=self._adapter(request.lora_request) if request.lora_request else "",
+            adapter=self.adapter(request),
             inputs=[f"{self._input(feature)}@{feature.mm_position.offset}" for feature in features],
         )
+
+    def adapter(self, request: "Request") -> str:
+        """Name and content of a request's adapter; empty for none. Raises as `of`."""
+        return self._adapter(request.lora_request) if request.lora_request else ""
 
     def _adapter(self, lora: Any) -> str:
         """Name and content of an adapter. Its files are read once, unless vLLM is told to load it

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pd_connector.agent.commands import Command
+from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 
 
@@ -22,6 +23,16 @@ class Prefill(NamedTuple):
     tokens: int  # computed when the step has ended
 
 
+class AuditReport(NamedTuple):
+    """A rank has compared what it holds of an audited request: with nothing found wrong, or with a
+    cause."""
+
+    request: str
+    cause: Cause | None
+    engines: tuple[str, ...]  # whose KV it was
+    detail: str
+
+
 @dataclass
 class StepCommands(KVConnectorMetadata):
     """Scheduler to worker, each step: commands for the agent, in order, and the prefills that
@@ -31,6 +42,8 @@ class StepCommands(KVConnectorMetadata):
     prefills: list[Prefill] = field(default_factory=list)
     idle: bool = False  # the step computes nothing
     compare_weights: bool = False  # they may have changed since the step before
+    # Ended requests whose pages were kept to be compared, and may be freed.
+    over: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -46,14 +59,21 @@ class RankAddress(KVConnectorHandshakeMetadata):
 @dataclass
 class WorkerActivity(KVConnectorWorkerMetadata):
     """Worker to scheduler, each step: slots that are not free; watched requests whose KV can be
-    loaded now (`ready`), and those whose KV will not come (`unavailable`)."""
+    loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
+    requests whose KV was refused because its producer has not passed an audit (`unaudited`)."""
 
     slots: int = 0
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()
+    audits: tuple[AuditReport, ...] = ()
+    unaudited: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
         return WorkerActivity(
-            self.slots + other.slots, self.ready | other.ready, self.unavailable | other.unavailable
+            self.slots + other.slots,
+            self.ready | other.ready,
+            self.unavailable | other.unavailable,
+            self.audits + other.audits,
+            self.unaudited | other.unaudited,
         )

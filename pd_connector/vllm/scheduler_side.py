@@ -5,10 +5,8 @@ It decides and holds no KV; commands travel to the workers with the next step. I
 with a request's parameters, the request is computed here as if it had none.
 """
 
-import enum
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -19,13 +17,15 @@ from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_pee
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
-from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.audits import Audits
+from pd_connector.vllm.fetch import Fetch, Stage
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.streaming import Streaming, kept_pages
+from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -37,32 +37,14 @@ logger = logging.getLogger("pd_connector.vllm")
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-class _Stage(enum.Enum):
-    WATCHED = enum.auto()  # waits for its KV to begin to come; holds no pages here
-    HELD = enum.auto()  # waits for pages here; its KV is kept there
-    LOADING = enum.auto()
-    OVER = enum.auto()  # loaded, failed or not needed: from now on an ordinary request
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """A request whose prompt is computed elsewhere."""
-
-    transfer: str
-    identity: bytes  # of its prompt
-    peers: tuple[Peer, ...]
-    wait: bool
-    stage: _Stage
-    computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
-
-
 class SchedulerSide:
     """Called by vLLM's scheduler only.
 
     Args:
         config: settings.
         engine_id: told to proxies, and checked by consumers when they dial.
-        page_sizes: tokens of a page, by page table.
+        windows: page sizes and windows of the engine's page tables.
+        ranks: of this engine.
         produces: whether requests may offer their KV.
         consumes: whether requests may fetch their KV.
     """
@@ -72,21 +54,23 @@ class SchedulerSide:
         config: Config,
         *,
         engine_id: str,
-        page_sizes: Sequence[int],
+        windows: Windows,
+        ranks: int,
         produces: bool,
         consumes: bool,
     ) -> None:
         self.telemetry = Telemetry()
         self._config = config
-        self._page_sizes = tuple(page_sizes)
+        self._page_sizes = windows.page_sizes
         self._produces = produces
         self._consumes = consumes
         self._address = transfer_params.ProducerAddress(engine_id)
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, Fetch] = {}
+        self._audits = Audits(config, windows, ranks)
         self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self._identity = RequestIdentity()
         self._describes: set[str] = set()
-        self._streaming = Streaming() if config.overlap != "off" else None
+        self._streaming = Streaming(windows) if config.overlap != "off" else None
         self._commands: list[Command] = []
         self._slots_out = 0
         self._weights_may_change = False
@@ -127,14 +111,14 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         """Tokens to fetch beyond what is cached here; None: ask again. May be asked often."""
         fetch = self._fetches.get(request.request_id)
-        if fetch is None or fetch.stage not in (_Stage.WATCHED, _Stage.HELD):
+        if fetch is None or not fetch.waiting:
             return 0, False
         fetch.computed_tokens = num_computed_tokens
         # The last token is computed here in any case, for its logits.
         missing = request.num_prompt_tokens - 1 - num_computed_tokens
-        if missing <= 0:
+        if missing <= 0 or self._audits.computes(request.request_id, fetch, missing):
             return 0, False
-        if fetch.stage is _Stage.WATCHED:
+        if fetch.stage is Stage.WATCHED:
             return None, False
         return missing, True
 
@@ -143,25 +127,18 @@ class SchedulerSide:
     ) -> None:
         """Pages have been allocated: fetch into them, or tell the producer that nothing is wanted."""
         fetch = self._fetches.get(request.request_id)
-        if fetch is None or fetch.stage not in (_Stage.WATCHED, _Stage.HELD):
+        if fetch is None or not fetch.waiting:
             return
-        if num_external_tokens == 0:
-            fetch.stage = _Stage.OVER
+        if num_external_tokens:
+            fetch.stage = Stage.LOADING
+            stop = fetch.computed_tokens + num_external_tokens
+            pages = kept_pages(blocks.get_block_ids())
+            self._commands.append(fetch.load(request.request_id, stop, pages))
+        elif self._audits.begin(request.request_id, fetch, request.num_prompt_tokens):
+            fetch.stage = Stage.AUDITED
+        else:
+            fetch.stage = Stage.OVER
             self._commands.append(Drop(request.request_id, Cause.NOT_NEEDED))
-            return
-        fetch.stage = _Stage.LOADING
-        self._commands.append(
-            Load(
-                request=request.request_id,
-                transfer=fetch.transfer,
-                peers=fetch.peers,
-                identity=fetch.identity,
-                first_token=fetch.computed_tokens,
-                stop_token=fetch.computed_tokens + num_external_tokens,
-                pages=kept_pages(blocks.get_block_ids()),
-                wait=fetch.wait,
-            )
-        )
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
@@ -169,12 +146,14 @@ class SchedulerSide:
         if self._streaming:
             commands, prefills = self._streaming.step(output)
             self._commands += commands
+        compared, over = self._audits.step(output)
+        self._commands += compared
         commands, self._commands = self._commands, []
         idle = output.total_num_scheduled_tokens == 0
         # An engine that was paused to change its weights computes nothing until that is done.
         compare = self._weights_may_change and not idle
         self._weights_may_change &= idle
-        return StepCommands(commands, prefills, idle, compare)
+        return StepCommands(commands, prefills, idle, compare, over)
 
     def reset(self) -> None:
         """vLLM's caches were reset, as they are before weights change."""
@@ -184,26 +163,30 @@ class SchedulerSide:
         """The workers reported the end of a load, good or bad."""
         fetch = self._fetches.get(request_id)
         if fetch is not None:
-            fetch.stage = _Stage.OVER
+            fetch.stage = Stage.OVER
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
         self._slots_out = activity.slots
         for stage, requests in (
-            (_Stage.HELD, activity.ready),
-            (_Stage.OVER, activity.unavailable),
+            (Stage.HELD, activity.ready),
+            (Stage.OVER, activity.unavailable),
         ):
             for request_id in requests:
                 fetch = self._fetches.get(request_id)
-                if fetch is not None and fetch.stage is _Stage.WATCHED:
+                if fetch is not None and fetch.stage is Stage.WATCHED:
                     fetch.stage = stage
-                    if stage is _Stage.OVER:  # other ranks may still wait
+                    if stage is Stage.OVER:  # other ranks may still wait
                         self._commands.append(Drop(request_id, Cause.NOT_NEEDED))
+        for request_id in activity.unaudited:
+            if fetch := self._fetches.get(request_id):
+                self._audits.refused(fetch.pair)
+        self._commands += self._audits.reported(activity.audits)
 
     @property
     def pending_work(self) -> bool:
-        """Whether steps are needed although no request is: for commands, and for slots."""
-        return bool(self._commands or self._slots_out)
+        """Whether steps are needed although no request is: for commands, slots and audits."""
+        return bool(self._commands or self._slots_out or self._audits.pending)
 
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
@@ -216,7 +199,14 @@ class SchedulerSide:
         """
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
-        if fetch is not None and fetch.stage is not _Stage.OVER:
+        complete = request.status in _COMPLETE
+        compared, commands = self._audits.finished(
+            request_id, request.num_computed_tokens, complete=complete
+        )
+        self._commands += commands
+        if compared:
+            return True, None
+        if fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
             self._commands.append(Drop(request_id, Cause.ABORTED))
         if request_id in self._describes:
             self._describes.discard(request_id)
@@ -229,7 +219,7 @@ class SchedulerSide:
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
         wanted = [pages_for(tokens, size) for size in self._page_sizes]
-        complete = request.status in _COMPLETE and request.num_computed_tokens >= tokens
+        complete = complete and request.num_computed_tokens >= tokens
         if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
             self._commands.append(Withdraw(transfer, request_id))
             return False, None
@@ -266,9 +256,11 @@ class SchedulerSide:
         identity = self._identity_of(request)
         if identity is None:
             return
+        adapter = self._identity.adapter(request)
         watch = parsed.wait and self._config.defer_pages
-        stage = _Stage.WATCHED if watch else _Stage.HELD
-        self._fetches[request.request_id] = _Fetch(transfer, identity, peers, parsed.wait, stage)
+        stage = Stage.WATCHED if watch else Stage.HELD
+        fetch = Fetch(transfer, identity, adapter, peers, parsed.wait, stage)
+        self._fetches[request.request_id] = fetch
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
 
     def _identity_of(self, request: "Request") -> bytes | None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler knows of running prefills: which of their KV is computed, step by step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd_connector.agent.commands import Command, Revoke
+from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
+from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,12 +26,23 @@ class _Prompt:
     tokens: int
     pages: list[list[int]] = field(default_factory=list)
     computed: int = 0
+    # First page of each table that is offered, since the prompt is computed; empty before.
+    offered: tuple[int, ...] = ()
+
+
+class _HasPages(Protocol):
+    pages: list[list[int]]
 
 
 class Streaming:
-    """Prompts that are being computed for a consumer."""
+    """Prompts that are being computed for a consumer.
 
-    def __init__(self) -> None:
+    Args:
+        windows: of the engine's page tables.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
         self._prompts: dict[str, _Prompt] = {}
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> None:
@@ -46,50 +59,75 @@ class Streaming:
         for request_id in output.preempted_req_ids or ():
             prompt = self._prompts.get(request_id)
             if prompt is not None and prompt.pages:
-                prompt.pages, prompt.computed = [], 0
+                prompt.pages, prompt.computed, prompt.offered = [], 0, ()
                 commands.append(Revoke(prompt.transfer, request_id))
         prefills: list[Prefill] = []
-        for request_id, computed in self._scheduled(output):
+        for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
-            if prompt.computed >= prompt.tokens:
-                continue  # it decodes here; its whole prompt is on offer
+            if prompt.computed >= prompt.tokens:  # it decodes here; its whole prompt is on offer
+                commands += self._take_back(request_id, prompt, computed)
+                continue
             prompt.computed = min(
                 prompt.tokens, computed + output.num_scheduled_tokens.get(request_id, 0)
             )
-            commands.append(
-                Offer(
-                    prompt.transfer,
-                    request_id,
-                    kept_pages(prompt.pages),
-                    prompt.identity,
-                    prompt_tokens=prompt.tokens,
-                    tokens=min(computed, prompt.tokens),
-                    final=False,
-                )
-            )
+            commands.append(_offer(request_id, prompt, min(computed, prompt.tokens)))
             prefills.append(Prefill(prompt.transfer, request_id, prompt.computed))
         return commands, prefills
 
-    def _scheduled(self, output: "SchedulerOutput") -> Iterable[tuple[str, int]]:
-        """Our requests in this step, with their tokens computed before it."""
-        for new in output.scheduled_new_reqs:
-            prompt = self._prompts.get(new.req_id)
-            if prompt is not None:
-                prompt.pages = [list(table) for table in new.block_ids]
-                yield new.req_id, new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for request_id, tables, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            prompt = self._prompts.get(request_id)
-            if prompt is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                prompt.pages = [list(table) for table in tables or ()]
-            else:
-                for known, added in zip(prompt.pages, tables or (), strict=False):
-                    known.extend(added)
-            yield request_id, computed
+    def _take_back(self, request_id: str, prompt: _Prompt, computed: int) -> list[Command]:
+        """A sliding window passes the prompt while it decodes: pages that vLLM has freed are no
+        longer offered. The others are; who needs a freed one is refused."""
+        first = prompt.offered or self._windows.first_wanted(prompt.tokens)
+        ends = (pages_for(prompt.tokens, size) for size in self._windows.page_sizes)
+        kept = map(max, first, self._windows.first_kept(computed))
+        prompt.offered = tuple(map(min, kept, ends))
+        if prompt.offered == first:
+            return []
+        prompt.pages = [
+            [_NULL_PAGE] * stop + pages[stop:]
+            for pages, stop in zip(prompt.pages, prompt.offered, strict=True)
+        ]
+        return [
+            Revoke(prompt.transfer, request_id),
+            _offer(request_id, prompt, prompt.tokens),
+        ]
+
+
+def scheduled(
+    output: "SchedulerOutput", known: Mapping[str, _HasPages]
+) -> Iterator[tuple[str, int]]:
+    """The requests of `known` that this step computes, each with its tokens computed before. Their page
+    tables are brought up to date."""
+    for new in output.scheduled_new_reqs:
+        request = known.get(new.req_id)
+        if request is not None:
+            request.pages = [list(table) for table in new.block_ids]
+            yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for request_id, tables, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        request = known.get(request_id)
+        if request is None:
+            continue
+        if request_id in cached.resumed_req_ids:
+            request.pages = [list(table) for table in tables or ()]
+        else:
+            for pages, added in zip(request.pages, tables or (), strict=False):
+                pages.extend(added)
+        yield request_id, computed
+
+
+def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
+    return Offer(
+        prompt.transfer,
+        request_id,
+        kept_pages(prompt.pages),
+        prompt.identity,
+        prompt_tokens=prompt.tokens,
+        tokens=tokens,
+        final=False,
+    )
 
 
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:

@@ -13,11 +13,18 @@ from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import ChangeModel, Computed
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
+from pd_connector.errors import Cause
 from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.incoming import Finished, Held
+from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.vllm.cache import describe_cache, engine_shards
-from pd_connector.vllm.messages import Prefill, RankAddress, StepCommands, WorkerActivity
+from pd_connector.vllm.messages import (
+    AuditReport,
+    Prefill,
+    RankAddress,
+    StepCommands,
+    WorkerActivity,
+)
 from pd_connector.vllm.metrics import PDStats
 from pd_connector.vllm.model import identify_caches, loaded_weights, model_facts
 
@@ -54,6 +61,10 @@ class WorkerSide:
         ] = {}  # number of the layer, by the name that save_kv_layer gives
         self._ready: set[str] = set()
         self._unavailable: set[str] = set()
+        self._compared: set[str] = set()  # requests of loads that compare
+        self._audits: list[AuditReport] = []
+        self._unaudited: set[str] = set()
+        self._over: list[str] = []  # requests whose pages were kept to be compared
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -84,6 +95,7 @@ class WorkerSide:
             shards=engine_shards(self._vllm_config, shard),
             facts=self._facts,
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
+            audits=self._config.audit != "off",
         )
         self._address = RankAddress(self._agent.host, self._agent.port, shard)
         logger.info(
@@ -109,7 +121,10 @@ class WorkerSide:
         if self._agent is not None:
             self._agent.engine_steps()
         for command in step.commands:
+            if isinstance(command, Load) and command.compares:
+                self._compared.add(command.request)
             self._agent.submit(command)  # type: ignore[union-attr]
+        self._over += step.over
         self._prefills = step.prefills
         self._idle = step.idle
         if step.commands or not step.idle:
@@ -136,12 +151,17 @@ class WorkerSide:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
         if self._idle and self._agent:
             self._backoff.pause(self._agent.wait_for_outcome)
-        sent: set[str] = set()
+        sent, self._over = set(self._over), []
         received: set[str] = set()
         failed: set[str] = set()
         for outcome in self._agent.outcomes() if self._agent else ():
             match outcome:
+                case Finished() if outcome.request in self._compared:
+                    self._compared.discard(outcome.request)
+                    self._audits.append(_report(outcome))
                 case Finished():
+                    if outcome.cause in (Cause.UNAUDITED, Cause.AUDIT):
+                        self._unaudited.add(outcome.request)
                     received.add(outcome.request)
                     if outcome.cause is not None:
                         failed.add(outcome.request)
@@ -158,12 +178,18 @@ class WorkerSide:
         return PDStats.of(self._agent.telemetry, self._rank) if self._agent else None
 
     def activity(self) -> WorkerActivity:
-        """Slots that are not free, and watched requests that were answered since the last call."""
+        """Slots that are not free, and what has ended since the last call."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
         slots = int(gauges.get("landing_slots", 0) + gauges.get("send_slots", 0))
-        activity = WorkerActivity(slots, frozenset(self._ready), frozenset(self._unavailable))
-        self._ready.clear()
-        self._unavailable.clear()
+        activity = WorkerActivity(
+            slots,
+            frozenset(self._ready),
+            frozenset(self._unavailable),
+            tuple(self._audits),
+            frozenset(self._unaudited),
+        )
+        for told in (self._ready, self._unavailable, self._audits, self._unaudited):
+            told.clear()
         return activity
 
     def close(self) -> None:
@@ -216,6 +242,12 @@ def revokes_late(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     """
     changes = kv_cache_config.needs_kv_cache_zeroing or len(kv_cache_config.kv_cache_groups) > 1
     return bool(vllm_config.use_v2_model_runner and changes)
+
+
+def _report(outcome: Finished) -> AuditReport:
+    counterparts = outcome.comparison.counterparts if outcome.comparison else ()
+    engines = tuple(sorted({one.engine_id for one in counterparts}))
+    return AuditReport(outcome.request, outcome.cause, engines, outcome.detail)
 
 
 def schema2_model(vllm_config: "VllmConfig") -> bytes:

@@ -93,7 +93,10 @@ class Setup:
         own = self.prefill_args if prefill else self.decode_args
         own_extra = self.prefill_extra if prefill else self.decode_extra
         role = "kv_both" if self.both else "kv_producer" if prefill else "kv_consumer"
-        extra = json.loads(self.extra_config) | json.loads(own_extra)
+        # The first prompt of a pair is computed on both sides otherwise, and its KV not used: only
+        # tests of that (test_audit_live.py) ask for it.
+        ours = {"audit": "off"} if self.connector == "PDConnector" else {}
+        extra = ours | json.loads(self.extra_config) | json.loads(own_extra)
         place = {} if self.worker_apart else WORKER_IN_CORE
         args = (*EXACT_ARGS, *NAME_ARGS, *PROBE_ARGS, *self.args, *own)
         compiled = {} if "--no-enforce-eager" in args else COMPILE_NOTHING

@@ -130,6 +130,53 @@ def _canonical(module, cache, table, tokens):
     return {**out, "kept": kept}
 
 
+class Saboteur(Probe):
+    """A worker that can be made to compute other KV than its checkpoint says. Its weights, as they were
+    compared in the handshake, stay what they are."""
+
+    def sabotage(self, kind: str) -> None:
+        """Compute wrongly from now on; `none` computes rightly again."""
+        for undo in self.__dict__.setdefault("_undo", []):
+            undo()
+        self._undo.clear()
+        layers = self.model_runner.model.model.layers
+        if kind == "k_proj of a layer":  # as if its weights were scaled by 1.5
+            module = layers[1].self_attn
+            handle = module.qkv_proj.register_forward_hook(_scale_keys(module))
+            self._undo.append(handle.remove)
+        elif kind == "layers":
+            self._swap(layers)
+            self._undo.append(lambda: self._swap(layers))
+        elif kind == "rotation":
+            table = layers[0].self_attn.rotary_emb.cos_sin_cache
+            right = table.clone()
+            table.copy_(table.roll(7, 0))  # every position but the first is rotated as another one
+            self._undo.append(lambda: table.copy_(right))
+
+    def restart_agent(self) -> None:
+        """Let the connector's thread die; it starts again with another epoch, as a new engine would."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        agent = get_kv_transfer_group()._worker._agent
+        agent._loop.step = None
+        agent._commands.wake()
+
+    @staticmethod
+    def _swap(layers):
+        first, second = layers[0].self_attn, layers[1].self_attn
+        first.qkv_proj, second.qkv_proj = second.qkv_proj, first.qkv_proj
+
+
+def _scale_keys(module):
+    keys = slice(module.q_size, module.q_size + module.kv_size)
+
+    def hook(_, __, output):
+        output[0][..., keys] *= 1.5
+        return output
+
+    return hook
+
+
 class Trainer(Probe, WorkerExtension):
     """A worker whose weights can be changed while it serves, and that is told so."""
 

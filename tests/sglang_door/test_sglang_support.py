@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be moved is refused when the engine starts, by name; a config is read or refused."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,12 @@ from pd_connector.sglang.support import _WANTED, check_supported
 
 ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill")
 ALONE = SimpleNamespace(
-    attn_cp_size=1, pp_size=1, dcp_size=1, dp_size=1, load_balance_method="round_robin"
+    attn_cp_size=1,
+    pp_size=1,
+    dcp_size=1,
+    dp_size=1,
+    attn_dp_size=1,
+    load_balance_method="round_robin",
 )
 DECODE = SimpleNamespace(**_WANTED, disaggregation_mode="decode")
 PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
@@ -64,6 +70,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, ARGS, changed(ALONE, dcp_size=2), "dcp_size 2"),
         (PLAIN, DECODE, changed(ALONE, pp_size=2), "pp_size 2 of a decode engine"),
         (PLAIN, ARGS, changed(ALONE, dp_size=2), "--load-balance-method round_robin"),
+        (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "--load-balance-method round_robin"),
         (changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE, "kind dsa"),
         (changed(PLAIN, state_types=[StateType.QSA_COMPRESSED]), ARGS, ALONE, "qsa_compressed"),
         (changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]), ARGS, ALONE, "kind mamba"),
@@ -102,6 +109,13 @@ def test_a_config_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         load_config(text)
+
+
+@pytest.mark.parametrize("audit", ["first", 0.01])
+def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit: object) -> None:
+    with pytest.raises(ConfigError, match="cannot compute a prompt"):
+        load_config(json.dumps({"audit": audit}))
+    assert load_config('{"audit": "off"}').audit == "off"
 
 
 def test_the_backend_is_registered_and_its_classes_are_ours() -> None:

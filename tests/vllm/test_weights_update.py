@@ -16,6 +16,7 @@ from pd_connector.vllm import owners, worker_side
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.model import loaded_weights
 from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.windows import Windows
 
 
 class Attention(nn.Module):
@@ -75,7 +76,8 @@ def step(scheduled, scheduler):
 
 def scheduler():
     sides = {"produces": True, "consumes": True}
-    return SchedulerSide(Config(overlap="off"), engine_id="e", page_sizes=[16], **sides)
+    windows = Windows([(16, 0)])
+    return SchedulerSide(Config(overlap="off"), engine_id="e", windows=windows, ranks=1, **sides)
 
 
 def test_weights_are_looked_at_in_the_first_step_that_computes_after_a_reset():

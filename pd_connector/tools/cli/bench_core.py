@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need no engine: `wire`, `reshard`, `codec`, `overhead` and `peers`."""
+"""The benchmarks that need no engine: `wire`, `reshard`, `codec`, `overhead`, `audit` and `peers`."""
 
 from __future__ import annotations
 
@@ -142,6 +142,19 @@ def overhead(json: Json = None) -> None:
         for side, spent_ms in spent.items()
     ]
     report([("budget", comparisons)], [note], json)
+
+
+def audit(
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each.")] = 9, json: Json = None
+) -> None:
+    """What comparing KV costs beside writing it, and what audits cost a request that is not audited."""
+    from pd_connector.tools.bench.audit import measure
+
+    with exit_codes(Console(stderr=True)):
+        noise = Noise([])
+        comparisons = measure(runs)
+        note = noise_note(noise.cores())
+    report([("without", comparisons)], [note], json)
 
 
 def peers(json: Json = None) -> None:

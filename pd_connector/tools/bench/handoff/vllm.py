@@ -63,13 +63,17 @@ class VllmPair(Pair):
     def of(cls, contender: Contender, stage: PairSetup) -> Self:
         """Engines with this connector, not started."""
 
+        # An audit would take the first prompt of a run from what is measured.
+        ours = {"audit": "off"} if contender.connector == "PDConnector" else {}
+        config = ours | dict(contender.config)
+
         def engine(side: str, role: Role, namespace: Namespace | None) -> VllmEngine:
             name = f"{contender.name} {side}"
             return VllmEngine(
                 stage.model,
                 role,
                 contender.connector,
-                contender.config,
+                config,
                 name=name,
                 max_model_len=stage.max_model_len,
                 args=stage.args,

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far apart the KV of one prompt may be that two engines have computed: by rounding, and no further."""
+
+from typing import NamedTuple
+
+from pd_connector.kv.coding import coding
+
+
+class Tolerance(NamedTuple):
+    """Largest distance of K, or V, of one layer: the norm of the difference, as a part of the norm.
+
+    Attributes:
+        page: of one page. A page that has other content is about 1 apart.
+        layer: of all tokens that are compared. What is wrong in every page is wrong here.
+    """
+
+    page: float
+    layer: float
+
+
+_EXACT = Tolerance(page=0.1, layer=0.05)
+"""float32: kernels may multiply in TF32."""
+_HALF = Tolerance(page=0.3, layer=0.15)
+"""Elements of 16 bits and fewer. Rounding adds up from layer to layer, and may send single tokens to other
+experts."""
+_FP8_ERROR = 0.1
+"""What a cache of FP8 adds: attention reads what was rounded."""
+
+
+def tolerance(source: str, destination: str, codec: str) -> Tolerance:
+    """Largest distance that is rounding. docs/trust.md has what was measured; all is far below.
+
+    Args:
+        source: dtype of the producer's cache.
+        destination: dtype of the consumer's.
+        codec: what the KV was coded with on the wire.
+
+    >>> tolerance("bfloat16", "bfloat16", "raw")
+    Tolerance(page=0.3, layer=0.15)
+    >>> tolerance("float32", "float32", "int8")
+    Tolerance(page=0.12000000000000001, layer=0.07)
+    """
+    dtypes = source, destination
+    base = _EXACT if dtypes == ("float32", "float32") else _HALF
+    lossy = max(coding(codec).error_bound, _FP8_ERROR if "fp8_e4m3" in dtypes else 0.0)
+    return Tolerance(base.page + lossy, base.layer + lossy)

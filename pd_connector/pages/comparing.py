@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a chunk's payload is from what this cache holds: in numbers, so that unlike layouts and codecs can be compared.
+
+Nothing is written. Both sides become float32 `[head, token, dim]`: this cache's pages as they are read for sending,
+the payload as it would be written.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_connector.codec import load_codec
+from pd_connector.kv.coding import Elements, Part
+from pd_connector.pages.cache_layers import CacheLayers
+from pd_connector.pages.copiers import Copier, as_tensor
+from pd_connector.pages.row_matrix import Words
+from pd_connector.pages.spans import Index
+from pd_connector.pages.tiles import untiled
+from pd_connector.plan.chunks import Chunk, blocks
+from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import parts
+from pd_connector.protocol.audit import Distance
+
+Squares = npt.NDArray[np.float64]
+
+_SEGMENT = 64
+"""Dims that are compared by themselves: a wrong rotation is seen where only a part of K is rotated."""
+_FLOOR = 1 / 16
+"""A head counts as if it had at least this part of the layer's mean square: rounding in the others would look
+large beside one that is almost zero."""
+
+
+def distances(
+    layers: CacheLayers,
+    copier: Copier,
+    route: Route,
+    chunk: Chunk,
+    pages: Sequence[int],
+    payload: Words,
+) -> list[Distance]:
+    """Compare a payload with the pages that hold the chunk's tokens.
+
+    Args:
+        pages: ids of `chunk.pages(route.destination.page_size)`; -1: not here any more, and not compared.
+        payload: uint8 `[chunk.nbytes(route)]`, only read.
+
+    Returns:
+        One for K and one for V of each layer; none where all pages are gone.
+
+    Raises:
+        IndexError: a page is not of this cache.
+    """
+    size = route.destination.page_size
+    numbers = np.asarray(chunk.pages(size))
+    here = np.asarray(pages) >= 0
+    if not here.any():
+        return []
+    present = [max(page, 0) for page in pages]
+    page_of_token = np.arange(chunk.first_token, chunk.stop_token) // size - numbers[0]
+    pairs = (_verbatim if chunk.verbatim else _coded)(
+        layers, copier, route, chunk, present, payload
+    )
+    found = []
+    for layer, part, ours, theirs in pairs:
+        apart, own = _squares(ours, theirs, page_of_token)
+        apart, own = apart[:, here], own[:, here]
+        tokens = np.bincount(page_of_token, minlength=len(numbers))[here]
+        by_page = _by_page(apart, own, tokens)
+        found.append(
+            Distance(
+                layer, part, numbers[here].tolist(), by_page, float(apart.sum()), float(own.sum())
+            )
+        )
+    return found
+
+
+_Pair = tuple[int, Part, torch.Tensor, torch.Tensor]
+"""Layer, K or V, and what is here and what came: `[head, token, dim]`, of this cache's dtype."""
+
+
+def _coded(
+    layers: CacheLayers,
+    copier: Copier,
+    route: Route,
+    chunk: Chunk,
+    pages: Sequence[int],
+    payload: Words,
+) -> Iterator[_Pair]:
+    """Blocks that a codec has coded, each decoded as if it were to be written."""
+    heads = slice(route.destination_head, route.destination_head + len(route.heads))
+    device = layers.device
+    for block in blocks(route, chunk):
+        key, value = route.source.scale(block.layer)
+        source = Elements(route.source.dtype, value if block.part is Part.VALUE else key)
+        key, value = route.destination.scale(block.layer)
+        wanted = Elements(route.destination.dtype, value if block.part is Part.VALUE else key)
+        coded = as_tensor(payload[block.offset : block.offset + block.nbytes]).to(device)
+        theirs = load_codec(route.codec).decode(block.part, coded, block.shape, source, wanted)
+        view = layers.view(block)[:, heads]
+        ours = torch.empty(block.shape, dtype=view.dtype, device=device)
+        span = layers.tokens(chunk, block.layer, route.destination, pages)
+        copier.read(view, span, ours)
+        yield block.layer, block.part, ours, theirs.view(view.dtype).view(block.shape)
+
+
+def _verbatim(
+    layers: CacheLayers,
+    copier: Copier,
+    route: Route,
+    chunk: Chunk,
+    pages: Sequence[int],
+    payload: Words,
+) -> Iterator[_Pair]:
+    """Whole pages as the cache has them: the payload is seen with the strides of the cache's own pages."""
+    group = route.destination
+    heads = slice(route.destination_head, route.destination_head + len(route.heads))
+    base = chunk.first_token // group.page_size * group.page_size
+    tokens = slice(chunk.first_token - base, chunk.stop_token - base)
+    first = 0
+    for layer in chunk.layers(route):
+        planes, index = layers.rows_of_pages(layer, group, heads, pages)
+        came = []
+        for rows in planes:
+            nbytes = len(index) * rows.shape[1] * rows.shape[2]
+            came.append(as_tensor(payload[first : first + nbytes]).to(layers.device))
+            first += nbytes
+        for part, _ in parts(group):
+            view = layers.part(layer, part)[:, heads]
+            place = -1 if part is Part.VALUE else 0  # K and V lie in one plane, or each in its own
+            seen = _as_pages(came[place], view, planes[place], len(index))
+            ours = _taken(view, index)
+            yield layer, part, _dense(ours)[:, tokens], _dense(seen)[:, tokens]
+
+
+def _as_pages(
+    came: torch.Tensor, view: torch.Tensor, rows: torch.Tensor, pages: int
+) -> torch.Tensor:
+    """A plane's bytes, `[page, kv head or 1, bytes]`, with the axes of this view of the plane."""
+    size = view.element_size()
+    row = rows.shape[2] // size
+    first = (view.data_ptr() - rows.data_ptr()) // size
+    by_head = view.stride(1) if rows.shape[1] == 1 else row
+    strides = (rows.shape[1] * row, by_head, *view.stride()[2:])
+    return came.view(view.dtype).as_strided((pages, *view.shape[1:]), strides, first)
+
+
+def _taken(view: torch.Tensor, index: Index) -> torch.Tensor:
+    """Pages of a view, copied."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[view.element_size()]
+    which = torch.from_numpy(index).to(view.device)
+    return view.view(bits).index_select(0, which).view(view.dtype)
+
+
+def _dense(pages: torch.Tensor) -> torch.Tensor:
+    """Pages `[page, head, token, dim]`, or tiled, as `[head, token, dim]`."""
+    return untiled(pages).permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _squares(
+    ours: torch.Tensor, theirs: torch.Tensor, page_of_token: Index
+) -> tuple[Squares, Squares]:
+    """Sums of squares of the differences, and of ours: float64 `[head, page, segment]`."""
+    a, b = ours.float(), theirs.float()
+    apart, own = _by_token(b - a), _by_token(a)
+    if not (np.isfinite(own).all() and np.isfinite(apart).all()):  # seldom
+        lost = ~torch.isfinite(a)  # nothing can be held to that
+        a, b = a.masked_fill(lost, 0), b.masked_fill(lost, 0)
+        apart = np.nan_to_num(_by_token(b - a), nan=np.inf, posinf=np.inf)
+        own = _by_token(a)
+    begins = np.flatnonzero(np.diff(page_of_token, prepend=-1))
+    return np.add.reduceat(apart, begins, axis=1), np.add.reduceat(own, begins, axis=1)
+
+
+def _by_token(x: torch.Tensor) -> Squares:
+    """Sums of squares of `[head, token, dim]`: float64 `[head, token, segment]`."""
+    dims = x.shape[-1]
+    segment = _SEGMENT if dims % _SEGMENT == 0 else dims
+    summed = x.square().unflatten(-1, (-1, segment)).sum(-1)
+    found: Squares = summed.cpu().numpy().astype(np.float64)
+    return found
+
+
+def _by_page(
+    apart: Squares,
+    own: Squares,
+    tokens: Index,
+) -> list[float]:
+    """Distance of each page, of its worst head and segment."""
+    a_token = own.sum(1, keepdims=True) / tokens.sum()
+    a_token = np.maximum(a_token, a_token.mean() * _FLOOR)
+    whole = np.maximum(own, a_token * tokens[:, None])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(apart > 0, apart / whole, 0.0)
+    worst: list[float] = np.sqrt(ratio.max(axis=(0, 2))).tolist()
+    return worst

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests are audited: vLLM computes their prompts itself, and the KV that a producer has for them is
+compared with what it computed (config key `audit`).
+
+An audited request is an ordinary one for vLLM. The comparison begins when the step has ended that computes the end
+of its prompt, and reads pages that the request has anyway; if it ends before, its pages are kept until the
+comparison is over. Until a producer has passed, vLLM computes all prompts itself: none can be wrong, and none waits.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd_connector.agent.commands import Command, Distrust, Drop
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.kv.geometry import pages_for
+from pd_connector.vllm.fetch import Fetch, Pair
+from pd_connector.vllm.messages import AuditReport
+from pd_connector.vllm.streaming import kept_pages, scheduled
+from pd_connector.vllm.windows import Windows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+LEAST_PAGES = 2
+"""Prompts of which fewer pages would be fetched are not audited: they would show little."""
+_MOST_PAIRS = 4096
+
+
+@dataclass(slots=True)
+class _Audit:
+    """One request that is audited."""
+
+    fetch: Fetch
+    prompt_tokens: int
+    pages: list[list[int]] = field(default_factory=list)  # by table, as vLLM allocates them
+    computed: int = 0  # tokens, before the step that was scheduled last
+    scheduled: int = 0  # and after it
+    listed: tuple[int, ...] = ()  # first page of each table that is compared; empty before that
+    keep_until: float | None = None  # the request has ended, and its pages are kept
+    reports: int = 0  # of ranks for which the comparison is over
+
+
+class Audits:
+    """Used by the scheduler's thread only.
+
+    Args:
+        windows: of the engine's page tables.
+        ranks: of this engine; each compares what it holds.
+        clock: seconds.
+        chance: a number below 1, evenly distributed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        windows: Windows,
+        ranks: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._off = config.audit == "off"
+        self._share = config.audit_share
+        self._keep_s = config.stall_timeout_s
+        # Whether a producer that was found wrong has started anew is known only by asking it.
+        self._retry_s = config.session_timeout_s
+        self._windows = windows
+        self._least_tokens = LEAST_PAGES * max(windows.page_sizes, default=1)
+        self._ranks = ranks
+        self._clock = clock
+        self._chance = chance
+        self._passed: dict[Pair, None] = {}
+        self._retry: dict[Pair, float] = {}
+        self._chosen: dict[str, bool] = {}  # of later requests, by request
+        self._audits: dict[str, _Audit] = {}
+        self._over: list[str] = []  # requests that have ended, and whose pages may go now
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps are needed although no request is: pages are kept for a comparison."""
+        kept = any(audit.keep_until is not None for audit in self._audits.values())
+        return kept or bool(self._over)
+
+    def computes(self, request_id: str, fetch: Fetch, missing: int) -> bool:
+        """Whether vLLM computes this prompt itself although its KV could be fetched.
+
+        Args:
+            missing: tokens that would be fetched.
+        """
+        if self._off:
+            return False
+        if fetch.pair not in self._passed:
+            return True
+        if request_id not in self._chosen:
+            self._chosen[request_id] = self._share > 0 and self._chance() < self._share
+        return self._chosen[request_id] and self._eligible(fetch.pair, missing)
+
+    def begin(self, request_id: str, fetch: Fetch, prompt_tokens: int) -> bool:
+        """vLLM has allocated pages to compute a prompt; returns whether it will be audited."""
+        missing = prompt_tokens - 1 - fetch.computed_tokens
+        if not self.computes(request_id, fetch, missing) or not self._eligible(fetch.pair, missing):
+            return False
+        self._audits[request_id] = _Audit(fetch, prompt_tokens)
+        return True
+
+    def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
+        """What has changed with this step.
+
+        Returns:
+            Commands for the agents, and requests that have ended whose pages may be freed.
+        """
+        commands: list[Command] = []
+        if not self._audits and not self._over:
+            return [], []
+        for request_id in output.preempted_req_ids or ():
+            commands += self._drop(request_id, Cause.ABORTED)
+        for request_id, computed in scheduled(output, self._audits):
+            audit = self._audits[request_id]
+            audit.computed = computed
+            lost = zip(audit.listed, self._windows.first_kept(computed), strict=False)
+            if any(first < kept for first, kept in lost):
+                commands += self._drop(request_id, Cause.WINDOW)
+        now = self._clock()
+        for request_id, audit in list(self._audits.items()):
+            if audit.keep_until is not None and audit.keep_until <= now:
+                commands += self._drop(request_id, Cause.STALLED)
+            elif not audit.listed and audit.scheduled >= audit.prompt_tokens:
+                commands.append(self._load(request_id, audit))  # computed with the step before
+            tokens = output.num_scheduled_tokens.get(request_id, 0)
+            audit.scheduled = max(audit.scheduled, audit.computed + tokens if tokens else 0)
+        over, self._over = self._over, []
+        return commands, over
+
+    def finished(
+        self, request_id: str, computed: int, *, complete: bool
+    ) -> tuple[bool, list[Command]]:
+        """A request has ended.
+
+        Args:
+            computed: its tokens that were computed.
+            complete: it has come to its own end.
+
+        Returns:
+            Whether its pages must be kept until `step` names it, and commands for the agents.
+        """
+        self._chosen.pop(request_id, None)
+        audit = self._audits.get(request_id)
+        if audit is None:
+            return False, []
+        audit.computed = max(audit.computed, computed)
+        lost = zip(audit.listed, self._windows.first_kept(audit.computed), strict=False)
+        whole = complete and audit.scheduled >= audit.prompt_tokens
+        if not whole or any(first < kept for first, kept in lost):
+            return False, self._drop(request_id, Cause.ABORTED)
+        audit.keep_until = self._clock() + self._keep_s
+        return True, []
+
+    def reported(self, reports: Iterable[AuditReport]) -> list[Command]:
+        """Ranks have come to the end of comparisons. Returns commands for all of them."""
+        commands: list[Command] = []
+        for report in reports:
+            audit = self._audits.get(report.request)
+            if audit is None:
+                continue
+            audit.reports += 1
+            pair = audit.fetch.pair
+            if report.cause is None:
+                if audit.reports >= self._ranks:
+                    self._end(report.request)
+                    self._pass(pair)
+                continue
+            if report.cause is Cause.AUDIT:
+                self._passed.pop(pair, None)
+                self._retry[pair] = self._clock() + self._retry_s
+                commands += [Distrust(engine, report.detail) for engine in report.engines]
+            commands += self._drop(report.request, Cause.ABORTED)
+        return commands
+
+    def refused(self, pair: Pair) -> None:
+        """A rank does not believe this producer any more: it has started anew, for instance."""
+        self._passed.pop(pair, None)
+
+    def _eligible(self, pair: Pair, missing: int) -> bool:
+        """Whether an audit of this producer can begin with a request of so many missing tokens."""
+        under_way = any(audit.fetch.pair == pair for audit in self._audits.values())
+        early = self._clock() < self._retry.get(pair, 0.0)
+        return missing >= self._least_tokens and not under_way and not early
+
+    def _load(self, request_id: str, audit: _Audit) -> Command:
+        """Begin to compare. Of a window only its later half: vLLM goes on to free the earlier one."""
+        stop = audit.prompt_tokens - 1
+        kept = self._windows.first_kept(max(audit.computed, audit.prompt_tokens))
+        listed, tables = [], []
+        for pages, first, (page_size, window) in zip(
+            audit.pages, kept, self._windows.tables, strict=True
+        ):
+            count = pages_for(stop, page_size)
+            begin = min(first + (count - first) // 2, count - 1) if window else 0
+            listed.append(begin)
+            tables.append([0] * begin + pages[begin:count])
+        audit.listed = tuple(listed)
+        return audit.fetch.load(request_id, stop, kept_pages(tables), compares=True)
+
+    def _drop(self, request_id: str, cause: Cause) -> list[Command]:
+        """The audit of this request comes to no end; another request will be audited."""
+        if request_id not in self._audits:
+            return []
+        self._end(request_id)
+        return [Drop(request_id, cause)]
+
+    def _end(self, request_id: str) -> None:
+        if self._audits.pop(request_id).keep_until is not None:
+            self._over.append(request_id)
+
+    def _pass(self, pair: Pair) -> None:
+        self._retry.pop(pair, None)
+        self._passed[pair] = None
+        for known in (self._passed, self._retry):
+            while len(known) > _MOST_PAIRS:
+                del known[next(iter(known))]

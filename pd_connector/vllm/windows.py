@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pages of a running request vLLM has freed because a sliding window has passed them.
+
+vLLM tells nobody: what it says of a step has only the pages that were added.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Windows:
+    """Page sizes and windows of an engine's page tables.
+
+    Args:
+        tables: of each page table, tokens of a page, and of the window (0: everything is kept).
+    """
+
+    def __init__(self, tables: Iterable[tuple[int, int]]) -> None:
+        self.tables: Sequence[tuple[int, int]] = tuple(tables)
+
+    @classmethod
+    def of(cls, specs: Iterable[Any]) -> "Windows":
+        """Those of vLLM's KV cache groups, by their `kv_cache_spec`."""
+        return cls((int(spec.block_size), _window(spec)) for spec in specs)
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Tokens of a page, by table."""
+        return tuple(page_size for page_size, _ in self.tables)
+
+    def first_kept(self, computed: int) -> tuple[int, ...]:
+        """The first page of each table that vLLM may still have, of a request with so many tokens
+        computed. It frees pages when it schedules the request, and never earlier than this says.
+
+        >>> Windows([(16, 0), (16, 32)]).first_kept(100)  # tokens 69 to 99 are attended next
+        (0, 4)
+        """
+        return tuple(
+            max(0, computed - window + 1) // page_size if window else 0
+            for page_size, window in self.tables
+        )
+
+    def first_wanted(self, prompt_tokens: int) -> tuple[int, ...]:
+        """The first page of each table that a consumer of the prompt may want. It computes the last
+        token itself."""
+        return self.first_kept(prompt_tokens - 1)
+
+
+def _window(spec: Any) -> int:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return min(_window(one) for one in spec.kv_cache_specs.values())
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits of real engines: the first prompt of a pair is computed on both sides and compared. What the decode engine
+would compute otherwise is found out, and answers are right all along."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness import assert_same_logprobs, completion, fresh_salt, prefill_step, two_step, wait_until
+from pairs import EnginePool, Pair, Setup
+from test_handoff import PAGE, prompt_of
+from tiny_models import build
+from tools import TOLERANCE, delta, probe, probe_all
+
+SETUP = Setup.of(
+    audit="first",
+    session_timeout_s=3.0,
+    heartbeat_s=0.5,
+    args=["--worker-extension-cls", "probe.Saboteur", "--block-size", str(PAGE)],
+)
+RECEIVED = "pd_connector:received_transfers_total"
+_starts = itertools.count(100, 50)
+
+
+def audits(pair: Pair, cause: str) -> float:
+    return pair.d.metrics().total("pd_connector:audits_total", cause=cause)
+
+
+def audited(pair: Pair, reference, cause: str, tokens: int = 300, max_tokens: int = 32) -> None:
+    """Ask until an audit has ended in this way. Every answer is right, and of computed prompts."""
+    before = audits(pair, cause)
+    with delta(pair.d, RECEIVED) as received:
+        for _ in range(10):
+            prompt = prompt_of(tokens, start=next(_starts))
+            answer = two_step(pair.p, pair.d, prompt, max_tokens)
+            assert_same_logprobs(answer, reference(prompt, max_tokens), TOLERANCE)
+            if _grown(pair, cause, before):
+                break
+        else:
+            raise AssertionError(f"no audit has ended with {cause!r}")
+    assert received.amount == 0
+
+
+def _grown(pair: Pair, cause: str, before: float) -> bool:
+    """Whether the metrics tell of an audit within two seconds."""
+    try:
+        wait_until(lambda: audits(pair, cause) > before, "an audit", 2)
+    except AssertionError:
+        completion(pair.d, "a", 1)  # a step, so that metrics are told
+        return audits(pair, cause) > before
+    return True
+
+
+def used(pair: Pair, reference, tokens: int = 300) -> int:
+    """Ask once more; returns how many transfers were received for that."""
+    prompt = prompt_of(tokens, start=next(_starts))
+    with delta(pair.d, RECEIVED) as received:
+        answer = two_step(pair.p, pair.d, prompt)
+    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    return int(received.amount)
+
+
+def start_anew(pair: Pair) -> None:
+    """The prefill engine's agent starts again, as a new engine would."""
+    probe_all(pair.p, "sabotage", "none")
+    with delta(pair.d, "pd_connector:lost_sessions_total") as lost:
+        sessions = pair.d.metrics().total("pd_connector:producer_sessions")
+        probe_all(pair.p, "restart_agent")
+
+        def noticed() -> bool:
+            completion(pair.d, "a", 1)
+            return not sessions or lost.so_far() > 0
+
+        wait_until(noticed, "the session to be lost")
+
+
+def test_the_first_prompt_is_computed_and_the_next_is_not(pair: Pair, reference) -> None:
+    short = prompt_of(2 * PAGE - 10, start=3)
+    with delta(pair.d, RECEIVED) as received:
+        answer = two_step(pair.p, pair.d, short)
+    assert_same_logprobs(answer, reference(short), TOLERANCE)
+    assert (received.amount, audits(pair, "passed")) == (0, 0), "too short to be audited"
+    audited(pair, reference, "passed")
+    assert used(pair, reference) == 1
+    assert audits(pair, "passed") == 1, "one is enough"
+    assert used(pair, reference, tokens=40) == 1, "short ones, too"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 32])
+def test_of_many_at_once_one_is_audited_and_none_waits(pair: Pair, reference, max_tokens) -> None:
+    """Also where the audited request has ended before the comparison has begun."""
+    start_anew(pair)
+    before = audits(pair, "passed")
+    prompts = [prompt_of(200 + 61 * i, start=next(_starts)) for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(
+            threads.map(lambda prompt: two_step(pair.p, pair.d, prompt, max_tokens), prompts)
+        )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt, max_tokens), TOLERANCE)
+    if not _grown(pair, "passed", before):  # the first of them only found out that it is new
+        audited(pair, reference, "passed")
+    assert used(pair, reference) == 1
+
+
+@pytest.mark.parametrize("kind", ["k_proj of a layer", "layers", "rotation", "a damaged page"])
+def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: str) -> None:
+    start_anew(pair)
+    probe_all(pair.p, "sabotage", kind)
+    for _ in range(10):
+        before = audits(pair, "audit")
+        prompt, salt = prompt_of(300, start=next(_starts)), fresh_salt()
+        params = prefill_step(pair.p, prompt, cache_salt=salt)
+        if kind == "a damaged page":
+            probe(pair.p, "damage_page", params["remote_block_ids"][0][4])
+        answer = completion(pair.d, prompt, 32, cache_salt=salt, kv_transfer_params=params)
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+        if _grown(pair, "audit", before):
+            break
+    else:
+        raise AssertionError("nothing was found")
+    log = pair.d.log_tail(400)
+    assert "is wrong: layer" in log
+    if kind == "a damaged page":
+        assert "page 4, K" in log
+    assert pair.d.metrics().total("pd_connector:distrusted_producers") > 0
+    assert used(pair, reference) == 0, "it is believed no more"
+    start_anew(pair)
+    audited(pair, reference, "passed")
+    assert used(pair, reference) == 1, "until it starts anew"
+
+
+def test_believed_without_an_audit_it_answers_wrongly(engines: EnginePool, reference) -> None:
+    """The harm, with the guard off."""
+    pair = engines.pair(
+        Setup.of(
+            audit="off", args=["--worker-extension-cls", "probe.Saboteur", "--block-size", "32"]
+        )
+    )
+    probe_all(pair.p, "sabotage", "rotation")
+    prompt = prompt_of(300, start=11)
+    answer = two_step(pair.p, pair.d, prompt)
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("hybrid", {"codec": "fp8_e4m3", "decode_args": ["--tensor-parallel-size", "2"]}),
+        ("latent", {"args": ["--max-num-batched-tokens", "128"]}),
+    ],
+    ids=["windows, fp8 on the wire, one rank to two", "MLA, chunked"],
+)
+def test_unlike_engines_pass(engines: EnginePool, tmp_path, reference, kind, options) -> None:
+    folder = build(kind, tmp_path / kind)
+    pair = engines.pair(Setup.of(model=folder, audit="first", **options))
+    prompts = [prompt_of(600, start=5), prompt_of(700, start=99)]
+    for count, prompt in enumerate(prompts):
+        answer = two_step(pair.p, pair.d, prompt)
+        if count == 0 or "codec" not in options:
+            assert_same_logprobs(answer, reference(prompt), 10 * TOLERANCE)
+        wait_until(lambda: audits(pair, "passed") >= 1, "the audit to pass")
+    ranks = 2 if "decode_args" in options else 1
+    assert pair.d.metrics().total(RECEIVED) == ranks
+    assert audits(pair, "passed") == ranks
+    pair.assert_idle()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a comparison has found something, and who is believed after it: without tensors, engines and sockets."""
+
+import math
+
+import msgspec
+import pytest
+from support.machines import CONFIG, ROUTES, WHOLE, geometry_of, identity_of
+
+from pd_connector.errors import Cause
+from pd_connector.kv.coding import Part
+from pd_connector.kv.geometry import DRAFT_LAYERS
+from pd_connector.memory.slab import SlotPool
+from pd_connector.protocol import messages
+from pd_connector.protocol.audit import AuditBook, Comparison, Counterpart, Distance, relative
+from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.incoming import Dial, Finished, Load, ProducerSession, Tell
+from pd_connector.protocol.peers import Peer, Source
+
+SOURCE = Source("127.0.0.1", 1, "engine")
+(ROUTE,) = ROUTES  # float32: 0.1 of a page, 0.05 of all pages; two layers
+PRODUCER = Counterpart(SOURCE, 5, "engine", b"model", "model")
+KEY, VALUE = Part.KEY, Part.VALUE
+
+
+def right(*layers: int) -> list[Distance]:
+    return [Distance(layer, KEY, [0, 1], [0.01, 0.0], 1e-6, 1.0) for layer in layers]
+
+
+def judged(*found: Distance) -> object:
+    comparison = Comparison()
+    comparison.add(ROUTE, found)
+    return comparison.judge([PRODUCER], ROUTES)
+
+
+def test_all_that_is_near_passes() -> None:
+    assert judged(*right(0, 1)) is None
+
+
+def test_a_page_that_is_far_is_named() -> None:
+    far = Distance(1, VALUE, [4, 5], [0.01, 0.7], 0.0, 1.0)
+    assert judged(*right(0, 1), far) == (
+        Cause.AUDIT,
+        "layer 1, page 5, V: KV is 0.7 apart from what this engine computes (at most 0.1)",
+    )
+
+
+def test_what_is_a_little_wrong_everywhere_is_named_by_its_layer() -> None:
+    little = Distance(0, KEY, [0, 1], [0.08, 0.08], 0.08**2, 1.0)
+    cause, detail = judged(little, *right(1))  # type: ignore[misc]
+    assert cause == Cause.AUDIT
+    assert detail.startswith("layer 0, all its pages together, K: KV is 0.08 apart")
+
+
+@pytest.mark.parametrize("distance", [math.nan, math.inf])
+def test_what_is_no_distance_is_far(distance: float) -> None:
+    assert judged(*right(0, 1), Distance(0, KEY, [0], [distance], distance, 1.0)) is not None
+
+
+def test_nothing_is_concluded_before_all_has_come() -> None:
+    """A chunk of a running prefill may be taken back; then the load fails, and is not judged."""
+    comparison = Comparison()
+    comparison.add(ROUTE, [Distance(0, KEY, [0], [1.0], 1.0, 1.0)])
+    assert comparison.counterparts == ()
+
+
+def test_a_layer_of_which_nothing_was_compared_is_not_passed_over() -> None:
+    cause, detail = judged(*right(0))  # type: ignore[misc]
+    assert (cause, "layer 1" in detail) == (Cause.WINDOW, True)
+
+
+def test_a_draft_that_differs_makes_no_wrong_answers() -> None:
+    assert judged(*right(0, 1), Distance(DRAFT_LAYERS, KEY, [0], [1.0], 1.0, 1.0)) is None
+
+
+def test_sums_of_squares() -> None:
+    assert relative(0.0, 0.0) == 0.0
+    assert relative(1.0, 4.0) == 0.5
+    assert relative(1.0, 0.0) == math.inf
+    assert relative(math.nan, 1.0) == math.inf
+
+
+def test_who_has_passed_is_believed_for_that_adapter_and_model_until_it_starts_anew() -> None:
+    book = AuditBook()
+
+    def refused(adapter: str = "", *, compares: bool = False, **changes: object) -> object:
+        found = book.problem(PRODUCER._replace(**changes), adapter, compares=compares)  # type: ignore[arg-type]
+        return found and found[0]
+
+    assert refused() == Cause.UNAUDITED
+    assert refused(compares=True) is None
+    book.passed(PRODUCER, "")
+    assert refused() is None
+    assert refused("adapter") == Cause.UNAUDITED
+    assert refused(epoch=6) == Cause.UNAUDITED
+    assert refused(model=b"other") == Cause.UNAUDITED
+    book.passed(PRODUCER, "adapter")
+    book.distrust(SOURCE, 5, "it")
+    assert [refused(), refused("adapter"), refused(compares=True)] == [Cause.AUDIT] * 3
+    assert refused(epoch=6) == Cause.UNAUDITED
+    assert book.distrusted == 1
+
+
+def test_a_load_is_refused_before_anything_is_asked_for() -> None:
+    book, pool = AuditBook(), SlotPool(CONFIG.slots)
+    consumer = Consumer(CONFIG, geometry_of(WHOLE), pool, one_sided=True, audits=book)
+    load = Load("r", "t", (Peer(SOURCE, WHOLE),), identity_of("t"), 0, 12, (range(20, 26),), False)
+    assert consumer.load(load, 0.0) == [Dial(SOURCE)]
+    session = ProducerSession(5, CONFIG.slot_bytes, ROUTES, engine_id="engine")
+    actions = consumer.session_up(SOURCE, session, 0.0)
+    assert [type(a.message) for a in actions if isinstance(a, Tell)] == [messages.Cancel]
+    (ended,) = [action for action in actions if isinstance(action, Finished)]
+    assert (ended.cause, ended.comparison) == (Cause.UNAUDITED, None)
+    compares = load._replace(request="c", transfer="u", compares=True)
+    (tell,) = consumer.load(compares, 0.0)
+    assert isinstance(tell, Tell)
+    assert isinstance(tell.message, messages.Open)
+
+
+def test_pages_are_not_read_directly_but_into_slots_to_be_compared() -> None:
+    consumer = Consumer(CONFIG, geometry_of(WHOLE), SlotPool(CONFIG.slots), one_sided=True)
+    session = ProducerSession(5, CONFIG.slot_bytes, ROUTES, read=True, direct=True)
+    consumer.session_up(SOURCE, session, 0.0)
+    pages = (range(20, 26),)
+    load = Load("r", "t", (Peer(SOURCE, WHOLE),), identity_of("t"), 0, 12, pages, False)
+    opened = []
+    for each in (load, load._replace(request="c", transfer="u", compares=True)):
+        (tell,) = consumer.load(each, 0.0)
+        assert isinstance(tell, Tell)
+        opened.append(msgspec.structs.asdict(tell.message)["direct"])
+    assert opened == [True, False]
