@@ -15,11 +15,12 @@ about seven descriptors.
 import contextlib
 import importlib
 import itertools
+import logging
 import os
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -32,11 +33,14 @@ from pd_connector.errors import TransportError
 from pd_connector.transport.base import Landed, Link, Transport, Written
 from pd_connector.transport.keepalive import keep_accepted_alive, listening_ports
 
+logger = logging.getLogger("pd_connector.transport.ucx")
+
 _PREFIX = struct.Struct("<II")  # slot, bytes of the header; header and payload follow
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_BATCH = 64  # messages taken from one producer at a time
 _CLOSING_POLLS = 100  # cancelled writes end at the next; more is for what UCX wants to tell
 _TAG_BITS = 62
+_STALE_NUMBERS = 64
 
 _Buffer = npt.NDArray[np.uint8]
 
@@ -96,21 +100,41 @@ class UcxTransport(Transport):
         self._abandoned: list[_Move] = []
         self._api, self._array = _import_api()
         # A peer's process that has died without a word is noticed within some seconds.
-        options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
+        self._options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
         if is_loopback(host):
-            options["NET_DEVICES"] = "lo"
+            self._options["NET_DEVICES"] = "lo"
+        self._worker: Any = None
+        self._ports: set[int] = set()  # on which UCX accepts connections
         try:
-            context = self._api.UCXContext(options, feature_flags=(self._api.Feature.TAG,))
-            before = listening_ports()
-            self._worker: Any = self._api.UCXWorker(context)
-            self._ports = listening_ports() - before
-            self._address = _UcxAddress(self._worker.address.tobytes(), self._tag)
+            self._begin()
         except Exception as error:
             raise TransportError(
                 f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
             ) from error
 
+    def _begin(self) -> None:
+        """Make a worker."""
+        context = self._api.UCXContext(self._options, feature_flags=(self._api.Feature.TAG,))
+        before = listening_ports()
+        worker = self._api.UCXWorker(context)
+        self._ports = listening_ports() - before
+        self._address = _UcxAddress(worker.address.tobytes(), self._tag)
+        self._worker = worker
+
     def address(self) -> bytes:
+        """As the seam says. UCX closes its listening socket when there is no descriptor for a new
+        connection. Nobody reaches this worker then, and what is told here is another one's."""
+        if self._ports and not self._links and not self._ports & listening_ports():
+            logger.warning("ucx: its listening socket is closed (no descriptors?): begun again")
+            old = self._worker
+            with (
+                contextlib.suppress(Exception),
+                _low_numbers_taken(),
+            ):  # else the next dial tries again
+                self._begin()
+                self._abandoned += self._arriving
+                self._arriving = []
+                _drain(old)
         return msgspec.msgpack.encode(self._address)
 
     def connect(self, consumer: bytes) -> Link:
@@ -202,8 +226,7 @@ class UcxTransport(Transport):
             self.disconnect(link)
         for source in list(self._expected):
             self.dismiss(source)
-        for _ in range(_CLOSING_POLLS):
-            self._worker.progress()
+        _drain(self._worker)
         self._abandoned.clear()
         self._worker = None
 
@@ -249,6 +272,26 @@ class UcxTransport(Transport):
                 landed.append(arrival)
         self._arriving = under_way
         return landed
+
+
+@contextlib.contextmanager
+def _low_numbers_taken() -> Iterator[None]:
+    """Within, new descriptors have numbers that were not in use lately: UCX still has handlers for
+    the numbers of sockets that it has closed in this way, and fails where these come again."""
+    taken: list[int] = []
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        taken.extend(os.open(os.devnull, flags) for _ in range(_STALE_NUMBERS))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def _drain(worker: Any) -> None:
+    """Let UCX end what it has under way, and tell its peers."""
+    for _ in range(_CLOSING_POLLS):
+        worker.progress()
 
 
 def _read_message(message: _Buffer) -> Landed | None:

@@ -128,6 +128,7 @@ class ControlTarget:
             consumes=True,
             shards=(WHOLE,),
             wrap=self._wrap,
+            audits=None,
         )
         self._patch = mock.patch.object(dialler_module, "Connection", self._connect)
         self._patch.start()
