@@ -179,7 +179,7 @@ class Manager(BaseKVManager):
     def describe(self) -> dict[str, Any]:
         """What this engine tells whoever asks for its state: a router needs a prefill engine's address
         to name it to a decode engine of another kind."""
-        return self._address.fields() if self._produces else {}
+        return self._address.fields() if self.produces else {}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it

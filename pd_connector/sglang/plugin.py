@@ -185,9 +185,12 @@ def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """`GET /server_info` tells the engine's address for KV transfers, too."""
     told = original(scheduler, *args, **options)
-    manager = _manager_of(scheduler)
-    if manager is not None:
-        told.internal_state[BACKEND] = manager.describe()
+    try:
+        manager = _manager_of(scheduler)
+        if manager is not None:
+            told.internal_state[BACKEND] = manager.describe()
+    except Exception:  # SGLang ends the engine for what leaves a hook
+        logger.exception("the engine's state is told without its address for KV transfers")
     return told
 
 

@@ -17,6 +17,7 @@ from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.windows import Windows
 
 PAGE = 16
 PROMPT = list(range(40))
@@ -43,7 +44,12 @@ def finished(**changes: Any) -> Any:
 
 def last_command(request: Any) -> Any:
     side = SchedulerSide(
-        Config(overlap="off"), engine_id="e", page_sizes=[PAGE], produces=True, consumes=False
+        Config(overlap="off"),
+        engine_id="e",
+        windows=Windows([(PAGE, 0)]),
+        ranks=1,
+        produces=True,
+        consumes=False,
     )
     side.set_peers((Peer(Source("127.0.0.1", 7000, "e"), Shard(0, 4, 0, 1)),))
     side.on_new_request(request)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /server_info` tells a prefill engine's address, as a router reads it; and never ends an engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+from pd_connector.control.seal import sealed
+from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.params import ProducerAddress, parse_address
+from pd_connector.protocol.peers import Peer, Source
+from pd_connector.sglang import plugin
+from pd_connector.sglang.manager import Manager
+
+KEY = "a key of forty characters for all engines"
+RANKS = tuple(Peer(Source("10.0.0.1", 7000 + n, "e"), Shard(0, 4, n, 2)) for n in range(2))
+
+
+def told(manager: Any) -> dict[str, Any]:
+    """What an engine with this manager answers."""
+    backend = SimpleNamespace(value=plugin.BACKEND)
+    queue = SimpleNamespace(transfer_backend=backend, kv_manager=manager)
+    scheduler = SimpleNamespace(
+        disagg_prefill_bootstrap_queue=queue, disagg_decode_prealloc_queue=None
+    )
+    answer = SimpleNamespace(internal_state={"max_running_requests": 8})
+    found: dict[str, Any] = plugin._state(lambda *_: answer, scheduler, None).internal_state
+    return found
+
+
+def manager(*, produces: bool) -> Manager:
+    made = object.__new__(Manager)
+    made.produces = produces
+    made._address = sealed(ProducerAddress("e", RANKS), KEY)
+    return made
+
+
+def test_a_prefill_engine_tells_all_ranks_and_its_seal() -> None:
+    found = parse_address(told(manager(produces=True))[plugin.BACKEND])
+    assert found == sealed(ProducerAddress("e", RANKS), KEY)
+
+
+def test_a_decode_engine_tells_no_address() -> None:
+    assert told(manager(produces=False))[plugin.BACKEND] == {}
+
+
+def test_an_engine_whose_address_cannot_be_told_still_answers() -> None:
+    assert told(object.__new__(Manager)) == {"max_running_requests": 8}
