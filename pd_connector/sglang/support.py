@@ -26,7 +26,8 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
         mend = "give a decode engine tensor parallelism alone; its prefill engine may have both"
         raise ConfigError(_refusal(f"pp_size {parallel.pp_size} of a decode engine", mend))
     method = parallel.load_balance_method
-    spreads = parallel.dp_size != 1 and server_args.disaggregation_mode == "prefill"
+    replicas = max(parallel.dp_size, parallel.attn_dp_size)
+    spreads = replicas != 1 and server_args.disaggregation_mode == "prefill"
     if spreads and method != _BY_ROOM:
         raise ConfigError(_refusal(f"--load-balance-method {method}", f"set it to {_BY_ROOM}"))
     if states := [kind.value for kind in kv_args.state_types if kind.value != "swa"]:

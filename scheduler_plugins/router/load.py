@@ -91,6 +91,8 @@ class EngineLoad:
         """
         own_s = self._queued_s - (now_s - self._busy_since_s) if self._prefills else 0.0
         told_s, passed_s = self._correction.queued_s, now_s - self._correction.at_s
+        if not told_s:
+            return max(0.0, own_s)
         # Work of others is done meanwhile; and what was predicted too long is less wrong by and by.
         left_s = copysign(max(0.0, abs(told_s) - passed_s), told_s)
         return max(0.0, max(0.0, own_s) + left_s)

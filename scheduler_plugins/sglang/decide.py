@@ -95,10 +95,9 @@ class StepDecider:
             self.queue.set_classes(self._settings.classes)
         self.queue.removed()  # what may have been evicted is looked up anew
         prefill = self._prefill_under_way()
-        policy = self.queue.policy
-        own_batch = prefill is not None and policy.splits_batches
         self.queue.begin_scan(
-            full=own_batch and prefill is not None and policy.wants_own_batch(prefill.request)
+            full=prefill is not None and self._wants_own_batch(prefill.request),
+            prefilling=[] if prefill is None else [prefill.request.id],
         )
         self._take_in(requests)
         budget = self._step_tokens(prefill)
@@ -162,6 +161,10 @@ class StepDecider:
         if req is None:
             return None
         return Prefill(describe(req, self._view.grains(req.rid), self._sign), req.extend_end)
+
+    def _wants_own_batch(self, request: Waiting) -> bool:
+        policy = self.queue.policy
+        return policy.splits_batches and policy.wants_own_batch(request)
 
     def _step_tokens(self, prefill: Prefill | None) -> int:
         """Prompt tokens of the step, whole pages."""

@@ -13,8 +13,9 @@ from scheduler_plugins.order.request import BlockHash
 class LruBlocks:
     """Block hashes with room for `capacity`; the one unused for longest is evicted.
 
-    As in vLLM the last blocks of a prompt are evicted before its first ones. The engine sees a block at once; others
-    see it when it is computed, and `lag_s` after that, and see its eviction as late.
+    As in vLLM the last blocks of a prompt are evicted before its first ones. The engine sees a
+    block at once; others see it when it is computed, and `lag_s` after that, and see its eviction
+    as late.
     """
 
     def __init__(self, capacity: int, *, lag_s: float = 0.0) -> None:
@@ -56,8 +57,8 @@ class LruBlocks:
     def store(self, hashes: Sequence[BlockHash], now_s: float = 0.0) -> None:
         """All blocks of a prompt were used; those that were not cached are now.
 
-        Of a prompt that is larger than the cache only the beginning is kept. Others see what is new after
-        `computed` only.
+        Of a prompt that is larger than the cache only the beginning is kept. Others see what is new
+        after `computed` only.
         """
         blocks, added = self._blocks, list[BlockHash]()
         move = blocks.move_to_end

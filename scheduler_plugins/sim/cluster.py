@@ -39,9 +39,10 @@ class Change(NamedTuple):
 class Cluster:
     """Serves a trace with a policy. One object serves one run.
 
-    A request goes to a prefill engine; when its prompt is computed and its decode engine has room, its KV
-    goes over the links; the first token is the decode engine's first step, as with PDConnector. An engine that dies
-    loses everything; its requests are decided anew, with the tokens they have.
+    A request goes to a prefill engine; when its prompt is computed and its decode engine has room,
+    its KV goes over the links; the first token is the decode engine's first step, as with
+    PDConnector. An engine that dies loses everything; its requests are decided anew, with the
+    tokens they have.
     """
 
     def __init__(
@@ -218,7 +219,8 @@ class Cluster:
         return True
 
     def _give_room(self, node: Node, now_s: float) -> None:
-        """Begin the transfers to an engine that has room for their KV, in the order in which they wait."""
+        """Begin the transfers to an engine that has room for their KV, in the order in which they
+        wait."""
         waiting, engine = self._rooms[node.name], node.engine
         while waiting and engine.has_room(waiting[0][0].waiting.tokens):
             journey, size = waiting.pop(0)

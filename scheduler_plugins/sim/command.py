@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -58,11 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recorded = trace.load(given.trace, given.limit)
         names = policies(given.compare) if given.compare else [given.policy]
         arrivals = scenario.arrivals(recorded)
-        found = [_run(scenario, arrivals, name, given.decode_policy, console) for name in names]
+        found = list[tuple[Summary, list[Served]]]()
+        took_s = list[float]()
+        for name in names:
+            begun_s = time.perf_counter()
+            found.append(_run(scenario, arrivals, name, given.decode_policy, console))
+            took_s.append(time.perf_counter() - begun_s)
     except (ConfigError, ProfileError, trace.TraceError, ValueError) as error:
         print(f"not simulated: {error}", file=sys.stderr)
         return FAILED
-    _write(given, [summary for summary, _ in found], {s.policy: done for s, done in found}, console)
+    summaries = [summary for summary, _ in found]
+    console.print(_table(summaries, took_s))
+    _write(given, summaries, {summary.policy: served for summary, served in found})
     return 0
 
 
@@ -136,9 +144,7 @@ def _write(
     given: argparse.Namespace,
     summaries: Sequence[Summary],
     served: dict[str, list[Served]],
-    console: Console,
 ) -> None:
-    console.print(_table(summaries))
     if given.json:
         raw = msgspec.json.format(msgspec.json.encode([asdict(one) for one in summaries])) + b"\n"
         if given.json == "-":
@@ -158,14 +164,14 @@ def _write(
         given.svg.write_text(svg(panels))
 
 
-def _table(summaries: Sequence[Summary]) -> Table:
+def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
     columns = (
-        "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "P busy", "D busy", "rejected",
+        "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "P busy", "D busy", "rejected", "took s",
     )  # fmt: skip
     table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
-    for one in summaries:
+    for one, seconds in zip(summaries, took_s, strict=True):
         table.add_row(
             one.policy,
             *(f"{one.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
@@ -174,6 +180,7 @@ def _table(summaries: Sequence[Summary]) -> Table:
             f"{one.goodput_per_s:.2f}",
             *(_busy(one, letter) for letter in ("p", "d")),
             str(sum(one.rejected.values())),
+            f"{seconds:.2f}",
         )
     return table
 

@@ -32,8 +32,8 @@ class DecodeStage:
         """An empty batch.
 
         Args:
-            capacity_tokens: room for the KV of all sequences. When it is used up, the sequence that joined last is
-                preempted; the last one left goes on.
+            capacity_tokens: room for the KV of all sequences. When it is used up, the sequence that
+                joined last is preempted; the last one left goes on.
             slack_s: a step that would begin so shortly before the time of `advance` does not begin.
         """
         self._costs = costs
@@ -50,7 +50,8 @@ class DecodeStage:
         self._ends: list[tuple[int, int, str, float]] = []
         self._fresh: list[str] = []
         self.first_tokens: list[tuple[str, float]] = []
-        """Sequences that joined without a token and have got it, with the time. The caller empties it."""
+        """Sequences that joined without a token and have got it, with the time. The caller empties
+        it."""
         self.preempted: list[Preempted] = []
         """Sequences that lost their room. The caller empties it."""
 
@@ -88,7 +89,8 @@ class DecodeStage:
 
     @property
     def next_end_s(self) -> float:
-        """When the first sequence ends or the room does, if nothing comes before; infinite without sequences."""
+        """When the first sequence ends or the room does, if nothing comes before; infinite without
+        sequences."""
         if not self._ends:
             return inf
         steps = self._ends[0][0] - self._step
@@ -163,7 +165,8 @@ class DecodeStage:
         return steps * (model.d0 + model.d1 * batch) + model.d2 * contexts
 
     def _steps_within(self, time_s: float, most: int) -> int:
-        """Steps that begin within `time_s`, at least 1 and at most `most`: the fewest that last as long."""
+        """Steps that begin within `time_s`, at least 1 and at most `most`: the fewest that last as
+        long."""
         if most == 1 or time_s == inf:
             return most
         model, batch = self._costs, len(self._ends)

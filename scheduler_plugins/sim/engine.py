@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine: prefill in steps of a budget, a prefix cache, decode in the same steps or elsewhere."""
+"""A simulated engine: prefill in steps of a budget, a prefix cache, decode in the same steps or
+elsewhere."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ _SLACK_S = 1e-9
 
 
 class SimulatedEngine:
-    """Takes prompts from a queue as vLLM does with our scheduler (`PrefillStage`), and generates their tokens.
+    """Takes prompts from a queue as vLLM does with our scheduler (`PrefillStage`), and generates
+    their tokens.
 
-    Whoever drives it waits until `next_event_s`, and calls `advance`. Between two events it may be given prompts
-    (`arrive`) and sequences whose KV another engine computed (`receive`). `run` drives it alone.
+    Whoever drives it waits until `next_event_s`, and calls `advance`. Between two events it may be
+    given prompts (`arrive`) and sequences whose KV another engine computed (`receive`). `run`
+    drives it alone.
 
-    With `decode_apart` a machine of its own decodes, which admits everybody at once: the benchmarks of the queue look at
-    prefill alone. Without, a step that has prompt tokens in it also decodes, and the KV of all sequences has to fit
-    into `kv_tokens`: who joined last is preempted, and computed again, when it does not.
+    With `decode_apart` a machine of its own decodes, which admits everybody at once: the benchmarks
+    of the queue look at prefill alone. Without, a step that has prompt tokens in it also decodes,
+    and the KV of all sequences has to fit into `kv_tokens`: who joined last is preempted, and
+    computed again, when it does not.
     """
 
     def __init__(
@@ -112,7 +116,8 @@ class SimulatedEngine:
         self._plan(now_s)
 
     def receive(self, request: Waiting, record: Served, now_s: float) -> None:
-        """A sequence whose KV has arrived; its next token is its first here. `reserved_tokens` had room for it."""
+        """A sequence whose KV has arrived; its next token is its first here. `reserved_tokens` had
+        room for it."""
         self.reserved_tokens -= request.tokens
         if self._step is None:
             self._decode_until(now_s)
@@ -122,7 +127,8 @@ class SimulatedEngine:
         self._plan(now_s)
 
     def cancel(self, request_id: str) -> int:
-        """Forget a request, wherever it is. Returns the tokens that it has yet to generate; 0 if it is not here."""
+        """Forget a request, wherever it is. Returns the tokens that it has yet to generate; 0 if it
+        is not here."""
         for n, (joining, _) in enumerate(self._joining):
             if joining.id == request_id:
                 del self._joining[n]
@@ -139,7 +145,8 @@ class SimulatedEngine:
         self._decode_until(now_s)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether the KV of so many tokens fits beside what is here. An empty engine takes anything."""
+        """Whether the KV of so many tokens fits beside what is here. An empty engine takes
+        anything."""
         used = self.decode.context + self.reserved_tokens
         return used + tokens <= self._kv_tokens or not used
 

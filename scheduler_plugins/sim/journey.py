@@ -42,7 +42,8 @@ class Journey:
         return cls(record, asked, one)
 
     def go_on(self, left: int) -> None:
-        """Its engine died when `left` tokens were to come: those it has become part of its prompt. 0: nothing is known."""
+        """Its engine died when `left` tokens were to come: those it has become part of its prompt.
+        0: nothing is known."""
         self.in_transfer, self.p, self.d = False, None, None
         if 0 < left < self.waiting.max_tokens:
             tokens = self.waiting.tokens + self.waiting.max_tokens - left

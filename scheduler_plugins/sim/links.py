@@ -27,8 +27,8 @@ class Network:
     """KV of one token on the wire. Llama 3 8B in bf16 has 128 KiB."""
     layers: int = 32
     overlap: bool = True
-    """Whether KV streams while the prompt is computed. Then only what the prefill's time does not cover is waited for, and
-    at least the last layer."""
+    """Whether KV streams while the prompt is computed. Then only what the prefill's time does not
+    cover is waited for, and at least the last layer."""
 
     def exposed_bytes(self, tokens: int, prefill_s: float) -> float:
         """Bytes that are left to send when a prefill that took `prefill_s` has ended."""
@@ -52,7 +52,8 @@ class _Flow:
 
 
 class Links:
-    """Transfers that share links fairly: max-min, by the outgoing link of the source and the incoming one of the target."""
+    """Transfers that share links fairly: max-min, by the outgoing link of the source and the
+    incoming one of the target."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -101,7 +102,8 @@ class Links:
         self._now_s = now_s
 
     def _share(self) -> None:
-        """Give every transfer its rate: the most contended link first, then what it leaves to others."""
+        """Give every transfer its rate: the most contended link first, then what it leaves to
+        others."""
         flows, bandwidth = self._flows, self.network.bytes_per_s
         if len(flows) == 1:
             flows[0].rate = bandwidth

@@ -18,7 +18,8 @@ def svg(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Cumulative distributions as an SVG document.
 
     Args:
-        panels: for each title, for each policy, times in seconds. Every panel has the same policies.
+        panels: for each title, for each policy, times in seconds. Every panel has the same
+            policies.
     """
     names = list(next(iter(panels.values())))
     drawn = [_panel(title, times, n) for n, (title, times) in enumerate(panels.items())]

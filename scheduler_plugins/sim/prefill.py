@@ -49,18 +49,19 @@ class PrefillStage:
     """Puts the prompt tokens of a step together as vLLM does with our scheduler.
 
     Prefills under way go on first; then requests are taken from the queue until the step has
-    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the engine
-    (`step_length.step_tokens`). The prefills leave room for requests
-    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a prefill
-    may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read from the
-    cache by whatever enters a step after they were stored. `truth` says how long steps really take; the
-    queue has a cost model of its own.
+    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the
+    engine (`step_length.step_tokens`). The prefills leave room for requests
+    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a
+    prefill may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read
+    from the cache by whatever enters a step after they were stored. `truth` says how long steps
+    really take; the queue has a cost model of its own.
     """
 
     def __init__(
         self, queue: WaitingQueue, cache: LruBlocks, truth: CostModel, *, page_size: int
     ) -> None:
-        """`queue` was made with `cache.hashes`; the cache's notifications are connected to it here."""
+        """`queue` was made with `cache.hashes`; the cache's notifications are connected to it
+        here."""
         self.queue = queue
         self.cache = cache
         self._truth = truth
@@ -132,7 +133,8 @@ class PrefillStage:
         return chunks
 
     def _before(self, budget: int) -> int:
-        """Tokens of the step that are kept for those that go before the prefills under way, of which there are some."""
+        """Tokens of the step that are kept for those that go before the prefills under way, of
+        which there are some."""
         first = min(self.running, key=lambda one: one.left)
         return tokens_before(self.queue, first.request, first.done, budget)
 

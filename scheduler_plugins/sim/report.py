@@ -70,7 +70,8 @@ def summarize(
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles; a percentile is the smallest value that so many percent do not exceed. Empty: all 0."""
+    """Mean and percentiles; a percentile is the smallest value that so many percent do not exceed.
+    Empty: all 0."""
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys(("mean", *(f"p{n}" for n in PERCENTILES)), 0.0)

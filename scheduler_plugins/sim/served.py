@@ -21,7 +21,8 @@ class Served:
     prefilled_s: float | None = None
     """When its prompt was computed, on whatever engine. Set by a cluster."""
     p: str | None = None
-    """The engine that computed its prompt for another one. Set by a cluster, as all that follows."""
+    """The engine that computed its prompt for another one. Set by a cluster, as all that
+    follows."""
     d: str | None = None
     """The engine that answered."""
     pulled_tokens: int = 0

@@ -20,8 +20,8 @@ from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.trace import jittered
 
 COSTS = CostModel(a=6e-5, b=6e-10, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
-"""An invented engine of about 15,000 tokens per second: ratios count, not seconds. `pd-connector profile` measures a real
-one."""
+"""An invented engine of about 15,000 tokens per second: ratios count, not seconds. `pd-connector
+profile` measures a real one."""
 CHUNK_TOKENS = 2048
 CONDUCTOR_GLOBAL = "conductor+pull"
 """The conductor where engines fetch prefixes from each other."""
@@ -37,8 +37,8 @@ class Scenario:
     """Engines that compute prompts and generate their tokens, without any transfer."""
     costs: CostModel = COSTS
     level: int = 1
-    """1: a step is one whole prompt, and there is room for all KV. 2: prompts are cut into chunks that share steps, and
-    KV has to fit."""
+    """1: a step is one whole prompt, and there is room for all KV. 2: prompts are cut into chunks
+    that share steps, and KV has to fit."""
     order: str = "srjf_calibrated"
     """Policy of the engines' queues."""
     cache_blocks: int = 8000

@@ -67,8 +67,8 @@ def read(path: Path, limit: int | None = None) -> list[Waiting]:
 def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
     """Read a trace in the form of Azure's LLM inference traces, in the order of arrival.
 
-    Comma-separated: `TIMESTAMP` in ISO form, `ContextTokens`, `GeneratedTokens`. Nothing is known of prefixes: prompts
-    share nothing.
+    Comma-separated: `TIMESTAMP` in ISO form, `ContextTokens`, `GeneratedTokens`. Nothing is known
+    of prefixes: prompts share nothing.
 
     Raises:
         TraceError: the file cannot be read, or a line does not have that form.
@@ -107,8 +107,8 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
 def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:
     """The same requests with times that are not binned, in the order of arrival.
 
-    Recorded times may be coarse (Mooncake's have steps of 3 s), so each is moved at random up to the
-    next one that differs.
+    Recorded times may be coarse (Mooncake's have steps of 3 s), so each is moved at random up to
+    the next one that differs.
     """
     random = Random(seed)
     times = sorted({request.arrival_s for request in requests})
@@ -121,7 +121,8 @@ def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:
 
 
 def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waiting]:
-    """The same requests, faster or slower, so that `per_s` a second come on average; see `jittered`."""
+    """The same requests, faster or slower, so that `per_s` a second come on average; see
+    `jittered`."""
     moved = jittered(requests, seed)
     begun_s = moved[0].arrival_s
     scale = len(requests) / per_s / max(moved[-1].arrival_s - begun_s, 1e-9)

@@ -11,7 +11,8 @@ from scheduler_plugins.sim.node import Node
 
 
 class ClusterView:
-    """`View` of a cluster: the counts that a live router would have, and caches as late as their events come."""
+    """`View` of a cluster: the counts that a live router would have, and caches as late as their
+    events come."""
 
     def __init__(self, nodes: dict[str, Node], links: Links) -> None:
         self._nodes = nodes

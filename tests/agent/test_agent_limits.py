@@ -79,7 +79,7 @@ def test_silent_connections_do_not_take_the_last_descriptor(
         consumer.load(source, "t", [2])
         assert consumer.loaded("t").cause is None
         assert consumer.page(2) == producer.call("page", 1)
-    assert producer.call("count", "closed_connections") >= 300
+    until(lambda: producer.call("count", "closed_connections") >= 300)
     assert producer.call("count", "agent_failures") == 0
 
 
@@ -221,9 +221,13 @@ def test_a_name_that_is_found_leads_to_the_session_that_is_there(
 
 
 @pytest.mark.parametrize("steps", [False, True])
-def test_a_hung_engine_behind_a_live_agent_is_not_waited_for(ranks: Ranks, steps: bool):
+def test_a_hung_engine_behind_a_live_agent_is_not_waited_for(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, steps: bool
+):
     settings = LONG | {"engine_timeout_s": 1.0, "wait_timeout_s": 4.0}
     producer, consumer = ranks.pair(settings)
+    if steps:  # without pause, which a busy machine would not let us do
+        monkeypatch.setattr(producer.agent._steps, "age_s", lambda: 0.0)
     consumer.load(producer.source, "loaded", [1], wait=True)
     watched = Hold("load of watched", "watched", (producer.peer,), True)
     consumer.agent.submit(watched)
@@ -231,8 +235,6 @@ def test_a_hung_engine_behind_a_live_agent_is_not_waited_for(ranks: Ranks, steps
     deadline = time.monotonic() + 30.0
     while len(consumer.look()) + len(consumer.told) < 2:
         assert time.monotonic() < deadline
-        if steps:
-            producer.agent.engine_steps()
         time.sleep(0.02)
     wanted = {Cause.WAIT_TIMEOUT, Cause.UNKNOWN_TRANSFER} if steps else {Cause.ENGINE_HUNG}
     assert consumer.loaded("loaded").cause in wanted

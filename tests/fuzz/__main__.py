@@ -37,7 +37,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to fuzz")
     parser.add_argument("--corpus", type=Path, help="folder to begin with, and to add to")
     parser.add_argument(
-        "--keep", type=Path, help="write the smallest inputs that reach all lines to this file"
+        "--keep", action="store_true", help="replace the corpus that the tests replay"
     )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -50,12 +50,13 @@ def _fuzz(options: argparse.Namespace) -> None:
     with atheris.instrument_imports(include=["pd_connector"]):
         from fuzz.targets import Targets
     from fuzz.mutation import Mutator
+    from fuzz.replay import mode, read_corpus
     from fuzz.seeds import seeds
 
     def mutate(data: bytes, most: int) -> bytes:
         return bytes(atheris.Mutate(data, most))  # libFuzzer puts it there when it begins
 
-    known = seeds()
+    known = seeds() + read_corpus(mode(keyed=options.key, greeted=options.greeted))
     for number, script in enumerate(known):
         (options.corpus / f"seed-{number:03}").write_bytes(script)
     targets = Targets(keyed=options.key, greeted=options.greeted)
@@ -68,7 +69,7 @@ def _fuzz(options: argparse.Namespace) -> None:
 
 def _replay(options: argparse.Namespace, folder: Path, seconds: float) -> int:
     """Everything again, without instruments; says what it came to."""
-    from fuzz.replay import growth, minimal, on_live_agent
+    from fuzz.replay import growth, minimal, mode, on_live_agent, write_corpus
     from fuzz.targets import Targets
 
     scripts = [path.read_bytes() for path in sorted(folder.iterdir())]
@@ -77,10 +78,7 @@ def _replay(options: argparse.Namespace, folder: Path, seconds: float) -> int:
         kept = minimal(targets, scripts) if options.keep else []
     on_live_agent(scripts, keyed=options.key)
     if options.keep:
-        import msgspec
-
-        options.keep.parent.mkdir(parents=True, exist_ok=True)
-        options.keep.write_bytes(msgspec.msgpack.encode(kept))
+        write_corpus(mode(keyed=options.key, greeted=options.greeted), kept)
     print(f"{seconds:.0f} s, {len(scripts)} inputs kept, no finding; growth: {grown} objects")
     return int(grown > 0)
 

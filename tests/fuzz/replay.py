@@ -7,10 +7,13 @@ import gc
 import logging
 import socket
 import sys
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import msgspec
 import zmq
 from support.agents import KEY, LONG, Rank, assert_pages
 
@@ -20,8 +23,26 @@ from fuzz.targets import Targets
 from pd_connector.control.keys import CurveKeys
 from pd_connector.transport.tcp.transport import TcpTransport
 
+CORPUS = Path(__file__).parent / "corpus"
 _TOLERATED = 2000
 """Objects: caches of bounded size that are not full yet."""
+
+
+def mode(*, keyed: bool, greeted: bool) -> str:
+    """The name of a corpus: what its inputs begin with."""
+    return ("greeted" if greeted else "fresh") + ("_key" if keyed else "")
+
+
+def read_corpus(name: str) -> list[bytes]:
+    """The inputs that earlier runs have kept."""
+    packed = zlib.decompress((CORPUS / f"{name}.msgpack.z").read_bytes())
+    return msgspec.msgpack.decode(packed, type=list[bytes])
+
+
+def write_corpus(name: str, scripts: Sequence[bytes]) -> None:
+    """Keep these inputs instead."""
+    packed = zlib.compress(msgspec.msgpack.encode(list(scripts)), 9)
+    (CORPUS / f"{name}.msgpack.z").write_bytes(packed)
 
 
 def growth(targets: Targets, scripts: Sequence[bytes]) -> int:

@@ -22,7 +22,12 @@ from pd_connector.sglang.support import _WANTED, check_supported
 
 ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill")
 ALONE = SimpleNamespace(
-    attn_cp_size=1, pp_size=1, dcp_size=1, dp_size=1, load_balance_method="round_robin"
+    attn_cp_size=1,
+    pp_size=1,
+    dcp_size=1,
+    dp_size=1,
+    attn_dp_size=1,
+    load_balance_method="round_robin",
 )
 DECODE = SimpleNamespace(**_WANTED, disaggregation_mode="decode")
 PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
@@ -65,6 +70,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, ARGS, changed(ALONE, dcp_size=2), "dcp_size 2"),
         (PLAIN, DECODE, changed(ALONE, pp_size=2), "pp_size 2 of a decode engine"),
         (PLAIN, ARGS, changed(ALONE, dp_size=2), "--load-balance-method round_robin"),
+        (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "--load-balance-method round_robin"),
         (changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE, "kind dsa"),
         (changed(PLAIN, state_types=[StateType.QSA_COMPRESSED]), ARGS, ALONE, "qsa_compressed"),
         (changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]), ARGS, ALONE, "kind mamba"),

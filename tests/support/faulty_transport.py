@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from pd_connector.errors import TransportError
 from pd_connector.memory.pieces import Pieces
+from pd_connector.tools.bench.chaos.wrapping import WrappingTransport
 from pd_connector.transport.base import Landed, Link, Transport, Written
 
 T = TypeVar("T")
@@ -79,19 +80,11 @@ class FaultPlan:
     landings: Mapping[int, Delivery | Corrupt | Truncate | Fail] = field(default_factory=dict)
 
 
-class FaultTransport(Transport):
+class FaultTransport(WrappingTransport):
     """Wraps `inner` and fails as `plan` says. Has the name and the manners of `inner`."""
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
-        self.inner = inner
-        # Constants of a class elsewhere; here they are those of the transport that is wrapped.
-        self.name = inner.name  # type: ignore[misc]
-        self.one_sided = inner.one_sided  # type: ignore[misc]
-        self.copies = inner.copies  # type: ignore[misc]
-        self.readable = inner.readable  # type: ignore[misc]
-        self.label = inner.label
-        self.authenticates = inner.authenticates
-        self.sends_from = inner.sends_from
+        super().__init__(inner)
         self._plan = plan
         self._connects = 0
         self._writes = 0
@@ -102,23 +95,11 @@ class FaultTransport(Transport):
         self._written: _Later[Written] = _Later()
         self._landed: _Later[Landed] = _Later()
 
-    def address(self) -> bytes:
-        return self.inner.address()
-
     def connect(self, consumer: bytes) -> Link:
         number, self._connects = self._connects, self._connects + 1
         if number in self._plan.connects:
             raise TransportError(f"injected: connect {number} fails")
         return self.inner.connect(consumer)
-
-    def disconnect(self, link: Link) -> None:
-        self.inner.disconnect(link)
-
-    def expect(self, producer: bytes) -> Hashable:
-        return self.inner.expect(producer)
-
-    def dismiss(self, source: Hashable) -> None:
-        self.inner.dismiss(source)
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         number, self._writes = self._writes, self._writes + 1
@@ -134,9 +115,6 @@ class FaultTransport(Transport):
             raise TransportError(f"injected: read {number} fails")
         self.inner.read(source, send_slot, nbytes, slot, header)
 
-    def direct(self, source: Hashable) -> bool:
-        return self.inner.direct(source)
-
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
         number, self._pulls = self._pulls, self._pulls + 1
         fault = self._plan.pulls.get(number)
@@ -149,9 +127,6 @@ class FaultTransport(Transport):
         ctypes.c_uint8.from_address(int(ours.addresses[piece]) + offset).value ^= 0xFF
         return ours.checksum()
 
-    def silenced(self, source: Hashable) -> bool:
-        return self.inner.silenced(source)
-
     def poll(self) -> tuple[list[Written], list[Landed]]:
         written, landed = self.inner.poll()
         for completion in written:
@@ -161,15 +136,8 @@ class FaultTransport(Transport):
         return self._written.take(), self._landed.take()
 
     @property
-    def pollables(self) -> list[object]:
-        return self.inner.pollables
-
-    @property
     def restless(self) -> bool:
         return self.inner.restless or self._written.waits or self._landed.waits
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _complete(self, written: Written) -> None:
         number = self._started.pop(written.token)

@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
-from pd_kernels.attention.split_merge import MAX_POLLS, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.split_merge import finish_row, merge_split_rows, result_lines
 from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
@@ -238,30 +239,19 @@ def launch_mla(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
-    phases: tuple[tuple[bool, bool], ...] = ((True, True),),
+    phases: Phases = ONE_LAUNCH,
 ) -> None:
-    """Run `mla_decode` by the kernel; the arguments are those of `launch_paged`, `out` has 512
-    elements a line."""
-    ranges, counters, partials, weights = scratch
-    for work, merge in phases:
-        latent_attention[(ranges.shape[0],)](
-            query=batch.query,
-            cache=batch.cache,
-            table=batch.table,
-            lengths=batch.lengths,
-            out=out,
-            lse=out if lse is None else lse,
-            ranges=ranges,
-            counters=counters,
-            partials=partials,
-            weights=weights,
-            table_stride=batch.table.stride(0),
-            scale=batch.scale * LOG2E,
-            max_polls=MAX_POLLS,
-            **batch.constants(with_lse=lse is not None),
-            PAGE=batch.cache.shape[1],
-            CACHE=batch.cache.stride()[:2],
-            CODED=batch.coded,
-            WORK=work,
-            MERGE=merge,
-        )
+    """Run `mla_decode` by the kernel; the arguments are those of `launch`."""
+    launch(
+        latent_attention,
+        batch,
+        out,
+        lse,
+        scratch,
+        phases,
+        cache=batch.cache,
+        scale=batch.scale * LOG2E,
+        PAGE=batch.cache.shape[1],
+        CACHE=batch.cache.stride()[:2],
+        CODED=batch.coded,
+    )

@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
-from pd_kernels.attention.split_merge import MAX_POLLS, finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.split_merge import finish_row, merge_split_rows, result_lines
 from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
@@ -244,49 +245,29 @@ def launch_paged(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
-    phases: tuple[tuple[bool, bool], ...] = ((True, True),),
+    phases: Phases = ONE_LAUNCH,
 ) -> None:
-    """Run `paged_decode` by the kernel.
-
-    Args:
-        batch: the arguments of the call.
-        out: `[batch, queries, query heads, dim]`, dense; written.
-        lse: float32 `[batch, queries, query heads]`, written; or None.
-        scratch: `DecodePlan.tensors` of a filled plan.
-        phases: for each launch, whether it attends and whether it merges. One launch does both;
-            tests take two.
-    """
-    ranges, counters, partials, weights = scratch
+    """Run `paged_decode` by the kernel; the arguments are those of `launch`."""
     score, mask = batch.score_mod, batch.mask_mod
-    scale = batch.scale * batch.key_scale * (1.0 if score else LOG2E)
-    for work, merge in phases:
-        paged_attention[(ranges.shape[0],)](
-            query=batch.query,
-            keys=batch.keys,
-            values=batch.values,
-            table=batch.table,
-            lengths=batch.lengths,
-            out=out,
-            lse=out if lse is None else lse,
-            ranges=ranges,
-            counters=counters,
-            partials=partials,
-            weights=weights,
-            score_args=score.args if score else (),
-            mask_args=mask.args if mask else (),
-            table_stride=batch.table.stride(0),
-            scale=scale,
-            value_scale=batch.value_scale,
-            max_polls=MAX_POLLS,
-            **batch.constants(with_lse=lse is not None),
-            DIM=batch.width,
-            BLOCK=triton.next_power_of_2(batch.width),
-            PAGE=batch.keys.shape[1],
-            WINDOW=batch.window,
-            KEY=batch.keys.stride()[:3],
-            VALUE=batch.values.stride()[:3],
-            SCORE_MOD=score.kernel if score else None,
-            MASK_MOD=mask.kernel if mask else None,
-            WORK=work,
-            MERGE=merge,
-        )
+    launch(
+        paged_attention,
+        batch,
+        out,
+        lse,
+        scratch,
+        phases,
+        keys=batch.keys,
+        values=batch.values,
+        score_args=score.args if score else (),
+        mask_args=mask.args if mask else (),
+        scale=batch.scale * batch.key_scale * (1.0 if score else LOG2E),
+        value_scale=batch.value_scale,
+        DIM=batch.width,
+        BLOCK=triton.next_power_of_2(batch.width),
+        PAGE=batch.keys.shape[1],
+        WINDOW=batch.window,
+        KEY=batch.keys.stride()[:3],
+        VALUE=batch.values.stride()[:3],
+        SCORE_MOD=score.kernel if score else None,
+        MASK_MOD=mask.kernel if mask else None,
+    )

@@ -71,7 +71,7 @@ class Listener:
     @property
     def pollables(self) -> list[object]:
         """Descriptors that turn readable when `accept` is due."""
-        pending = [one.link.fileno() for one in self._pending]
+        pending: list[object] = [one.link.fileno() for one in self._pending]
         return pending if self._resumes else [self._socket.fileno(), *pending]
 
     def accept(self, expected: Container[bytes]) -> list[PendingConnection]:

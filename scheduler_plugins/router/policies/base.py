@@ -42,8 +42,8 @@ class Request(NamedTuple):
     id: str
     tokens: int  # of the prompt; an estimate where nobody has tokenized it
     hashes: Sequence[BlockHash] = ()
-    """One for each whole block of the prompt, in order. Each stands for the prompt up to its block's end,
-    so equal hashes mean equal prefixes. Empty where the prompt is unknown."""
+    """One for each whole block of the prompt, in order. Each stands for the prompt up to its
+    block's end, so equal hashes mean equal prefixes. Empty where the prompt is unknown."""
     max_tokens: int = 16  # most tokens it may generate
     arrival_s: float = 0.0
     qos: str = ""  # name of its class; empty: the default class
@@ -121,16 +121,18 @@ class View(Protocol):
         """The engines for one part of the request, always in the same order.
 
         Args:
-            role: `PREFILL`: whoever can compute the prompt and hand it over, or is of role `BOTH`. Empty
-                where the request cannot be split. `DECODE`: whoever can answer the client. Never empty
-                when a policy is asked.
+            role: `PREFILL`: whoever can compute the prompt and hand it over, or is of role `BOTH`.
+                Empty where the request cannot be split. `DECODE`: whoever can answer the client.
+                Never empty when a policy is asked.
         """
 
     def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> Sequence[int]:
-        """Leading blocks that each of these engines has cached. It may be late or wrong: a wrong number costs time only."""
+        """Leading blocks that each of these engines has cached. It may be late or wrong: a wrong
+        number costs time only."""
 
     def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
-        """Predicted seconds to move the KV of `tokens` tokens; 0 where nothing is known of the link."""
+        """Predicted seconds to move the KV of `tokens` tokens; 0 where nothing is known of the
+        link."""
 
 
 HEAVY_TOKENS = 200
@@ -164,8 +166,8 @@ Decision = Route | Reject | Defer
 class Policy(ABC):
     """Decides which engines serve a request.
 
-    One object serves one router, or one simulation. It may remember what it decided, and must draw chance from
-    `random` only. Equal events then give equal decisions, live and simulated.
+    One object serves one router, or one simulation. It may remember what it decided, and must draw
+    chance from `random` only. Equal events then give equal decisions, live and simulated.
     """
 
     @abstractmethod

@@ -12,15 +12,15 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 MATCH = 0.3
 """Part of the prompt from which on a cached prefix decides."""
 ABSOLUTE, RELATIVE = 64, 1.5
-"""Load is out of balance when the busiest engine has this many open requests more than the idlest, and this many
-times as many."""
+"""Load is out of balance when the busiest engine has this many open requests more than the idlest,
+and this many times as many."""
 
 
 class CacheAware(Rule):
     """The longest cached prefix while load is in balance, else the fewest open requests.
 
-    Rule and thresholds are those of SGLang's and vLLM's routers (`cache_aware`, `--cache-threshold 0.3
-    --balance-abs-threshold 64 --balance-rel-threshold 1.5`).
+    Rule and thresholds are those of SGLang's and vLLM's routers (`cache_aware`, `--cache-threshold
+    0.3 --balance-abs-threshold 64 --balance-rel-threshold 1.5`).
     """
 
     def choose(

@@ -11,27 +11,32 @@ from scheduler_plugins.router.policies.base import EngineView, Request, View, ca
 from scheduler_plugins.router.policies.sides import Choice, Rule
 
 THRESHOLD = 2.0
-"""How many times an engine's own match the best one must be before the prefix is fetched. Mooncake names no value."""
+"""How many times an engine's own match the best one must be before the prefix is fetched. Mooncake
+names no value."""
 
 
 class Conductor(Rule):
-    """The smallest predicted TTFT: what is queued, what this prompt costs there, and what fetching its prefix costs.
+    """The smallest predicted TTFT: what is queued, what this prompt costs there, and what fetching
+    its prefix costs.
 
-    An engine whose own match is near the best (`match * threshold >= best`) computes the rest itself. Any other could
-    fetch the best prefix from the engine that has it, if it can (`pull_prefix`); it does where that is sooner. Where no
-    engine can, a prefix that many want is computed again elsewhere once its engine's queue costs more, and so spreads.
-    Source: Mooncake, FAST '25, algorithm 1.
+    An engine whose own match is near the best (`match * threshold >= best`) computes the rest
+    itself. Any other could fetch the best prefix from the engine that has it, if it can
+    (`pull_prefix`); it does where that is sooner. Where no engine can, a prefix that many want is
+    computed again elsewhere once its engine's queue costs more, and so spreads. Source: Mooncake,
+    FAST '25, algorithm 1.
     """
 
     def __init__(self, threshold: float = THRESHOLD, own_weight: float = 1.0) -> None:
-        """`own_weight`: how often the prompt's own time counts. Above 1 it minds those that come after it."""
+        """`own_weight`: how often the prompt's own time counts. Above 1 it minds those that come
+        after it."""
         self._threshold = threshold
         self._own_weight = own_weight
 
     @classmethod
     def twice(cls) -> Conductor:
-        """`conductor_2x`: a prompt's own time counts twice, because whoever comes next waits for it too. Caches are used
-        more, and on Mooncake's trace the mean TTFT falls by 4 % (docs/simulator.md)."""
+        """`conductor_2x`: a prompt's own time counts twice, because whoever comes next waits for it
+        too. Caches are used more, and on Mooncake's trace the mean TTFT falls by 4 %
+        (docs/simulator.md)."""
         return cls(own_weight=2.0)
 
     def choose(

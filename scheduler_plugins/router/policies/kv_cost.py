@@ -12,16 +12,18 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class KvCostPrefill(Rule):
-    """Smallest `weight * prefill blocks`: what the engine has yet to compute, and what this prompt adds.
+    """Smallest `weight * prefill blocks`: what the engine has yet to compute, and what this prompt
+    adds.
 
-    Dynamo's KV router adds the blocks that decode; its prefill stage leaves them out, as here. An engine of role
-    `BOTH` has them, so there they count.
+    Dynamo's KV router adds the blocks that decode; its prefill stage leaves them out, as here. An
+    engine of role `BOTH` has them, so there they count.
     """
 
     decode = "kv_cost"
 
     def __init__(self, weight: float = 1.0, temperature: float = 0.0) -> None:
-        """`temperature`: 0 takes the smallest cost; above, engines are drawn by softmax of their costs."""
+        """`temperature`: 0 takes the smallest cost; above, engines are drawn by softmax of their
+        costs."""
         self._weight = weight
         self._temperature = temperature
 

@@ -12,7 +12,8 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class LeastTpot(Rule):
-    """Smallest predicted time per token with this request in the batch. An engine without room comes last."""
+    """Smallest predicted time per token with this request in the batch. An engine without room
+    comes last."""
 
     def choose(
         self,

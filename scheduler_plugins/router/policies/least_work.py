@@ -11,7 +11,8 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class LeastWork(Rule):
-    """Smallest predicted seconds of queued prefill, then fewest open requests. It does not look at caches."""
+    """Smallest predicted seconds of queued prefill, then fewest open requests. It does not look at
+    caches."""
 
     def choose(
         self,

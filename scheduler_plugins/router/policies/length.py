@@ -25,9 +25,9 @@ MAX_UNCACHED = 32_768
 class Length(Policy):
     """Routes by the tokens that no engine has cached.
 
-    More than `max_uncached`, and no interactive class: the prompt goes to the `cpu_prefill` engine that has least to do.
-    Fewer than `min_uncached` that the decode engine has not cached: that engine computes them itself. All else is left to
-    the policy inside.
+    More than `max_uncached`, and no interactive class: the prompt goes to the `cpu_prefill` engine
+    that has least to do. Fewer than `min_uncached` that the decode engine has not cached: that
+    engine computes them itself. All else is left to the policy inside.
     """
 
     def __init__(

@@ -18,11 +18,12 @@ RETRY_S = 0.05
 
 
 class OnDemand(Rule):
-    """Prefill engines keep no queue: the first that has room takes the request, else it waits at the router.
+    """Prefill engines keep no queue: the first that has room takes the request, else it waits at
+    the router.
 
-    Engines are asked in the order of their open requests. One accepts while it has fewer than `batch` prompts, and
-    has not answered that it has no room. When all refuse, all are asked again until the deadline; then the
-    request is rejected. Source: P/D-Serve, on-demand forwarding.
+    Engines are asked in the order of their open requests. One accepts while it has fewer than
+    `batch` prompts, and has not answered that it has no room. When all refuse, all are asked again
+    until the deadline; then the request is rejected. Source: P/D-Serve, on-demand forwarding.
     """
 
     def __init__(self, batch: int = BATCH, patience_s: float = PATIENCE_S) -> None:

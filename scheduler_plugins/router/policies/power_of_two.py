@@ -11,10 +11,12 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class PowerOfTwo(Rule):
-    """Two engines at random of those with room for prompt and answer; the one with fewer heavy decodes.
+    """Two engines at random of those with room for prompt and answer; the one with fewer heavy
+    decodes.
 
-    Heavy and light decodes are spread evenly that way, and routers that act at the same time do not all choose the
-    same engine. Equal numbers are decided by the tokens in the caches. Source: TetriInfer, dispatch to decode instances.
+    Heavy and light decodes are spread evenly that way, and routers that act at the same time do not
+    all choose the same engine. Equal numbers are decided by the tokens in the caches. Source:
+    TetriInfer, dispatch to decode instances.
     """
 
     decode = "power_of_two"

@@ -20,7 +20,8 @@ LOAD_BOUND = 1.25
 class PrefixHash(Rule):
     """Prompts that begin alike go to the same engine, and engines that come or go move few prompts.
 
-    Every engine draws a number for the prompt (rendezvous hashing); the largest wins. An engine that has
+    Every engine draws a number for the prompt (rendezvous hashing); the largest wins. An engine
+    that has
     more than 1.25 times the mean of open requests is passed over (Mirrokni, Thorup, Zadimoghaddam:
     consistent hashing with bounded loads). There is no state: any number of routers agree.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies by the names that `--policy` uses.
 
-Another installed package adds one by an entry point of the group `scheduler_plugins.policies`: its name is the
-policy's, its object a subclass of `Policy` that is made without arguments, or of `Rule`, which then chooses on both
-sides unless a rule for decode is named.
+Another installed package adds one by an entry point of the group `scheduler_plugins.policies`: its
+name is the policy's, its object a subclass of `Policy` that is made without arguments, or of
+`Rule`, which then chooses on both sides unless a rule for decode is named.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def create(name: str, decode: str = "") -> Policy:
     """A new policy object. This package's own names come before those of other packages.
 
     Args:
-        name: option `--policy`. `length:NAME` wraps the policy NAME; `length` alone wraps `conductor`.
+        name: option `--policy`. `length:NAME` wraps the policy NAME; `length` alone wraps
+            `conductor`.
         decode: option `--decode-policy`; empty: the rule that goes with `name`.
 
     Raises:

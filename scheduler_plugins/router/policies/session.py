@@ -16,7 +16,8 @@ REMEMBERED = 100_000
 
 
 class Session(Rule):
-    """Requests of one session go to one engine, where their prefixes are; a new session to least work.
+    """Requests of one session go to one engine, where their prefixes are; a new session to least
+    work.
 
     A request without a session goes to least work as well. A session moves when its engine is gone.
     """

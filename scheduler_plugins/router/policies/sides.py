@@ -55,8 +55,9 @@ class Rule(ABC):
 class Sides(Policy):
     """Asks a rule for each side, and keeps the promises that are made to classes.
 
-    A rule that predicts a time above the request's SLO turns it into a rejection: no other engine would have done
-    better by that rule. An engine of role `BOTH` that is chosen for prefill decodes as well.
+    A rule that predicts a time above the request's SLO turns it into a rejection: no other engine
+    would have done better by that rule. An engine of role `BOTH` that is chosen for prefill decodes
+    as well.
     """
 
     def __init__(self, prefill: Rule, decode: Rule) -> None:

@@ -22,7 +22,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that follow each other were computed. Fields as in `vllm/distributed/kv_events.py` (0.32)."""
+    """Blocks that follow each other were computed. Fields as in `vllm/distributed/kv_events.py`
+    (0.32)."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -114,7 +115,8 @@ class WatchedBlocks(LruBlocks):
 
 
 class Publisher:
-    """Publishes batches as vLLM's `ZmqEventPublisher` does: topic, number, msgpack; and replays the last ones."""
+    """Publishes batches as vLLM's `ZmqEventPublisher` does: topic, number, msgpack; and replays the
+    last ones."""
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = "") -> None:
         """Binds both; `replay_endpoint` empty: no replay."""

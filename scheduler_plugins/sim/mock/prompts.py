@@ -15,7 +15,8 @@ _ID_BYTES = 8
 
 
 def token_ids(body: Mapping[str, Any]) -> list[int]:
-    """The ids of the first prompt of a request: those it gives, else one for each 4 bytes of its text. Never empty."""
+    """The ids of the first prompt of a request: those it gives, else one for each 4 bytes of its
+    text. Never empty."""
     prompt = prompt_of(body)
     data = prompt.data[0] if prompt.data else b""
     if prompt.ids:

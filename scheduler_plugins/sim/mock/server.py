@@ -73,9 +73,9 @@ class _Model:
 
 
 class MockEngine:
-    """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills for others and decodes for others,
-    as an engine with PDConnector does; a decode engine asks the prefill engine's `/mock/kv/ID` when the KV is there, and
-    waits as long as its transfer would take.
+    """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills for others
+    and decodes for others, as an engine with PDConnector does; a decode engine asks the prefill
+    engine's `/mock/kv/ID` when the KV is there, and waits as long as its transfer would take.
     """
 
     def __init__(self, settings: MockSettings) -> None:
@@ -172,7 +172,8 @@ class MockEngine:
         )
 
     async def _kv(self, request: web.Request) -> web.Response:
-        """Answers when the KV of a transfer is computed: its tokens, and the seconds of prefill that were streamed."""
+        """Answers when the KV of a transfer is computed: its tokens, and the seconds of prefill
+        that were streamed."""
         waited = not self._transfer(request.match_info["transfer"]).done()
         try:
             async with asyncio.timeout(_KV_WAIT_S):

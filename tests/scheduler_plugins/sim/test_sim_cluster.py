@@ -114,8 +114,8 @@ def test_others_see_a_block_when_it_is_computed_and_its_event_has_come() -> None
     assert split(2.0, 1.0)[0] == "p0"
 
 
-@pytest.mark.parametrize("load", [0.5, 0.8])
-def test_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
+def test_mean_wait_is_that_of_an_m_d_1_queue() -> None:
+    load = 0.8
     truth = CostModel(a=0.0, c=1.0)
     made = cluster(truth=truth, policy="random", network=Network(latency_s=0.0))
     shape = replace(lengths(1, 1)[0], block_hashes=())

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -112,6 +115,22 @@ def test_pd_router_names_its_commands(capsys) -> None:
     with pytest.raises(SystemExit):
         pd_router(["--policy", "jsq"])  # options alone are the router's
     assert "--prefill" in capsys.readouterr().err
+
+
+def test_a_mock_engine_says_where_it_is_and_ends_when_told() -> None:
+    program = (
+        "import sys; from scheduler_plugins.commands import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "mock", "--speed", "100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as mock:
+        try:
+            assert mock.stdout is not None
+            url = mock.stdout.readline().split()[-1]
+            with urlopen(f"{url}/v1/models", timeout=30) as answer:
+                assert json.load(answer)["data"][0]["id"] == "mock"
+        finally:
+            mock.terminate()
+        assert mock.wait(30) == 0
 
 
 def test_percentiles_are_values_that_were_there() -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from random import Random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,9 @@ from hypothesis import strategies as st
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.index.events import Batch, Stored
+from scheduler_plugins.router.index.hashes import token_bytes
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import (
@@ -36,19 +41,19 @@ ROLES = {"http://p0": Role.PREFILL, "http://p1": Role.PREFILL, "http://p2": Role
 }
 
 
-class Index:
-    """What engines have told the live router."""
+class Prompt(NamedTuple):
+    """One that begins as others of its conversation do, in the forms that the two sides know."""
 
-    def __init__(self) -> None:
-        self.blocks: dict[str, set[BlockHash]] = {name: set() for name in ROLES}
+    tokens: list[int]
+    digests: tuple[bytes, ...]  # one for each block
 
-    def match(self, hashes: Sequence[BlockHash], names: Sequence[str]) -> list[int]:
-        found = []
-        for name in names:
-            have = self.blocks[name]
-            missing = [n for n, block in enumerate(hashes) if block not in have]
-            found.append(missing[0] if missing else len(hashes))
-        return found
+    @classmethod
+    def of(cls, conversation: str, blocks: int) -> Prompt:
+        first = ord(conversation) * 10_000
+        digests = tuple(
+            blake2b(f"{conversation}{k}".encode(), digest_size=16).digest() for k in range(blocks)
+        )
+        return cls([first + k for k in range(blocks * BLOCK + 1)], digests)
 
 
 class Live:
@@ -56,9 +61,9 @@ class Live:
 
     def __init__(self) -> None:
         metrics = Metrics()
-        self.index = Index()
+        self.prefixes = Prefixes()
         self.engines = {
-            name: BackendEngine(name, role, metrics, costs=COSTS, block_tokens=BLOCK)
+            name: BackendEngine(name, role, metrics, costs=COSTS, told_block_tokens=BLOCK)
             for name, role in ROLES.items()
         }
         for engine in self.engines.values():
@@ -74,14 +79,21 @@ class Live:
     def load(self, name: str) -> EngineLoad:
         return self.engines[name].load
 
-    def computed(self, name: str, hashes: Sequence[BlockHash], now_s: float) -> None:
-        self.index.blocks[name].update(hashes)
+    def computed(self, name: str, prompt: Prompt, now_s: float) -> None:
+        """Its KV event comes. Engines name blocks as they like."""
+        names = [int.from_bytes(digest[:8], "big") for digest in prompt.digests]
+        event = Stored(names, None, prompt.tokens[:-1], BLOCK, medium="GPU")
+        self.prefixes.told(name, Batch(now_s, [event]))
+
+    def hashes(self, prompt: Prompt) -> Sequence[BlockHash]:
+        return PromptKeys(prompt.digests, token_bytes(prompt.tokens))
 
     def view(self, now_s: float) -> LiveView:
         up = [one for one in self.engines.values() if one.up]
         return LiveView(
             {role: [one for one in up if one.role is role] for role in (Role.PREFILL, Role.DECODE)},
-            self.index,
+            self.prefixes,
+            now_s,
         )
 
 
@@ -100,9 +112,12 @@ class Simulated:
     def load(self, name: str) -> EngineLoad:
         return self.nodes[name].load
 
-    def computed(self, name: str, hashes: Sequence[BlockHash], now_s: float) -> None:
-        self.nodes[name].cache.store(hashes)
+    def computed(self, name: str, prompt: Prompt, now_s: float) -> None:
+        self.nodes[name].cache.store(prompt.digests)
         self.nodes[name].cache.computed(now_s)
+
+    def hashes(self, prompt: Prompt) -> Sequence[BlockHash]:
+        return prompt.digests
 
     def view(self, now_s: float) -> ClusterView:
         self._view.begin(now_s)
@@ -112,13 +127,14 @@ class Simulated:
 def play(world: Live | Simulated, log: list[tuple], policy: str, decode: str) -> list[Decision]:
     """Decide every request of the log, and keep the counts as its caller does."""
     made, random, decisions = create(policy, decode), Random(7), list[Decision]()
-    prefills, decodes = list[tuple[str, Request]](), list[tuple[str, str]]()
+    prefills, decodes = list[tuple[str, str, Prompt]](), list[tuple[str, str]]()
     for n, (kind, *what) in enumerate(log):
         now_s = n * 0.01
         if kind == "request":
             conversation, blocks, more = what
-            hashes = tuple((conversation, k) for k in range(blocks))
-            request = Request(str(n), blocks * BLOCK + 1, hashes, more, now_s, session=conversation)
+            prompt = Prompt.of(conversation, blocks)
+            hashes, tokens = world.hashes(prompt), len(prompt.tokens)
+            request = Request(str(n), tokens, hashes, more, now_s, session=conversation)
             view = world.view(now_s)
             decision = made.decide(request, view, now_s, random)
             decisions.append(decision)
@@ -131,11 +147,11 @@ def play(world: Live | Simulated, log: list[tuple], policy: str, decode: str) ->
                 cached = cached_tokens(request, p, view.match(hashes, [p])[0])
                 cost_s = p.costs.prefill_s(request.tokens, cached)
                 world.load(p.name).prefill_sent(request.id, request.tokens - cached, cost_s, now_s)
-                prefills.append((p.name, request))
+                prefills.append((p.name, request.id, prompt))
         elif kind == "computed" and prefills:
-            name, request = prefills.pop(what[0] % len(prefills))
-            world.load(name).prefill_ended(request.id, now_s)
-            world.computed(name, request.hashes, now_s)
+            name, request_id, prompt = prefills.pop(what[0] % len(prefills))
+            world.load(name).prefill_ended(request_id, now_s)
+            world.computed(name, prompt, now_s)
         elif kind == "ended" and decodes:
             name, request_id = decodes.pop(what[0] % len(decodes))
             world.load(name).decode_ended(request_id)
@@ -176,7 +192,7 @@ def test_the_log_matters() -> None:
     ]
 
     class Forgetful(Live):
-        def computed(self, name: str, hashes: Sequence[BlockHash], now_s: float) -> None:
+        def computed(self, name: str, prompt: Prompt, now_s: float) -> None:
             pass
 
     assert play(Live(), log, "conductor", "") != play(Forgetful(), log, "conductor", "")

@@ -14,9 +14,9 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import ProfileError, save
 from scheduler_plugins.order.by_arrival import Fcfs
 from scheduler_plugins.order.srjf import SrjfCalibrated
+from scheduler_plugins.qos import live
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.settings import cost_model_path, settings_path
-from scheduler_plugins.vllm import live
 
 
 def config(additional: object = None) -> SimpleNamespace:
@@ -101,7 +101,7 @@ def test_a_change_that_cannot_be_used_is_told_and_leaves_everything(
 ) -> None:
     path.write_text("scheduler: {policy: fastest}")
     rig.add("a", words(1, 20))
-    with caplog.at_level(logging.ERROR, "scheduler_plugins.vllm"):
+    with caplog.at_level(logging.ERROR, "scheduler_plugins"):
         rig.run()
     assert [record.getMessage().count("fastest") for record in caplog.records] == [1]
     assert isinstance(rig.scheduler._order.policy, Fcfs)

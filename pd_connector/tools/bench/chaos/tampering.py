@@ -15,7 +15,8 @@ from pd_connector.errors import TransportError
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
 from pd_connector.tools.bench.chaos.faults import Fault
-from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.tools.bench.chaos.wrapping import WrappingTransport
+from pd_connector.transport.base import Landed, Transport, Written
 
 DELAY_S = 0.02
 """How long a delayed chunk waits. One that is reordered waits for the next chunk, or as long."""
@@ -67,47 +68,13 @@ class _Late(NamedTuple):
     reordered: bool  # it waits for a chunk that overtakes it
 
 
-class TamperingTransport(Transport):
+class TamperingTransport(WrappingTransport):
     """Wraps `inner`, with its name and manners. Chunks are hit where they arrive."""
 
     def __init__(self, inner: Transport, tampering: Tampering) -> None:
-        self.inner = inner
-        self.name = inner.name  # type: ignore[misc]
-        self.one_sided = inner.one_sided  # type: ignore[misc]
-        self.copies = inner.copies  # type: ignore[misc]
-        self.readable = inner.readable  # type: ignore[misc]
-        self.label = inner.label
-        self.authenticates = inner.authenticates
-        self.sends_from = inner.sends_from
+        super().__init__(inner)
         self._tampering = tampering
         self._later: deque[_Late] = deque()
-
-    def address(self) -> bytes:
-        return self.inner.address()
-
-    def connect(self, consumer: bytes) -> Link:
-        return self.inner.connect(consumer)
-
-    def disconnect(self, link: Link) -> None:
-        self.inner.disconnect(link)
-
-    def expect(self, producer: bytes) -> Hashable:
-        return self.inner.expect(producer)
-
-    def dismiss(self, source: Hashable) -> None:
-        self.inner.dismiss(source)
-
-    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
-        return self.inner.write(link, header, payload, slot)
-
-    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
-        self.inner.read(source, send_slot, nbytes, slot, header)
-
-    def direct(self, source: Hashable) -> bool:
-        return self.inner.direct(source)
-
-    def silenced(self, source: Hashable) -> bool:
-        return self.inner.silenced(source)
 
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
         found = self.inner.pull(source, theirs, ours)
@@ -138,10 +105,6 @@ class TamperingTransport(Transport):
                 self._tampering.take_back()
             landed.append(late.landed)
         return written, landed
-
-    @property
-    def pollables(self) -> list[object]:
-        return self.inner.pollables
 
     @property
     def restless(self) -> bool:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of the two attention kernels: the arguments that both take, said once."""
+
+from typing import Any
+
+import torch
+
+from pd_kernels.attention.decode_call import DecodeCall
+from pd_kernels.attention.split_merge import MAX_POLLS
+
+Phases = tuple[tuple[bool, bool], ...]
+"""For each launch, whether it attends and whether it merges."""
+
+ONE_LAUNCH: Phases = ((True, True),)
+
+
+def launch(
+    kernel: Any,
+    batch: DecodeCall,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scratch: list[torch.Tensor],
+    phases: Phases,
+    **own: Any,
+) -> None:
+    """Launch an attention kernel for a call, once for each phase.
+
+    Args:
+        kernel: `paged_attention` or `latent_attention`.
+        batch: the arguments of the call.
+        out: `[batch, queries, query heads, batch.width]`, dense; written.
+        lse: float32 `[batch, queries, query heads]`, written; or None.
+        scratch: `DecodePlan.tensors` of a filled plan.
+        phases: one launch does both; tests take two.
+        own: the arguments that only this kernel takes, by the names of its parameters.
+    """
+    ranges, counters, partials, weights = scratch
+    for work, merge in phases:
+        kernel[(ranges.shape[0],)](
+            query=batch.query,
+            table=batch.table,
+            lengths=batch.lengths,
+            out=out,
+            lse=out if lse is None else lse,
+            ranges=ranges,
+            counters=counters,
+            partials=partials,
+            weights=weights,
+            table_stride=batch.table.stride(0),
+            max_polls=MAX_POLLS,
+            **batch.constants(with_lse=lse is not None),
+            **own,
+            WORK=work,
+            MERGE=merge,
+        )

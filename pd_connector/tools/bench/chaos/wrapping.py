@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport that hands everything on to another. Those that meddle with something override it."""
+
+from collections.abc import Hashable
+
+from pd_connector.memory.pieces import Pieces
+from pd_connector.transport.base import Landed, Link, Transport, Written
+
+
+class WrappingTransport(Transport):
+    """Has the name and the manners of `inner`."""
+
+    name = "set by the instance"
+    one_sided = True
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        # Constants of a class elsewhere; here they are those of the transport that is wrapped.
+        self.name = inner.name  # type: ignore[misc]
+        self.one_sided = inner.one_sided  # type: ignore[misc]
+        self.copies = inner.copies  # type: ignore[misc]
+        self.readable = inner.readable  # type: ignore[misc]
+        self.label = inner.label
+        self.authenticates = inner.authenticates
+        self.sends_from = inner.sends_from
+
+    def address(self) -> bytes:
+        return self.inner.address()
+
+    def connect(self, consumer: bytes) -> Link:
+        return self.inner.connect(consumer)
+
+    def disconnect(self, link: Link) -> None:
+        self.inner.disconnect(link)
+
+    def expect(self, producer: bytes) -> Hashable:
+        return self.inner.expect(producer)
+
+    def dismiss(self, source: Hashable) -> None:
+        self.inner.dismiss(source)
+
+    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        return self.inner.write(link, header, payload, slot)
+
+    def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
+        self.inner.read(source, send_slot, nbytes, slot, header)
+
+    def direct(self, source: Hashable) -> bool:
+        return self.inner.direct(source)
+
+    def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
+        return self.inner.pull(source, theirs, ours)
+
+    def silenced(self, source: Hashable) -> bool:
+        return self.inner.silenced(source)
+
+    def poll(self) -> tuple[list[Written], list[Landed]]:
+        return self.inner.poll()
+
+    @property
+    def pollables(self) -> list[object]:
+        return self.inner.pollables
+
+    @property
+    def restless(self) -> bool:
+        return self.inner.restless
+
+    def close(self) -> None:
+        self.inner.close()
