@@ -11,6 +11,7 @@ import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, prefill_step, two_step, wait_until
 from pairs import EnginePool, Pair, Setup
 from test_handoff import PAGE, prompt_of
+from test_models import MLA_ARGS
 from tiny_models import build
 from tools import TOLERANCE, delta, probe, probe_all
 
@@ -151,7 +152,13 @@ def test_believed_without_an_audit_it_answers_wrongly(engines: EnginePool, refer
     ("kind", "options"),
     [
         ("hybrid", {"codec": "fp8_e4m3", "decode_args": ["--tensor-parallel-size", "2"]}),
-        ("latent", {"args": ["--max-num-batched-tokens", "128"]}),
+        (
+            "latent",
+            {
+                "args": [*MLA_ARGS, "--max-num-batched-tokens", "128"],
+                "reference_args": MLA_ARGS,
+            },
+        ),
     ],
     ids=["windows, fp8 on the wire, one rank to two", "MLA, chunked"],
 )
