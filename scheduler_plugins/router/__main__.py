@@ -86,7 +86,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
-        "--policy", default="round_robin", metavar="NAME", help="which engines serve a request"
+        "--policy", default="conductor", metavar="NAME", help="which engines serve a request"
     )
     parser.add_argument(
         "--tokenizer",

@@ -31,7 +31,7 @@ class RouterConfig:
     """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
     profile: str = ""
     """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
-    policy: str = "round_robin"
+    policy: str = "conductor"
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Which decode engine, if not by the rule that goes with `policy`."""

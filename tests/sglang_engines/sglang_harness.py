@@ -43,20 +43,17 @@ class Recipe:
     role: str | None
     page_size: int = 16
     tp: int = 1
-    pp: int = 1
     args: tuple[str, ...] = ()
     config: str = "{}"  # JSON, so that a recipe can be a key
-    model: str = str(MODEL_DIR)
     env: tuple[tuple[str, str], ...] = ()
 
     def engine(self, name: str, log: Path) -> SglangEngine:
         return SglangEngine(
-            self.model,
+            MODEL_DIR,
             self.role,  # type: ignore[arg-type]
             extra_config=json.loads(self.config),
             page_size=self.page_size,
             tp=self.tp,
-            pp=self.pp,
             name=name,
             args=[*EXACT_ARGS, *self.args],
             env=dict(self.env),
@@ -195,25 +192,17 @@ class EnginePool:
         wait_all([engine for engine in started if engine is not None])
         return self._running[prefill.role][1], self._running[decode.role][1]
 
-    def reference(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int = 16,
-        recipe: Recipe = Recipe(None, args=("--disable-radix-cache",)),
-    ) -> list[Answer]:
+    def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[Answer]:
         """What one engine answers alone; each prompt is asked once a session."""
-
-        def key(prompt: Sequence[int]) -> str:
-            return json.dumps([prompt, max_tokens, recipe.model, recipe.args])
-
-        missing = [p for p in prompts if key(p) not in self._answers]
+        recipe = Recipe(None, args=("--disable-radix-cache",))
+        missing = [p for p in prompts if json.dumps([p, max_tokens]) not in self._answers]
         if missing:
             started = self._want(recipe)
             wait_all([started] if started else [])
             engine = self._running[None][1]
             for prompt in missing:
-                self._answers[key(prompt)] = ask(engine, prompt, max_tokens)
-        return [self._answers[key(p)] for p in prompts]
+                self._answers[json.dumps([prompt, max_tokens])] = ask(engine, prompt, max_tokens)
+        return [self._answers[json.dumps([p, max_tokens])] for p in prompts]
 
     def stop(self) -> None:
         stop_services(self.services)

@@ -4,7 +4,6 @@ the page sizes, ranks and codecs of the two."""
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,7 +38,6 @@ PAIRS = {
         Recipe("decode", 1, tp=2),
     ),
 }
-INT8 = json.dumps({"codec": "int8"})
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)

@@ -76,7 +76,6 @@ class SglangEngine(Service):
         extra_config: PDConnector's config keys.
         page_size: tokens of a page.
         tp: tensor-parallel ranks.
-        pp: pipeline stages.
         max_tokens: tokens that fit in its cache.
         args: further arguments of SGLang's server; a later one wins over ours.
         env: further variables; they win over ours.
@@ -94,7 +93,6 @@ class SglangEngine(Service):
         *,
         page_size: int = 16,
         tp: int = 1,
-        pp: int = 1,
         max_tokens: int = 16384,
         name: str = "engine",
         host: str = "127.0.0.1",
@@ -112,7 +110,6 @@ class SglangEngine(Service):
         self.extra_config = dict(extra_config or {})
         self.page_size = page_size
         self.tp = tp
-        self.pp = pp
         self.max_tokens = max_tokens
         self.args = list(args)
         self.env = dict(env or {})
@@ -124,7 +121,6 @@ class SglangEngine(Service):
         host = self.host if self.namespace is None else "0.0.0.0"
         command += ["--host", host, "--port", str(self.port), "--enable-metrics"]
         command += ["--page-size", str(self.page_size), "--tp-size", str(self.tp)]
-        command += ["--pp-size", str(self.pp)]
         command += ["--max-total-tokens", str(self.max_tokens)]
         if sglang_on_cpu(self.python):
             command += [*CPU_ARGS, "--mem-fraction-static", "0.1"]
@@ -142,10 +138,8 @@ class SglangEngine(Service):
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         if sglang_on_cpu(self.python):
             environment |= CPU_ENVIRONMENT
-            if (ranks := self.tp * self.pp) > 1:
-                cores = sorted(os.sched_getaffinity(0))
-                binding = (str(cores[rank % len(cores)]) for rank in range(ranks))
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(binding)
+            if self.tp > 1:
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.tp)))
         if self.namespace is not None:
             address = self.namespace.address
             environment |= {HOST_VARIABLE: address, "SGLANG_HOST_IP": address, **LINK_ONLY}

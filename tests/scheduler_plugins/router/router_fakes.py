@@ -32,6 +32,7 @@ FAST = {
     "probe_retry_s": 0.2,
     "refusal_grace_s": 0.3,
     "port": 0,
+    "policy": "round_robin",  # who is asked next can be told beforehand
     "shutdown_timeout_s": 0.2,
 }
 

@@ -78,7 +78,7 @@ def test_a_run_plays_a_two_step_proxy():
 
 
 def test_with_overlap_both_engines_are_asked_at_once_for_a_transfer_named_by_the_asker():
-    address = ProducerAddress("e", (Peer(Source("h", 5, "e"), Shard(0, 2, 0, 1)),), "s").fields()
+    address = ProducerAddress("e", (Peer(Source("h", 5, "e"), Shard(0, 2, 0, 1)),), "5ea1").fields()
     p, d = FakeEngine(address), FakeEngine()
     asked = threading.Barrier(2, timeout=30)
     ask_p, ask_d = p.post, d.stream
