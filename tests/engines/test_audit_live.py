@@ -155,12 +155,12 @@ def test_believed_without_an_audit_it_answers_wrongly(engines: EnginePool, refer
         (
             "latent",
             {
-                "args": [*MLA_ARGS, "--max-num-batched-tokens", "128"],
+                "args": MLA_ARGS,
                 "reference_args": MLA_ARGS,
             },
         ),
     ],
-    ids=["windows, fp8 on the wire, one rank to two", "MLA, chunked"],
+    ids=["windows, fp8 on the wire, one rank to two", "MLA"],
 )
 def test_unlike_engines_pass(engines: EnginePool, tmp_path, reference, kind, options) -> None:
     folder = build(kind, tmp_path / kind)
