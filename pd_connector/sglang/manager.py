@@ -21,17 +21,20 @@ from pd_connector.agent.commands import Expect, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.agent.owed import Outcome
 from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.incoming import Finished, Held
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.outgoing import Free
+from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_scales, model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines
+from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import global_rank, register
 from pd_connector.sglang.requests import fingerprint, transfer_of
 from pd_connector.sglang.streaming import Streaming
@@ -84,6 +87,8 @@ class Manager(BaseKVManager):
         self._streaming: Streaming | None = None
         self._config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
         self._engines = PrefillEngines(self._config)
+        api_key = getattr(server_args, "api_key", None) or ""
+        self._second_prefills = SecondPrefills(api_key, self._config.wait_timeout_s)
 
     def attach(self, queue: Any) -> None:
         """Start the agent, and make the engine known.
@@ -105,6 +110,7 @@ class Manager(BaseKVManager):
         self._scheduler = queue.scheduler
         self._adapters = Adapters(queue.scheduler.tp_worker.model_runner)
         world = parallel.world_group
+        self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=world.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
         cache = describe_cache(
@@ -135,7 +141,9 @@ class Manager(BaseKVManager):
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
         peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
         peers = world.all_gather_object(peer)
-        self.agent.introduce([found for found in peers if found.source.engine_id == engine_id])
+        own_peers = [found for found in peers if found.source.engine_id == engine_id]
+        self.agent.introduce(own_peers)
+        self._address = sealed(ProducerAddress(engine_id, tuple(own_peers)), self._config.key)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             engine_id,
@@ -168,6 +176,11 @@ class Manager(BaseKVManager):
         """Tell SGLang's registry this rank's control port."""
         register(self.kv_args, self._config.host, self.agent.port)
 
+    def describe(self) -> dict[str, Any]:
+        """What this engine tells whoever asks for its state: a router needs a prefill engine's address
+        to name it to a decode engine of another kind."""
+        return self._address.fields() if self._produces else {}
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it
         and does not wait."""
@@ -187,12 +200,34 @@ class Manager(BaseKVManager):
 
     def prefill_engine(self, address: str) -> Found:
         """What is known of the prefill engine at this address."""
-        found = self._engines.look_up(address)
+        found = self.look_up(address)
         if found is None:
             found = Found((), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten"))
         if found.problem is not None:
             self.forget_prefill_engine(address)
         return found
+
+    def look_up(self, address: str) -> Found | None:
+        """The same; None while it is being asked for."""
+        return self._engines.look_up(address)
+
+    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+        """Have the prefill engine at this address compute a request's prompt once more; None where
+        that is not wanted, or not possible.
+
+        With several ranks it is not: each meets failures of its own, and all would have to go over to
+        the second attempt together.
+        """
+        if self._config.on_failure != "recompute" or cause not in REPEATABLE or self._ranks > 1:
+            return None
+        again = self._second_prefills.ask(req, address)
+        if again is not None:
+            self.agent.telemetry.count("second_prefills", cause=cause)
+            logger.warning(
+                "request %s: its KV did not come (%s), %s computes it again",
+                *(req.rid, cause, address),
+            )
+        return again
 
     def forget_prefill_engine(self, address: str) -> None:
         """It does not answer: who comes next asks for it anew."""

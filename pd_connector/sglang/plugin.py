@@ -182,6 +182,15 @@ def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
     return result
 
 
+def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    """`GET /server_info` tells the engine's address for KV transfers, too."""
+    told = original(scheduler, *args, **options)
+    manager = _manager_of(scheduler)
+    if manager is not None:
+        told.internal_state[BACKEND] = manager.describe()
+    return told
+
+
 def _manager_of(scheduler: Any) -> Any:
     """Our manager of this scheduler, if it uses our backend."""
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
@@ -216,4 +225,5 @@ _HOOKS = (
     ),
     _Hook(f"{_SCHEDULER}.run_batch", ("self", "batch"), _step),
     _Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
+    _Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
 )

@@ -18,6 +18,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
+from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import write_row
 
@@ -46,7 +47,11 @@ class Receiver(BaseKVReceiver):
         self._failure: tuple[Cause, str] | None = None
         self._peers: tuple[Peer, ...] = ()
         self._row = -1
+        self._prefix = 0
+        self._tables: tuple[tuple[int, ...], ...] | None = None  # its pages here, once it has any
         self._asked = False  # the agent works for this request
+        self._again: SecondPrefill | None = None
+        self._first_failure: tuple[Cause, str] | None = None  # of the first attempt
 
     @property
     def conclude_state(self) -> int | None:
@@ -58,6 +63,7 @@ class Receiver(BaseKVReceiver):
     @contained
     def bind(self, req: Any) -> None:
         """The request, which a receiver is not told when it is made."""
+        self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
         self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
@@ -81,8 +87,7 @@ class Receiver(BaseKVReceiver):
             )
             return
         self._peers = found.replicas[prefill_dp_rank]
-        self._asked = True
-        self.kv_mgr.agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
+        self._ask()
 
     @contained
     def send_metadata(
@@ -111,21 +116,13 @@ class Receiver(BaseKVReceiver):
         tables = [(*held, *pages)]
         for window in state_indices or ():
             tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
-        self.kv_mgr.agent.submit(
-            Load(
-                self._request,
-                self._transfer,
-                self._peers,
-                self._identity,
-                first_token=prefix,
-                stop_token=self._prompt_tokens,
-                pages=tuple(tables),
-                wait=True,
-            ),
-            fence=self.kv_mgr.forward_fence(),
-        )
+        self._tables = tuple(tables)
+        self._prefix = prefix
+        self._ask()
 
     def poll(self) -> int:
+        if self.conclude_state is None and self._again is not None:
+            self._look_again(self._again)
         if self.conclude_state is None and self._asked:
             self._look()
         return int(KVPoll.Failed if self._failure else self._state)
@@ -173,12 +170,67 @@ class Receiver(BaseKVReceiver):
         write_row(self.kv_mgr.buffers, self._row, finished.words, self.bootstrap_room)
         self._state = KVPoll.Success
 
+    def _ask(self) -> None:
+        """Have the agent wait for the transfer, or fetch it where there are pages for it."""
+        self._asked = True
+        agent = self.kv_mgr.agent
+        if self._tables is None:
+            agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
+            return
+        load = Load(
+            self._request,
+            self._transfer,
+            self._peers,
+            self._identity,
+            first_token=self._prefix,
+            stop_token=self._prompt_tokens,
+            pages=self._tables,
+            wait=True,
+        )
+        agent.submit(load, fence=self.kv_mgr.forward_fence())
+
     def _ended(self, cause: Cause, detail: str) -> None:
-        """The agent has ended it."""
+        """The agent has ended it: the prompt is computed again, or the request fails."""
         self._asked = False
-        self._failure = cause, detail
         if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted
+        if self._first_failure is not None:
+            first = self._first_failure[0]
+            self._failure = cause, f"{detail} (the second attempt, after {first})"
+            return
+        self._again = self.kv_mgr.compute_again(self._req, self.bootstrap_addr, cause)
+        if self._again is None:
+            self._failure = cause, detail
+            return
+        self._first_failure = cause, detail
+        self.kv_mgr.forget(self._request)
+        self._transfer = transfer_of(self._again.room)
+        self._request = self.kv_mgr.request_name(self._req.rid, self._again.room)
+        self.kv_mgr.watch(self._request)
+        self._peers = ()
+
+    @contained
+    def _look_again(self, again: SecondPrefill) -> None:
+        """Ask for the second attempt's KV once the prefill engine is known."""
+        assert self._first_failure is not None
+        cause, detail = self._first_failure
+        if again.problem:
+            self.fail(cause, f"{detail}; the prefill engine was asked again: {again.problem}")
+            return
+        if self._peers:
+            return
+        found = self.kv_mgr.look_up(self.bootstrap_addr)
+        if found is None:
+            return
+        if found.problem is not None:
+            self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)
+            self.fail(cause, f"{detail}; asked again: {found.problem[1]}")
+            return
+        if len(found.replicas) != 1:
+            self.fail(cause, f"{detail}; asked again: it has {len(found.replicas)} replicas")
+            return
+        self._peers = found.replicas[0]
+        self._ask()
 
     def _drop(self) -> None:
         if self._asked:

@@ -52,6 +52,9 @@ def write_row(buffers: Any, row: int, words: LastWords, room: int) -> None:
     buffers.cached_tokens[row, : len(counts)] = torch.tensor(counts, dtype=torch.int32)
     buffers.output_token_logprobs_val[row, 0] = words.logprob if words.logprob is not None else 0.0
     buffers.output_token_logprobs_idx[row, 0] = words.first_token
+    # Rows are used again: what an earlier request's words left there is none of this one's.
+    buffers.output_top_logprobs_idx[row] = 0
+    buffers.output_top_logprobs_val[row] = 0.0
     count = min(len(words.top_logprobs), buffers.output_top_logprobs_idx.shape[1])
     if count:
         tokens, logprobs = zip(*words.top_logprobs[:count], strict=True)

@@ -17,6 +17,7 @@ from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_pee
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
+from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
@@ -233,6 +234,7 @@ class SchedulerSide:
                 prompt_tokens=tokens,
                 tokens=tokens,
                 final=True,
+                words=_words(request, transfer, identity),
             )
         )
         return True, transfer_params.response(
@@ -280,6 +282,15 @@ class SchedulerSide:
             cause,
             detail,
         )
+
+
+def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | None:
+    """The first token, for decode engines that go on from it. vLLM does not tell a connector its
+    logprob: who wants that takes it from this engine's answer."""
+    if not request.output_token_ids:
+        return None
+    first = request.output_token_ids[0]
+    return LastWords(transfer=transfer, identity=identity, first_token=first)
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:

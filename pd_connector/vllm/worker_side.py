@@ -17,6 +17,8 @@ from pd_connector.errors import Cause
 from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.incoming import Finished, Held, Load
+from pd_connector.protocol.last_words import FIRST_TOKEN
+from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import (
     AuditReport,
@@ -93,11 +95,15 @@ class WorkerSide:
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
+            tells=(FIRST_TOKEN,) if transfer.is_kv_producer else (),
             facts=self._facts,
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
         )
         self._address = RankAddress(self._agent.host, self._agent.port, shard)
+        if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
+            source = Source(self._agent.host, self._agent.port, transfer.engine_id)
+            self._agent.introduce(gather_ranks(Peer(source, shard)))
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             transfer.engine_id,
@@ -231,6 +237,19 @@ class WorkerSide:
         assert self._agent is not None
         for transfer, request, tokens in self._prefills:
             self._agent.submit(Computed(transfer, request, tokens, stop_layer))
+
+
+def gather_ranks(own: Peer) -> list[Peer]:
+    """All ranks of this engine, in the order of (pipeline stage, tensor-parallel rank). Each of them
+    calls this at the same time."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    ranks = [own]
+    for group in (get_tp_group(), get_pp_group()):
+        gathered: list[list[Peer]] = [[] for _ in range(group.world_size)]
+        torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
+        ranks = [rank for part in gathered for rank in part]
+    return ranks
 
 
 def revokes_late(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:

@@ -233,6 +233,18 @@ def hybrid(
     live_commands.run("whole", partial(measured.compare, lengths, most, chunk_tokens), json)
 
 
+@app.command()
+def index(
+    engines: Annotated[int, typer.Option(min=1, help="Engines whose caches are known.")] = 64,
+    blocks: Annotated[int, typer.Option(min=500, help="Blocks of each engine.")] = 200_000,
+    json: Json = None,
+) -> None:
+    """Memory and time of the router's index of cached blocks, against what is allowed."""
+    from scheduler_plugins.bench import prefixes
+
+    _tell("The router's index", prefixes.compare(engines, blocks), json)
+
+
 def _tell(title: str, found: list[Comparison], json: Path | None) -> None:
     """Print a table, and end with 1 when a bar was missed."""
     console = Console()

@@ -8,7 +8,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 
 # Everything else in RouterConfig is a number with a default, and becomes an option by its name.
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from scheduler_plugins.router.config import RouterConfig
         from scheduler_plugins.router.server import serve
+        from scheduler_plugins.router.settings_file import SettingsFile
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
         return 2
@@ -48,12 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     level = given.pop("log_level")
     given["kv_events"] = dict(given["kv_events"])
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    path = given.pop("config")
+    wanted = {name: value for name, value in given.items() if value is not None}
+    wanted["admin_key"] = os.environ.get(ADMIN_KEY_VARIABLE, "")
     try:
-        config = RouterConfig(**{name: value for name, value in given.items() if value is not None})
+        settings = SettingsFile(path, wanted) if path else None
+        config = settings.current if settings else RouterConfig(**wanted)
     except ValueError as error:
         parser.error(str(error))
     try:
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, settings))
     except OSError as error:
         print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
@@ -72,7 +79,6 @@ def _parser(config: type) -> argparse.ArgumentParser:
             nargs="+",
             action="extend",
             metavar="URL",
-            required=True,
             help=f"base URLs of the {side} engines",
         )
     parser.add_argument(
@@ -84,6 +90,26 @@ def _parser(config: type) -> argparse.ArgumentParser:
         metavar="URL=EVENTS[,REPLAY]",
         help="where an engine publishes its KV events (vLLM's --kv-events-config), and replays them",
     )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        action="extend",
+        metavar="URL",
+        help="base URLs of engines of either side, which are asked which one it is",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with engines, policies and limits; read again when it changes",
+    )
+    parser.add_argument(
+        "--admin-port",
+        type=int,
+        metavar="N",
+        help=f"port of the admin API; its key is in {ADMIN_KEY_VARIABLE}",
+    )
+    parser.add_argument("--admin-host", default="127.0.0.1", help="address of the admin API")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--policy", default="conductor", metavar="NAME", help="which engines serve a request"

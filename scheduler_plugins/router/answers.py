@@ -56,6 +56,20 @@ def error_event(message: str) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
+def error_in(events: bytes) -> tuple[int, str] | None:
+    """The status and the message of a stream's first event, if that is an error of the engine's own:
+    SGLang answers a stream with 200 before it knows whether it will have anything to send."""
+    first, _, _ = events.partition(b"\n\n")
+    if not first.startswith(b'data: {"error"'):
+        return None
+    try:
+        error = json.loads(first.removeprefix(b"data: "))["error"]
+        code, message = error["code"], str(error["message"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return (code, message) if isinstance(code, int) and code >= 500 else None
+
+
 def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:
     """The client's headers as both sides get them, authorization included."""
     sent = _without(headers, NOT_FORWARDED)

@@ -41,6 +41,8 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientRequest, Shared
+from scheduler_plugins.router.reload import reloading
+from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.tokens import PromptTokens
 
 logger = logging.getLogger(__name__)
@@ -56,11 +58,14 @@ MODELS = "/v1/models"
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(config: RouterConfig) -> web.Application:
+def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> web.Application:
     """The router as an aiohttp application. `server.RouterServer` serves it.
 
     It must be served with `handler_cancellation=True`: otherwise a client that disconnects would not
     end its requests to the engines. Its `CONNECTIONS` must make the protocols of the connections.
+
+    Args:
+        settings: the file that `config` came from, to be watched; None: it came from none.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
@@ -68,6 +73,8 @@ def create_app(config: RouterConfig) -> web.Application:
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
     app.cleanup_ctx.append(_engines)
+    if settings is not None:
+        app.cleanup_ctx.append(lambda app: reloading(app[SHARED], settings))
     app.router.add_post(body.COMPLETIONS, completions)
     app.router.add_post(body.CHAT, completions)
     app.router.add_get(MODELS, models)

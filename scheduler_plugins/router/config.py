@@ -3,10 +3,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from scheduler_plugins.cost.profile import load
+from scheduler_plugins.qos.classes import ONLY, QosClass, checked
+from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.router.policies.registry import create
 
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
@@ -17,10 +20,12 @@ COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
 class RouterConfig:
     """Engines, where to listen, and how long to wait for what. Times are in seconds."""
 
-    prefill: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
     """Base URLs of the prefill engines; `host:port` is taken as `http://host:port`."""
-    decode: tuple[str, ...]
+    decode: tuple[str, ...] = ()
     """Base URLs of the decode engines."""
+    engine: tuple[str, ...] = ()
+    """Base URLs of engines that are asked which side they are on."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -35,6 +40,16 @@ class RouterConfig:
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Which decode engine, if not by the rule that goes with `policy`."""
+    classes: tuple[QosClass, ...] = ONLY
+    """Classes of users, and what they are promised."""
+    routes: tuple[ClassRule, ...] = ()
+    """Which request belongs to which class, the first rule that matches; else the class of the lowest priority."""
+    admin_port: int | None = None
+    """Port of the admin API; None: there is none, 0: any free one."""
+    admin_host: str = "127.0.0.1"
+    """Address of the admin API; other than loopback only with `admin_key`."""
+    admin_key: str = field(default="", repr=False)
+    """Key of the admin API."""
     api_key: str = ""
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
@@ -81,8 +96,21 @@ class RouterConfig:
             ValueError: naming the setting, the value found and the value wanted.
         """
         create(self.policy, self.decode_policy)
-        for side in ("prefill", "decode"):
+        for side in ("prefill", "decode", "engine"):
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+            if not (getattr(self, side) or self.engine or side == "engine"):
+                raise ValueError(
+                    f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
+                    "engines of both sides)"
+                )
+        for url in self.engine:
+            if url in self.prefill + self.decode:
+                raise ValueError(f"engine {url}: given as prefill or decode, too; name it once")
+        if self.admin_port is not None and not (self.admin_key or _is_loopback(self.admin_host)):
+            raise ValueError(
+                f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
+            )
+        check_rules(self.routes, checked(self.classes))
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
@@ -103,8 +131,8 @@ class RouterConfig:
     def _checked_events(self) -> dict[str, tuple[str, str | None]]:
         found = {}
         for given, (endpoint, replay) in self.kv_events.items():
-            url = _base_url("kv_events", given)
-            if url not in (*self.prefill, *self.decode):
+            url = base_url("kv_events", given)
+            if url not in (*self.prefill, *self.decode, *self.engine):
                 raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
             for address in (endpoint, replay):
                 if address is not None and not address.startswith(("tcp://", "ipc://")):
@@ -118,17 +146,23 @@ class RouterConfig:
         return min(0.5, self.health_interval_s)
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
-    if not given:
-        raise ValueError(f"{side}: no URL given; name at least one engine (--{side} URL)")
-    urls = tuple(_base_url(side, url) for url in given)
+    urls = tuple(base_url(side, url) for url in given)
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(f"{side} {url}: given {urls.count(url)} times; name each engine once")
     return urls
 
 
-def _base_url(side: str, given: str) -> str:
+def base_url(side: str, given: str) -> str:
+    """The URL as engines are known by it. Raises ValueError: it is none; the message begins with `side`."""
     url = given if "://" in given else f"http://{given}"
     wanted = f"{side} {given!r}: must look like http://host:port"
     try:

@@ -2,10 +2,11 @@
 """Engines: who is alive, who is busy, and where prefill engines hand over KV."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
+from urllib.parse import urlsplit
 
 from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
@@ -13,6 +14,7 @@ from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.circuit import Circuit
 from scheduler_plugins.router.describe import BLOCK_TOKENS
 from scheduler_plugins.router.index.follower import EventFollower
+from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
@@ -28,6 +30,8 @@ class BackendEngine:
     url: str
     role: Role
     metrics: Metrics = field(repr=False)
+    role_given: bool = True
+    """Whether the operator has said on which side it is; else it is asked, each time it comes up."""
     up: bool = False
     """Whether it gets requests."""
     reason: str = "not checked yet"
@@ -36,6 +40,14 @@ class BackendEngine:
     """Where it hands over KV; None on the decode side, and for an engine without our connector."""
     warning: str = ""
     """What is wrong although it serves: no KV arrives there."""
+    kind: Kind | None = None
+    """Which engine it is; None until it has been asked."""
+    model: str = ""
+    """The name of its model, where it is a prefill engine."""
+    replicas: tuple[ProducerAddress, ...] = ()
+    """`address`, and those of its other data-parallel replicas where it is one of SGLang's."""
+    bootstrap_port: int | None = None
+    """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
     in_flight: int = 0
     """Requests open to it."""
     down_since: float | None = None
@@ -108,6 +120,20 @@ class BackendEngine:
         self._fit.catch_up()
         self.costs = self._fit.model
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it answers a request without another engine: SGLang's engines of a pair do not."""
+        return self.kind is not Kind.SGLANG
+
+    @property
+    def bootstrap(self) -> tuple[str, int]:
+        """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's
+        registry where it has one, and the control port of a rank otherwise."""
+        assert self.address is not None
+        if self.bootstrap_port is not None:
+            return urlsplit(self.url).hostname or "", self.bootstrap_port
+        return self.address.host, self.address.port
+
     def lost(self, now: float, drain_timeout_s: float) -> bool:
         """Whether nothing more is to be expected of the requests it has."""
         if self.up or self.down_since is None:
@@ -132,10 +158,13 @@ class BackendEngine:
             self.down_since = now
         self.up, self.reason, self.address = False, reason, None
         self._report()
+        self.kind = None
         return was_up
 
     def set_address(self, address: ProducerAddress | None, reason: str = "") -> None:
         self.address, self.reason = address, reason
+        if address not in self.replicas:
+            self.replicas = () if address is None else (address,)
         self._report()
 
     @contextmanager
@@ -167,6 +196,10 @@ class BackendEngine:
             "state": "up" if self.up else "down",
             "in_flight": self.in_flight,
         }
+        if self.kind is not None:
+            state["kind"] = self.kind
+        elif not self.role_given:
+            state["role"] = "unknown"
         if self.role is Role.PREFILL:
             state["hands_over_kv"] = self.address is not None
         if self.draining:
@@ -179,7 +212,18 @@ class BackendEngine:
             state["warning"] = self.warning
         return state
 
+    def forget_metrics(self) -> None:
+        """Its series are for its side: they end when it changes sides, or leaves."""
+        known = self.metrics
+        for gauge in (known.engine_up, known.engine_in_flight):
+            with suppress(KeyError):
+                gauge.remove(self.url, str(self.role))
+        with suppress(KeyError):
+            known.prefill_addressable.remove(self.url)
+
     def _report(self) -> None:
+        if not self.role_given and self.kind is None:
+            return  # nobody knows its side
         self.metrics.engine_up.labels(self.url, self.role).set(self.up)
         if self.role is Role.PREFILL:
             self.metrics.prefill_addressable.labels(self.url).set(self.address is not None)

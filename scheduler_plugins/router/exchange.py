@@ -27,6 +27,11 @@ class EngineFailedError(Exception):
         self.accepted = accepted
         """Whether the engine may have begun to work on the request."""
 
+    @property
+    def answered(self) -> bool:
+        """Whether the engine lives, and said that it failed."""
+        return self.cause.startswith("status_5")
+
 
 class UnreachableError(EngineFailedError):
     """No connection; the engine has not seen the request."""

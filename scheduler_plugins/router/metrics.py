@@ -51,6 +51,12 @@ class Metrics:
             ["cause"],
             registry=self.registry,
         )
+        self.rejected = Counter(
+            "pd_router:rejected",
+            "Requests turned away because what their class is promised would not be kept.",
+            ["qos", "cause"],
+            registry=self.registry,
+        )
         self.resumed = Counter(
             "pd_router:resumed_streams",
             "Streams that went on at another engine after the one that answered was lost.",

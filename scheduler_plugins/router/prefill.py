@@ -21,6 +21,7 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.pool import EnginePool
 
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 class PrefillCopy:
     """A request running on a prefill engine for as long as the `async with` block.
 
-    Leaving the block cancels what still runs, and waits until it is gone. Its answer reaches
-    nobody: the KV goes to the decode engine by itself.
+    Leaving the block cancels what still runs, and waits until it is gone. The KV goes to the decode
+    engine by itself; no more of its answer is used than `first_logprobs`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PrefillCopy:
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
         self._failed_at = 0.0
+        self._answer: FirstLogprobs | None = None
         self._id = uuid.uuid4().hex
         self._call = call
         self._pool = pool
@@ -92,6 +94,13 @@ class PrefillCopy:
         if error is None and self.failure is None:
             # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
             self._prefilled()
+
+    async def first_logprobs(self) -> FirstLogprobs:
+        """Of the first token, from its answer. Raises EngineFailedError where it has none."""
+        await self._task
+        if self._answer is None:
+            raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")
+        return self._answer
 
     def refused(self, now: float) -> EngineFailedError | None:
         """Why a decode engine that still waits for the KV waits in vain; None if it may not.
@@ -136,11 +145,12 @@ class PrefillCopy:
             await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()
         try:
-            seen = body.address_in(json.loads(raw))
+            answer = json.loads(raw)
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
+        self._answer = first_logprobs(answer)
         self.engine.circuit.succeeded()
-        self._pool.confirm(self.engine, seen)
+        self._pool.confirm(self.engine, body.address_in(answer))
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at
             self.engine.learn_prefill(self._tokens, self._tokens - self._fresh_tokens, took_s)

@@ -4,9 +4,10 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any
 
@@ -15,20 +16,18 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.admission.prompt import PromptMemory
-from scheduler_plugins.router import body
+from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import (
-    EVENT_STREAM,
     REQUEST_ID,
-    EventCutter,
-    headers_to_client,
 )
 from scheduler_plugins.router.attempt import (
-    AbleEngines,
     AllOverloadedError,
     Attempt,
     RejectedError,
     UnavailableError,
 )
+from scheduler_plugins.router.body import COMPLETIONS, encode, with_tokens
+from scheduler_plugins.router.candidates import Candidates
 from scheduler_plugins.router.circuit import RetryBudget
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.describe import describe
@@ -40,28 +39,32 @@ from scheduler_plugins.router.exchange import (
     Exchange,
     OverloadedError,
     ResponseTimeouts,
-    excerpt,
     exchange,
     raise_for_status,
 )
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policies.base import Defer, Policy, Reject, cached_tokens
+from scheduler_plugins.router.policies.base import Defer, Policy, Reject, Request, cached_tokens
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.promises import kept_by, promised
+from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.resume import StreamRecord, resumable
-from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens
+from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens, Tokenized
 from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shared:
     """What all requests of one router share."""
 
     config: RouterConfig
+    """The settings for requests that come from now on."""
     pool: EnginePool
     session: aiohttp.ClientSession
     metrics: Metrics
@@ -92,19 +95,13 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
-        self._tokenized = NOT_TOKENIZED
         self._record = StreamRecord(parsed, request.path) if resumable(parsed) else None
         """What the client was sent of a stream that another engine could go on with."""
-        self._request = describe(
-            parsed, headers, headers[REQUEST_ID], self._arrived, shared.lengths
-        )
+        self._request = self._described()
         self._client = Downstream(request, shared.config.idle_timeout_s)
-        self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._no_prefill: set[BackendEngine] = set()
-        self._retry_after_s: dict[BackendEngine, int] = {}
-        """Engines that are overloaded, and when they want to be asked again."""
-        self._accepted = 0
-        self._single_cause = body.why_not_disaggregated(parsed)
+        self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
+        self._candidates = Candidates(shared.pool, shared.config.attempts, parsed)
+        self._ids: list[int] | None = None
 
     @property
     def begun(self) -> bool:
@@ -153,13 +150,12 @@ class ClientRequest:
                 if self._client.begun:
                     why = f"a {attempt.answering.role} engine failed: {failure}"
                     return await self.interrupt(why), "interrupted"
-                self._note(attempt, failure)
+                self._shared.metrics.retries.labels(failure.cause).inc()
+                self._candidates.failed(attempt, failure)
                 if failure.accepted and not self._shared.retries.allows(failure.cause):
                     logger.warning("request %s: no retry, the budget is used up", self._request_id)
                     break
-        if self._retry_after_s and self._accepted < self._config.attempts:
-            raise AllOverloadedError(min(self._retry_after_s.values()))
-        raise UnavailableError(self._reasons())
+        raise self._candidates.exhausted()
 
     def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
@@ -167,12 +163,11 @@ class ClientRequest:
         rest = record.next_body() if record is not None else None
         if record is None or rest is None:
             return False
-        self._failed[attempt.answering] = failure
-        self._accepted += failure.accepted
-        if self._able() is None:
+        self._candidates.failed(attempt, failure)
+        if self._candidates.able() is None:
             return False
         record.resume()
-        self._body, self._path, self._headers = rest, body.COMPLETIONS, self._headers.copy()
+        self._body, self._path, self._ids = rest, COMPLETIONS, None
         tokens = token_bytes(rest["prompt"])
         self._request = self._request._replace(
             tokens=len(rest["prompt"]),
@@ -183,21 +178,26 @@ class ClientRequest:
         logger.warning("request %s: its stream goes on at another engine", self._request_id)
         return True
 
+    def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:
+        """The request as policies see it, with what its class is promised."""
+        found = describe(
+            self._body,
+            self._headers,
+            self._request_id,
+            self._arrived,
+            self._shared.lengths,
+            known.tokens,
+            known.adapter,
+        )
+        return promised(found, self._config, self._headers)
+
     async def _tokenize(self) -> None:
         """Learn the prompt's tokens, where engines are told apart by them."""
-        self._tokenized = found = await self._shared.tokens.of(self._body)
+        found = await self._shared.tokens.of(self._body)
         if found.tokens is not None:
-            self._request = describe(
-                self._body,
-                self._headers,
-                self._request_id,
-                self._arrived,
-                self._shared.lengths,
-                found.tokens,
-                found.adapter,
-            )
+            self._request = self._described(found)
             if found.certain:
-                self._body = body.with_tokens(self._body, token_list(found.tokens))
+                self._body = with_tokens(self._body, token_list(found.tokens))
 
     async def _next_attempt(self) -> Attempt | None:
         """What the policy decides; None if no engine is left to ask, or all are overloaded.
@@ -206,64 +206,28 @@ class ClientRequest:
             RejectedError: the policy turns the request away.
         """
         loop, shared = asyncio.get_running_loop(), self._shared
-        while (engines := self._able()) is not None:
+        while (engines := self._candidates.able()) is not None:
             now = loop.time()
             able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
             view = LiveView(able, shared.pool.caches.prefixes, now)
-            decision = shared.policy.decide(self._request, view, now, shared.random)
+            request = kept_by(self._request, engines.prefill, engines.decode)
+            if self._client.begun:
+                request = request._replace(ttft_slo_s=inf, tpot_slo_s=inf)  # it was let in
+            decision = shared.policy.decide(request, view, now, shared.random)
             if isinstance(decision, Reject):
+                shared.metrics.rejected.labels(request.qos, decision.cause).inc()
                 raise RejectedError(decision)
             if isinstance(decision, Defer):
                 await asyncio.sleep(max(0.0, decision.until_s - now))
                 continue
             answering = next(one for one in engines.decode if one.name == decision.d)
-            if decision.p is None:
+            if decision.p is None and answering.computes_prompts:
                 return Attempt(answering, None, engines.cause or "policy")
-            prefill = next(one for one in engines.prefill if one.name == decision.p)
+            prefill = _prefill_of(engines.prefill, decision.p)
             (blocks,) = view.match(self._request.hashes, [prefill])
             fresh_tokens = self._request.tokens - cached_tokens(self._request, prefill, blocks)
             return Attempt(answering, prefill, "", fresh_tokens)
         return None
-
-    def _able(self) -> AbleEngines | None:
-        """Engines that have not failed this request; None if there are none, or all are overloaded.
-
-        An overloaded engine's work goes to another engine of its role only. If it went to the other
-        role, an overload of one side would spread to both.
-        """
-        if self._accepted >= self._config.attempts:
-            return None
-        pool = self._shared.pool
-        decode = pool.up(Role.DECODE, besides=self._failed)
-        prefill = pool.up(Role.PREFILL, besides=self._failed)
-        if not decode:
-            if not prefill or self._overloaded(Role.DECODE):
-                return None
-            return AbleEngines(prefill, [], "no_decode")
-        if self._single_cause is not None:
-            return AbleEngines(decode, [], self._single_cause)
-        able = [e for e in prefill if e.address is not None and e not in self._no_prefill]
-        if able:
-            return AbleEngines(decode, able, "")
-        if self._overloaded(Role.PREFILL):
-            return None
-        if self._no_prefill:
-            return AbleEngines(decode, [], "prefill_refused")
-        return AbleEngines(decode, [], "no_address" if prefill else "no_prefill")
-
-    def _overloaded(self, role: Role) -> bool:
-        """Whether an engine of this side has turned the request away for lack of room."""
-        return any(engine.role is role for engine in self._retry_after_s)
-
-    def _note(self, attempt: Attempt, failure: EngineFailedError) -> None:
-        """An attempt failed before the client was sent anything."""
-        self._shared.metrics.retries.labels(failure.cause).inc()
-        if isinstance(failure, PrefillRefusedError):
-            return  # the decode engine may be asked again
-        if isinstance(failure, OverloadedError):
-            self._lacks_room(attempt.answering, failure)
-        self._failed[attempt.answering] = failure
-        self._accepted += failure.accepted
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         request, circuit = self._request, attempt.answering.circuit
@@ -275,59 +239,67 @@ class ClientRequest:
             circuit.given_up()
 
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        if attempt.prefill is None or attempt.prefill.address is None:
-            call = self._call(body.single_engine_copy(self._asked))
+        prefill = attempt.prefill
+        if prefill is None or prefill.address is None:
+            call = self._call(self._path, handoff.alone(self._asked(attempt.answering)))
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
-        transfer = uuid.uuid4().hex
-        call = self._call(body.decode_copy(self._asked, attempt.prefill.address, transfer))
+        try:
+            plan = await self._handoff(attempt.answering, prefill)
+        except NotTokenizedError as error:
+            return await self._responder.refuse(error), "client_error"
+        call = self._call(self._path, plan.decode)
         copy = PrefillCopy(
-            attempt.prefill,
-            self._call(body.prefill_copy(self._body, transfer)),
+            prefill,
+            self._call(plan.path, plan.prefill),
             self._shared.pool,
             self._shared.session,
             self._shared.config,
             self._request.tokens,
             attempt.fresh_tokens,
             self._request.hashes,
-            lambda: self._other_prefill(attempt.prefill),
+            lambda: self._candidates.other_prefill(prefill),
         )
+        lender = copy if plan.lends_logprobs else None
         client_error = False
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt)
+                return await self._pass_on(answer, attempt, lender)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
 
-    def _other_prefill(self, failed: BackendEngine | None) -> bool:
-        """Whether another prefill engine could take the copy."""
-        able = self._able()
-        return able is not None and any(engine is not failed for engine in able.prefill)
+    async def _handoff(self, decode: BackendEngine, prefill: BackendEngine) -> handoff.Handoff:
+        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
+        assert prefill.address is not None
+        kind = prefill.kind or Kind.VLLM
+        asked = handoff.Prefill(kind, prefill.model, prefill.replicas, prefill.bootstrap)
+        if kind is (decode.kind or Kind.VLLM):
+            return handoff.of_one_kind(self._asked(decode), self._path, asked)
+        if self._ids is None:
+            self._ids = await prompt_ids(
+                self._shared.session, decode, self._body, self._headers, self._config
+            )
+        return handoff.of_two_kinds(self._asked(decode), asked, self._ids)
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
-        self._no_prefill.add(engine)
-        if isinstance(failure, OverloadedError):
-            self._lacks_room(engine, failure)
+        self._candidates.prefill_failed(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning(
             "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
         )
 
-    def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
-        self._retry_after_s[engine] = failure.retry_after_s
-        engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
-
-    @property
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self, engine: BackendEngine) -> dict[str, Any]:
         """What the answering engine is asked: the client's request, and for the ids that a resumption needs."""
-        return {**self._body, **self._record.asks} if self._record is not None else self._body
+        if self._record is None or engine.kind is Kind.SGLANG:
+            return self._body
+        return {**self._body, **self._record.asks}
 
-    def _call(self, content: dict[str, Any]) -> EngineCall:
-        return EngineCall("POST", self._path, self._headers, body.encode(content))
+    def _call(self, path: str, content: dict[str, Any]) -> EngineCall:
+        return EngineCall("POST", path, self._headers, encode(content))
 
     @asynccontextmanager
     async def _answer(
@@ -341,58 +313,19 @@ class ClientRequest:
             await raise_for_status(answer)
             yield answer
 
-    async def _pass_on(self, answer: Exchange, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        kind = answer.headers.get("Content-Type", "")
-        if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, attempt), "ok"
-        if self._client.begun:
-            raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
-        # Held until it is whole: should the engine die halfway, another one can still answer.
-        content = await answer.read_all()
-        attempt.answering.circuit.succeeded()
-        if answer.status == 200:
+    async def _pass_on(
+        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
+    ) -> tuple[web.StreamResponse, str]:
+        def served() -> None:
+            attempt.answering.circuit.succeeded()
             self._shared.pool.prefilled(attempt.answering, self._request.hashes)
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        response.content_length = len(content)
-        await self._client.begin(response)
-        await self._client.write(content)
-        outcome = "ok" if answer.status < 400 else "client_error"
-        return await self._client.finish(), outcome
 
-    async def _stream(self, answer: Exchange, attempt: Attempt) -> web.StreamResponse:
-        cutter, client = EventCutter(), self._client
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        while chunk := await answer.read():
-            if events := cutter.feed(chunk):
-                attempt.answering.circuit.succeeded()
-                if self._record is not None:
-                    events = self._record.feed(events)
-                if not client.begun:
-                    await client.begin(response)
-                    self._shared.pool.prefilled(attempt.answering, self._request.hashes)
-                    first_s = asyncio.get_running_loop().time() - self._arrived
-                    self._shared.metrics.first_token_s.labels(attempt.flow).observe(first_s)
-                await client.write(events)
-        rest = cutter.rest()
-        if not cutter.finished:
-            raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
-        if rest:
-            await client.begin(response)
-            await client.write(rest)
-        return await client.finish()
+        return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
 
-    def _returned(self, answer: Exchange) -> CIMultiDict[str]:
-        return headers_to_client(answer.headers, self._request_id)
 
-    def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
-        """Every engine, and why it did not serve this request."""
-        found = list[tuple[BackendEngine, str, str]]()
-        for engine in self._shared.pool.engines:
-            if failure := self._failed.get(engine):
-                found.append((engine, failure.cause, str(failure)))
-            elif engine.up:
-                left = f"not tried: {self._config.attempts} engines had failed (setting attempts)"
-                found.append((engine, "not_tried", left))
-            else:
-                found.append((engine, "down", engine.reason))
-        return found
+def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
+    """The engine of this name; the least busy one where the policy would have the decode engine compute
+    the prompt, which is one that computes none."""
+    if name is None:
+        return min(engines, key=lambda engine: engine.open_requests)
+    return next(engine for engine in engines if engine.name == name)

@@ -9,8 +9,10 @@ from types import TracebackType
 
 from aiohttp import web
 
-from scheduler_plugins.router.app import CONNECTIONS, create_app
+from scheduler_plugins.router.admin import create_admin
+from scheduler_plugins.router.app import CONNECTIONS, SHARED, create_app
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.settings_file import SettingsFile
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +25,15 @@ class RouterServer:
     """The router listens inside the `async with` block. Leaving ends it; requests have
     `shutdown_timeout_s` to finish."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, settings: SettingsFile | None = None) -> None:
+        """`settings`: the file that `config` came from, to be watched."""
         self.config = config
-        self.app = create_app(config)
+        self.app = create_app(config, settings)
         self.port = 0
         """The port it listens on."""
+        self.admin_port = 0
+        """The port of the admin API; 0: there is none."""
+        self._admin: web.AppRunner | None = None
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
@@ -50,7 +56,21 @@ class RouterServer:
             await self._runner.cleanup()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
+        if config.admin_port is not None:
+            try:
+                await self._serve_admin(config.admin_port)
+            except OSError:
+                await self.close()
+                raise
         return self
+
+    async def _serve_admin(self, port: int) -> None:
+        admin = create_admin(self.app[SHARED].pool, self.config.admin_key)
+        self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0)
+        await self._admin.setup()
+        await web.TCPSite(self._admin, self.config.admin_host, port).start()
+        self.admin_port = self._admin.addresses[0][1]
+        logger.info("Admin API on http://%s:%d", self.config.admin_host, self.admin_port)
 
     async def __aexit__(
         self,
@@ -64,15 +84,17 @@ class RouterServer:
         """Stop listening, and end what runs. May be called twice."""
         if self._listener is not None:
             self._listener.close()
+        if self._admin is not None:
+            await self._admin.cleanup()
         await self._runner.cleanup()
 
 
-async def serve(config: RouterConfig) -> None:
+async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    async with RouterServer(config) as server:
+    async with RouterServer(config, settings) as server:
         host = f"[{config.host}]" if ":" in config.host else config.host
         logger.info("Running on http://%s:%d", host, server.port)
         await ended.wait()

@@ -88,6 +88,7 @@ class PromptTokens:
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
         self._ask_at_s = 0.0
+        self._engines_tell = False
         self._workers: ProcessPoolExecutor | None = None
 
     @property
@@ -95,8 +96,7 @@ class PromptTokens:
         """Who tokenizes, for `/health`: `tokenizer`, `engine` or `text` (nobody)."""
         if self._model is not None and self._model.folder:
             return "tokenizer"
-        waits = asyncio.get_running_loop().time() < self._ask_at_s
-        return "text" if self._model is None or waits else "engine"
+        return "engine" if self._engines_tell else "text"
 
     async def of(self, body: Mapping[str, Any]) -> Tokenized:
         """The tokens of a request's prompt."""
@@ -197,6 +197,7 @@ class PromptTokens:
             return None
         answer = await self._ask("POST", "/tokenize", asked)
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        self._engines_tell = isinstance(tokens, list)
         try:
             if isinstance(tokens, list):
                 return token_bytes(tokens)

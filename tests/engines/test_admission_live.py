@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The middleware in front of a real engine, and a profile of it. One engine for all."""
+"""The middleware in front of a real engine, a profile of it, its KV events, its streams. One engine for all."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq.asyncio
 from harness import wait_until
 from recipes import COMPILE_NOTHING, MODEL, NAME_ARGS, WORKER_IN_CORE
 from typer.testing import CliRunner
@@ -22,6 +25,14 @@ from pd_connector.tools.launch import VllmEngine
 from scheduler_plugins.bench.live import MIDDLEWARE, OURS
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.profile.client import Timed, connect
+from scheduler_plugins.router.engines import BackendEngine, Role
+from scheduler_plugins.router.index.follower import EventFollower
+from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes, token_list
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.loads import Told, from_report
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.resume import StreamRecord
+from scheduler_plugins.router.token_worker import tokenize
 
 KEY = "engine-test-key"
 ARGS = ("--api-key", KEY, "--max-num-batched-tokens", "512")
@@ -38,15 +49,37 @@ request_router:
 PREMIUM = {"x-customer-tier": "premium"}
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("admission")
     (folder / "scheduler.yaml").write_text(SETTINGS)
     settings = json.dumps({"pd_scheduler": str(folder / "scheduler.yaml")})
+    events, replay = free_ports(2)
+    kv_events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+    }
     with VllmEngine(
         MODEL,
         connector=None,
-        args=[*NAME_ARGS, *OURS, *MIDDLEWARE, "--additional-config", settings, *ARGS],
+        args=[
+            *NAME_ARGS,
+            *OURS,
+            *MIDDLEWARE,
+            "--additional-config",
+            settings,
+            "--kv-events-config",
+            json.dumps(kv_events),
+            *ARGS,
+        ],
         env={**COMPILE_NOTHING, **WORKER_IN_CORE},
         log_path=folder / "engine.log",
     ) as running:
@@ -164,3 +197,105 @@ def test_what_waits_is_in_the_metrics_by_class(engine: VllmEngine) -> None:
         asked.result()
     assert engine.metrics().has("pd_scheduler:admission_ttft_seconds_sum")
     assert engine.metrics().has("pd_scheduler:engine_predicted_ttft_seconds_sum")
+
+
+def told(engine: VllmEngine) -> Told:
+    """What the engine tells a router."""
+    connection = HTTPConnection(engine.host, engine.port, timeout=60)
+    connection.request("GET", "/pd/load", headers={"Authorization": f"Bearer {KEY}"})
+    found = from_report(connection.getresponse().read(), "127.0.0.1")
+    connection.close()
+    assert found is not None
+    return found
+
+
+def test_a_router_is_told_the_load_and_where_events_are(engine: VllmEngine) -> None:
+    ask(engine, [own(100, 400)], {})
+    found = told(engine)
+    assert found.queued_s is not None
+    assert found.block_tokens > 0
+    assert found.blocks > 0
+    assert found.kv_events is not None
+
+
+def test_events_of_the_engine_say_what_it_has_cached(engine: VllmEngine) -> None:
+    """Blocks are found by the hashes of a prompt's tokens; a prompt with a salt has blocks of its own."""
+    where, size = told(engine).kv_events, told(engine).block_tokens
+    assert where is not None
+    view = BackendEngine(engine.base_url, Role.PREFILL, Metrics(), told_block_tokens=size)
+    prefixes, prompt = Prefixes(), own(10 * size + 3, 500)
+    keys = PromptKeys((), token_bytes(prompt))
+    salted = PromptKeys((), token_bytes(prompt), prompt_extras("", "salt"))
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        follower = EventFollower(view.name, *where, prefixes, context)
+        task = asyncio.create_task(follower.run())
+
+        async def found(asked: PromptKeys, blocks: int) -> None:
+            async with asyncio.timeout(60):
+                while prefixes.match(asked, [view], 64, 0.0) != [blocks]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+        async with connect(engine.base_url, KEY) as client:
+            await client.complete(prompt, 1)
+        await found(keys, 10)
+        assert prefixes.match(salted, [view], 64, 0.0) == [0]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "cache_salt": "salt"}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        status, _, _ = await asyncio.to_thread(raw, engine, body, headers)
+        assert status == 200
+        await found(salted, 10)
+        # What was cached before this follower came was replayed from the first batch on.
+        assert follower.first == 0
+        assert follower.dropped == 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_the_routers_tokens_are_the_engines(engine: VllmEngine) -> None:
+    for prompt in ("The 3 Émigrés paid 1,024 €", "def f(x):\n    return x"):
+        connection = HTTPConnection(engine.host, engine.port, timeout=60)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        body = {"model": "tiny", "prompt": prompt}
+        connection.request("POST", "/tokenize", json.dumps(body), headers)
+        theirs = json.loads(connection.getresponse().read())["tokens"]
+        connection.close()
+        assert token_list(tokenize(str(MODEL), {"prompt": prompt})) == theirs
+
+
+def streamed(engine: VllmEngine, body: dict[str, Any]) -> list[bytes]:
+    """The events of a stream."""
+    connection = HTTPConnection(engine.host, engine.port, timeout=120)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    assert response.status == 200
+    events = [one + b"\n\n" for one in response.read().split(b"\n\n") if one]
+    connection.close()
+    return events
+
+
+def said(events: list[bytes]) -> str:
+    """The text of the events."""
+    data = [json.loads(event.removeprefix(b"data: ")) for event in events if b"[DONE]" not in event]
+    return "".join(choice["text"] for one in data for choice in one["choices"])
+
+
+@pytest.mark.parametrize("cut", [1, 7, 20])
+def test_a_stream_that_is_cut_goes_on_with_the_same_text(engine: VllmEngine, cut: int) -> None:
+    """Greedy: the events up to the cut, and what a request for the rest brings, are the whole answer."""
+    body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 40, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    record = StreamRecord(body, "/v1/completions")
+    events = streamed(engine, {**body, **record.asks})
+    sent = [record.feed(event) for event in events[:cut]]
+    rest = record.next_body()
+    assert rest is not None
+    record.resume()
+    sent += [record.feed(event) for event in streamed(engine, {**rest, **record.asks})]
+    assert said(sent) == said(streamed(engine, body))
+    assert b"token_ids" not in b"".join(sent)

@@ -13,6 +13,7 @@ from support.agents import until
 
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
+from pd_connector.errors import Cause
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
@@ -20,6 +21,7 @@ from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver
+from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.sender import Sender
 
 ROOM = 77
@@ -77,6 +79,9 @@ class Engine(Manager):
 
     def forget_prefill_engine(self, address: str) -> None:
         self.forgotten.append(address)
+
+    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+        return None  # see test_sglang_recompute.py
 
 
 def make_request(tokens: range = range(TOKENS)) -> Any:

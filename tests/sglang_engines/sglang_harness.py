@@ -61,6 +61,13 @@ class Recipe:
         )
 
 
+CHUNK_TOKENS = 128
+CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+PREFILL = Recipe("prefill", 16, args=CHUNKED)
+DECODE = Recipe("decode", 16)
+"""What most tests use, so that they share engines."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A completion: its tokens and their log probabilities."""
@@ -132,6 +139,15 @@ def refused(future: Future[dict[str, Any]]) -> str:
     raise AssertionError(f"answered: {answer}")
 
 
+def ended(*futures: Future[dict[str, Any]]) -> list[str]:
+    """How requests ended that may have been answered with an error or as aborted."""
+    found = []
+    for future in futures:
+        error = future.exception(timeout=60)
+        found.append(str(error) if error else str(future.result()["meta_info"]["finish_reason"]))
+    return found
+
+
 def assert_same(found: Answer, wanted: Answer) -> None:
     """All tokens equal, all log probabilities within the tolerance."""
     assert found.tokens == wanted.tokens
@@ -145,13 +161,13 @@ def received_bytes(engine: SglangEngine) -> float:
     return engine.metrics().total("pd_connector:received_bytes_total")
 
 
-def assert_idle(*engines: SglangEngine) -> None:
+def assert_idle(*engines: Service) -> None:
     """Wait until nothing is under way. SGLang itself ends an idle engine whose pages do not add up."""
     end = time.monotonic() + DEADLINE_S
     for engine in engines:
         left: dict[str, float] = {}
         while True:
-            samples = engine.metrics()
+            samples = engine.client.metrics()
             left = {name: value for name in IDLE_GAUGES if (value := samples.total(name))}
             if not left:
                 break

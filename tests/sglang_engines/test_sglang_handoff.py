@@ -8,6 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sglang_engines.sglang_harness import (
+    CHUNK_TOKENS,
+    CHUNKED,
+    DECODE,
+    PREFILL,
     Answer,
     EnginePool,
     Recipe,
@@ -19,20 +23,18 @@ from sglang_engines.sglang_harness import (
     text,
 )
 
-CHUNK_TOKENS = 128
-CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
 PAGE = 64
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK_TOKENS, 5 * CHUNK_TOKENS - 3)
 """A token, a page less and more, a chunk, five chunks."""
 
 PAIRS = {
+    "page 16 -> 16": (PREFILL, DECODE),
     "page 1 -> 64": (Recipe("prefill", 1, args=CHUNKED), Recipe("decode", 64, args=RADIX)),
     "TP2 page 64 -> TP1": (
         Recipe("prefill", 64, tp=2, args=CHUNKED),
         Recipe("decode", 64, args=RADIX),
     ),
-    "page 16 -> 16": (Recipe("prefill", 16, args=CHUNKED), Recipe("decode", 16)),
     "TP1 page 64 -> TP2 page 1": (
         Recipe("prefill", 64, args=CHUNKED),
         Recipe("decode", 1, tp=2),

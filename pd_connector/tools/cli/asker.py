@@ -67,7 +67,7 @@ class Asker:
         """
         before = self._decode.metrics()
         routed = self._stream(self._router, prompt)
-        moved = self._moved(before)
+        moved = wait_for_transfer(self._decode, before)
         stepped = self._two_steps(prompt)
         alone = self._stream(self._prefill, prompt)
         return PromptResult(
@@ -122,19 +122,19 @@ class Asker:
             **extra,
         }
 
-    def _moved(self, before: Samples) -> Samples:
-        """How the decode engine's metrics have grown, once they show the transfer."""
-        deadline = time.monotonic() + METRICS_DEADLINE_S
-        while True:
-            grown = self._decode.metrics().since(before)
-            if grown.total("pd_connector:received_transfers_total"):
-                return grown
-            if time.monotonic() > deadline:
-                raise DemoError(
-                    "the decode engine received no KV and computed the prompt itself; "
-                    f"its failure counters: {failures(grown)}"
-                )
-            time.sleep(0.1)
+
+def wait_for_transfer(decode: Client, before: Samples) -> Samples:
+    """How a decode engine's metrics have grown, once they show the transfer. Raises DemoError."""
+    deadline = time.monotonic() + METRICS_DEADLINE_S
+    while True:
+        grown = decode.metrics().since(before)
+        if grown.total("pd_connector:received_transfers_total"):
+            return grown
+        if time.monotonic() > deadline:
+            raise DemoError(
+                "the decode engine received no KV; its failure counters: " + failures(grown)
+            )
+        time.sleep(0.1)
 
 
 def difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.asker import DECODED_TOKENS, Asker, PromptResult
+from pd_connector.tools.cli.cross_asker import CrossAsker
 from pd_connector.tools.cli.sglang_asker import SglangAsker
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
@@ -47,7 +48,7 @@ INTERRUPTED = 130
 # its bfloat16 logprobs may differ from its own by a hundredth or two. Wrong KV differs by more.
 TOLERANCE = 0.05
 
-TWO_HOSTS = (
+_TWO_VLLM_HOSTS = (
     "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
     "PD_CONNECTOR_HOST=<the host's own name>`, then on A `vllm serve MODEL --kv-transfer-config "
     '\'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'`, on B the same with '
@@ -56,7 +57,7 @@ TWO_HOSTS = (
 )
 
 
-TWO_SGLANG_HOSTS = (
+_TWO_SGLANG_HOSTS = (
     "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
     "PD_CONNECTOR_HOST=<the host's own name>`, then on A `python -m sglang.launch_server "
     "--model-path MODEL --host 0.0.0.0 --disaggregation-mode prefill "
@@ -65,11 +66,41 @@ TWO_SGLANG_HOSTS = (
 )
 
 
+_TWO_KINDS = (
+    "The same on two GPU hosts: each engine as docs/sglang.md and the README start it, and anywhere "
+    "`python -m scheduler_plugins.router --prefill http://A:8000 --decode http://B:8000`, which finds "
+    "out which engine is of which kind."
+)
+
+
 class EngineName(StrEnum):
-    """Engines that the demo can start."""
+    """Engines that the demo can start: of both sides, or of prefill and decode."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
+    VLLM_SGLANG = "vllm:sglang"
+    SGLANG_VLLM = "sglang:vllm"
+
+
+TWO_HOSTS = {
+    EngineName.VLLM: _TWO_VLLM_HOSTS,
+    EngineName.SGLANG: _TWO_SGLANG_HOSTS,
+    EngineName.VLLM_SGLANG: _TWO_KINDS,
+    EngineName.SGLANG_VLLM: _TWO_KINDS,
+}
+
+
+_LAST_KV = "from the end of the prefill until all its KV is verified and in place"
+HANDOFFS = {
+    EngineName.VLLM: "from the finished prefill to the first token, in two steps",
+    EngineName.SGLANG: _LAST_KV,
+    EngineName.VLLM_SGLANG: _LAST_KV,
+    EngineName.SGLANG_VLLM: (
+        "from the first pages allocated until all KV is verified and in place; it streams while the "
+        "prefill computes, so most of this is the prefill"
+    ),
+}
+"""What the column shows."""
 
 
 class TransportName(StrEnum):
@@ -78,6 +109,12 @@ class TransportName(StrEnum):
     SHM = "shm"
     TCP = "tcp"
     NIXL = "nixl"
+
+
+_AnyAsker = Asker | SglangAsker | CrossAsker
+_Make = Callable[[Path, dict[str, Any], Path], tuple[list[Service], Callable[[], _AnyAsker]]]
+"""Makes the services of a demo, and what asks them once they run; given a model's folder, config keys and
+a folder for logs."""
 
 
 def demo(
@@ -104,14 +141,13 @@ def demo(
         stderr.print(f"failed: {error}", style="red", markup=False, highlight=False)
         stderr.print(f"logs: {logs}", highlight=False)
         raise typer.Exit(FAILED) from None
-    stdout.print(_table(rows))
+    stdout.print(_table(rows, HANDOFFS[engine]))
     differing = [row.prompt_tokens for row in rows if not row.difference <= TOLERANCE]
     if differing:
         stderr.print(f"logprobs differ for prompts of {differing} tokens; logs: {logs}")
     else:
         rmtree(logs, ignore_errors=True)
-    two_hosts = TWO_HOSTS if engine is EngineName.VLLM else TWO_SGLANG_HOSTS
-    stdout.print(two_hosts, soft_wrap=True, markup=False, highlight=False)
+    stdout.print(TWO_HOSTS[engine], soft_wrap=True, markup=False, highlight=False)
     if differing:
         raise typer.Exit(FAILED)
 
@@ -125,8 +161,7 @@ def _run(
 ) -> list[PromptResult]:
     """Start everything, ask every prompt, and end everything, whatever happens."""
     config = {} if transport is None else {"transports": [str(transport)]}
-    make = _vllm if engine is EngineName.VLLM else _sglang
-    services, asker_of_them = make(model, config, logs)
+    services, asker_of_them = _MAKERS[engine](model, config, logs)
     names = ", ".join(service.name for service in services)
     console.print(
         f"Starting {names} on this machine, half a minute or more. Logs: {logs}", highlight=False
@@ -181,6 +216,55 @@ def _sglang(
     return [prefill, decode, reference], lambda: SglangAsker(prefill, decode, reference)
 
 
+def _vllm_to_sglang(
+    model: Path, config: dict[str, Any], logs: Path
+) -> tuple[list[Service], Callable[[], CrossAsker]]:
+    """vLLM prefills, SGLang decodes."""
+    prefill = _vllm_of_two(model, "prefill", "kv_producer", config, logs)
+    decode = _sglang_of_two(model, "decode", config, logs)
+    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
+    services: list[Service] = [prefill, decode, router]
+    return services, lambda: CrossAsker(decode.client, router.client, reference=prefill.client)
+
+
+def _sglang_to_vllm(
+    model: Path, config: dict[str, Any], logs: Path
+) -> tuple[list[Service], Callable[[], CrossAsker]]:
+    """SGLang prefills, vLLM decodes."""
+    prefill = _sglang_of_two(model, "prefill", config, logs)
+    decode = _vllm_of_two(model, "decode", "kv_consumer", config, logs)
+    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
+    services: list[Service] = [prefill, decode, router]
+    return services, lambda: CrossAsker(decode.client, router.client, reference=decode.client)
+
+
+def _vllm_of_two(
+    model: Path, name: str, role: Role, config: dict[str, Any], logs: Path
+) -> VllmEngine:
+    args = ["--dtype", "float32"] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
+    log = logs / f"{name}.log"
+    return VllmEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
+
+
+def _sglang_of_two(
+    model: Path, role: SglangRole, config: dict[str, Any], logs: Path
+) -> SglangEngine:
+    cpu = sglang_on_cpu(sglang_python())
+    args = (
+        ["--dtype", "float32"] if cpu else ["--dtype", "bfloat16", "--mem-fraction-static", "0.3"]
+    )
+    log = logs / f"{role}.log"
+    return SglangEngine(model, role, extra_config=config, name=role, args=args, log_path=log)
+
+
+_MAKERS: dict[EngineName, _Make] = {
+    EngineName.VLLM: _vllm,
+    EngineName.SGLANG: _sglang,
+    EngineName.VLLM_SGLANG: _vllm_to_sglang,
+    EngineName.SGLANG_VLLM: _sglang_to_vllm,
+}
+
+
 def _prompts(lengths: Iterable[int]) -> list[str]:
     """Texts of so many bytes, each a token of the demo's model: source that Python brings along."""
     source = inspect.getsource(argparse).encode("ascii", "replace").decode()
@@ -191,11 +275,10 @@ def _prompts(lengths: Iterable[int]) -> list[str]:
     return texts
 
 
-def _table(rows: list[PromptResult]) -> Table:
+def _table(rows: list[PromptResult], handoff: str) -> Table:
     caption = (
-        f"{DECODED_TOKENS} tokens decoded for each prompt. Time to first token: through the "
-        "router. Handoff: from the finished prefill to the first token, in two steps. Last "
-        "column: both against the same prompt computed whole by one engine."
+        f"{DECODED_TOKENS} tokens decoded for each prompt. Handoff: {handoff}. Last column: "
+        "against the same prompt computed whole by one engine."
     )
     if any(0 < row.difference <= TOLERANCE for row in rows):
         caption += (

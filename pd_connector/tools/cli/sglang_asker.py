@@ -11,14 +11,13 @@ from typing import Any
 
 from pd_connector.tools.cli.asker import (
     DECODED_TOKENS,
-    METRICS_DEADLINE_S,
     DemoError,
     PromptResult,
     StreamedAnswer,
     difference,
-    failures,
+    wait_for_transfer,
 )
-from pd_connector.tools.launch import Client, Samples
+from pd_connector.tools.launch import Client
 from pd_connector.tools.launch.sglang import SglangEngine
 
 TRANSFER_S = "pd_connector:transfer_seconds_sum"
@@ -56,7 +55,7 @@ class SglangAsker:
             handed_over = _stream(self._decode.client, body)
             prefilled.result()
         alone = _stream(self._reference.client, _body(prompt))
-        moved = self._moved(before)
+        moved = wait_for_transfer(self._decode.client, before)
         return PromptResult(
             handed_over.prompt_tokens,
             handed_over.first_token_s,
@@ -65,17 +64,6 @@ class SglangAsker:
             int(moved.total("pd_connector:received_chunks_total")),
             difference(handed_over, alone),
         )
-
-    def _moved(self, before: Samples) -> Samples:
-        """How the decode engine's metrics have grown, once they show the transfer."""
-        deadline = time.monotonic() + METRICS_DEADLINE_S
-        while True:
-            grown = self._decode.metrics().since(before)
-            if grown.total("pd_connector:received_transfers_total"):
-                return grown
-            if time.monotonic() > deadline:
-                raise DemoError(f"the decode engine received no KV: {failures(grown)}")
-            time.sleep(0.1)
 
 
 def _body(prompt: str) -> dict[str, Any]:

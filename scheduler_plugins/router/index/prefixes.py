@@ -118,7 +118,7 @@ class Prefixes:
         recent.prefilled(_recent_keys(engine, prompt), now_s)
 
     def has_room(self, engine: str, blocks: int) -> None:
-        """The engine has told how many blocks its cache has."""
+        """How many blocks the engine has room for, in the blocks that `prefilled` is told; 0: it is not known."""
         recent = self._recent.get(engine)
         if recent is None:
             recent = self._recent[engine] = RecentBlocks(self._recent_index, engine)

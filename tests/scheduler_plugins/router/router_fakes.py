@@ -179,13 +179,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/pd/load", self._load)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        self.routes(app)
         # access_log off: it formats a date for every request
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -194,6 +188,15 @@ class FakeEngine:
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.port = self._runner.addresses[0][1]
+
+    def routes(self, app: web.Application) -> None:
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/pd/load", self._load)
+        app.router.add_post("/tokenize", self._tokenize)
 
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
@@ -273,7 +276,11 @@ class FakeEngine:
 class World:
     """Fake engines, a router on a real socket, a client. Leaving checks that nothing is left."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, prefill: int = 1, decode: int = 1, *, unnamed: bool = False, **settings: Any
+    ) -> None:
+        """`unnamed`: the router is not told which engine is on which side."""
+        self._unnamed = unnamed
         self.p = [FakeEngine(f"p{n}", engine_id=f"engine-p{n}") for n in range(prefill)]
         self.d = [FakeEngine(f"d{n}") for n in range(decode)]
         self._settings = {**FAST, **settings}
@@ -282,11 +289,11 @@ class World:
         self._sockets_before = sockets()
         for engine in self.p + self.d:
             await engine.start()
-        config = RouterConfig(
-            prefill=tuple(e.url for e in self.p),
-            decode=tuple(e.url for e in self.d),
-            **self._settings,
-        )
+        prefill, decode = tuple(e.url for e in self.p), tuple(e.url for e in self.d)
+        engines = {"prefill": prefill, "decode": decode}
+        if self._unnamed:
+            engines = {"engine": prefill + decode}
+        config = RouterConfig(**engines, **self._settings)
         self.server = RouterServer(config)
         self.app = self.server.app
         await self.server.__aenter__()

@@ -6,6 +6,7 @@ from router_fakes import World, run, until
 
 from scheduler_plugins.admission.report import EngineReport, EventPorts, RankLoad
 from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.app import SHARED
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.load import KNOWN_AFTER_S, EngineLoad
 from scheduler_plugins.router.loads import apply, from_metrics, from_report
@@ -116,5 +117,8 @@ def test_a_live_router_hears_reports_and_metrics() -> None:
             await until(lambda: first.costs == MODEL, "the report was heard")
             assert first.queued_s(0.0) > 20.0
             await until(lambda: second.batch == 5, "the metrics were read")
+            # 16,000 tokens: 250 pieces of text.
+            recent = world.app[SHARED].pool.caches.prefixes._recent[second.name]
+            assert recent.most_blocks == 250
 
     run(scenario())

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router's index of cached blocks takes: bytes for each block, and time for each prompt."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import numpy as np
+
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.events import Batch, BlockName, Stored
+from scheduler_plugins.router.index.hashes import Hashes
+from scheduler_plugins.router.index.held import HeldBlocks
+
+MOST_BYTES = 100.0
+MATCH_LIMIT_S = 200e-6
+PROMPTS = (24, 256, 1000, 5000)
+"""Blocks of the prompts that are looked up. Conversations have 24 of 512 tokens on average."""
+_AT_ONCE = 500
+
+
+def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
+    """Fill the index by events, then look prompts up.
+
+    Args:
+        engines: each has blocks that no other has: the worst case for memory.
+        blocks: of each engine. Tokens of a block are few here, which changes neither figure.
+    """
+    index = BlockIndex()
+    held = [HeldBlocks(index, f"engine{n}") for n in range(engines)]
+    random = np.random.default_rng(0)
+    for first in range(0, blocks, _AT_ONCE):
+        for n, one in enumerate(held):
+            names: list[BlockName] = [int(name) for name in random.integers(1, 2**63, _AT_ONCE)]
+            tokens = [n, first] * _AT_ONCE
+            one.apply(Batch(0.0, [Stored(names, None, tokens, 2)]))
+    taken = index.nbytes + sum(one.nbytes for one in held)
+    where = {"engines": engines, "blocks": blocks}
+    found = [
+        Comparison(
+            "memory of a block",
+            {**where, "against": "allowed"},
+            Sample((taken / (engines * blocks),)),
+            Sample((MOST_BYTES,)),
+            "B",
+            1.0,
+        )
+    ]
+    for length in PROMPTS:
+        times = _match_times(index, length, rounds)
+        found.append(
+            Comparison(
+                f"match of {length} blocks",
+                {**where, "against": "allowed"},
+                Sample((sorted(times)[len(times) // 2] * 1e6,)),
+                Sample((MATCH_LIMIT_S * 1e6,)),
+                "us",
+                1.0,
+            )
+        )
+    return found
+
+
+def _match_times(index: BlockIndex, length: int, rounds: int) -> list[float]:
+    """Seconds of each look-up of a prompt of which every engine has another share."""
+    random, names = np.random.default_rng(length), list(index.engines)
+    prompt: Hashes = random.integers(1, 2**63, length).astype(np.uint64)
+    for n, name in enumerate(names):
+        index.store(name, prompt[: length * (n % 8) // 8])
+    times = []
+    for _ in range(rounds):
+        begin = perf_counter()
+        index.match(prompt, names)
+        times.append(perf_counter() - begin)
+    return times

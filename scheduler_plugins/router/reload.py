@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The task that uses what the settings file says, whenever it changes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.proxy import Shared
+from scheduler_plugins.router.settings_file import AT_START, SettingsError, SettingsFile
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Pause between two looks at the file."""
+
+
+async def reloading(shared: Shared, settings: SettingsFile) -> AsyncIterator[None]:
+    """Watch the file for as long as the application runs (aiohttp's `cleanup_ctx`)."""
+    task = asyncio.create_task(_reload(shared, settings), name="watch the settings file")
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _reload(shared: Shared, settings: SettingsFile) -> None:
+    first = settings.current
+    while True:
+        await asyncio.sleep(EVERY_S)
+        try:
+            config = settings.changed()
+        except SettingsError as error:
+            logger.error("the old settings stay: %s", error)
+            continue
+        if config is None:
+            continue
+        old, shared.config = shared.config, config
+        if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
+            shared.policy = create(config.policy, config.decode_policy)
+        shared.pool.use(config)
+        later = [name for name in AT_START if getattr(config, name) != getattr(first, name)]
+        if later:
+            logger.warning("%s: hold once the router is started again", ", ".join(later))
+        logger.info("the settings have changed")

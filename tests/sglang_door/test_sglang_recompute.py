@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt whose KV did not come is asked for again, once, of a prefill engine that answers HTTP."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_door.door import CONFIG, ROOM, Engine, Pair, reach
+from sglang_door.test_sglang_cache import TOKENS
+from support.agents import until
+
+from pd_connector.errors import Cause
+from pd_connector.sglang.failure import TransferError
+from pd_connector.sglang.manager import Manager
+from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.receiver import Receiver
+from pd_connector.sglang.recompute import SecondPrefill, SecondPrefills, request_body
+from pd_connector.sglang.sender import Sender
+
+
+class Recomputing(Engine):
+    """A decode engine's manager that may ask again."""
+
+    on_failure = "recompute"
+    ranks = 1
+
+    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+        self._config = msgspec.structs.replace(CONFIG, on_failure=self.on_failure)
+        self._ranks = self.ranks
+        if not hasattr(self, "_second_prefills"):
+            self._second_prefills = SecondPrefills("secret", 20.0)
+        return Manager.compute_again(self, req, address, cause)
+
+    def look_up(self, address: str) -> Found | None:
+        return self.found
+
+
+class Registry(BaseHTTPRequestHandler):
+    """The registry and the API server of a prefill engine, on one port."""
+
+    def do_GET(self) -> None:
+        assert self.path.startswith("/route?prefill_dp_rank=-1")
+        self._say(200, {"prefill_http_port": self.server.server_port})  # type: ignore[attr-defined]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/generate"
+        assert self.headers["Authorization"] == "Bearer secret"
+        self._say(self.server.prefill(body), {})  # type: ignore[attr-defined]
+
+    def log_message(self, *args: object) -> None: ...
+
+    def _say(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Recomputed(Pair):
+    """The pair, and what the prefill engine is asked over HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d.agent.close()
+        found = self.d.found
+        self.d = Recomputing(produces=False)
+        self.d.found = found
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+        self.server.prefill = self.prefill  # type: ignore[attr-defined]
+        self.asked: list[dict[str, Any]] = []
+        self.status = 200
+        self.senders: list[Sender] = []
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def request(self, tokens: range = range(TOKENS)) -> Any:
+        req = super().request(tokens)
+        more = {
+            "sampling_params": SamplingParams(max_new_tokens=50, temperature=0, min_new_tokens=7),
+            "multimodal_inputs": None,
+            "input_embeds": None,
+            "priority": None,
+            "custom_logit_processor": None,
+            "lora_id": None,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": 8998,
+        }
+        return SimpleNamespace(**{**vars(req), **more, "output_ids": []})
+
+    def receiver(self, req: Any) -> Receiver:
+        receiver = Receiver(self.d, f"127.0.0.1:{self.server.server_port}", ROOM)
+        receiver.bind(req)
+        receiver.init(0)
+        return receiver
+
+    def prefill(self, body: dict[str, Any]) -> int:
+        """What the prefill engine does when it is asked again."""
+        self.asked.append(body)
+        if self.status != 200:
+            return self.status
+        sender = Sender(self.p, "", body["bootstrap_room"])
+        req = super().request()
+        req.bootstrap_room = body["bootstrap_room"]
+        sender.bind(req)
+        sender.init(3, 1)
+        self.send_all(sender, req)
+        self.senders.append(sender)
+        return 200
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        if hasattr(self.d, "_second_prefills"):
+            self.d._second_prefills.close()
+        super().close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Recomputed]:
+    made = Recomputed()
+    yield made
+    made.close()
+
+
+def reason(receiver: Receiver) -> str:
+    reach(receiver.poll, KVPoll.Failed)
+    with pytest.raises(TransferError) as caught:
+        receiver.failure_exception()
+    receiver.clear()
+    return caught.value.failure_reason
+
+
+def test_a_prefill_that_ended_early_is_asked_for_again(pair: Recomputed) -> None:
+    first = pair.sender(Pair.request(pair))
+    receiver = pair.receiver(pair.request())
+    first.abort()
+    reach(receiver.poll, KVPoll.WaitingForInput)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    reach(receiver.poll, KVPoll.Success)
+    assert int(pair.d.buffers.output_ids[1, 0]) == 9
+    assert int(pair.d.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
+    (asked,) = pair.asked
+    assert asked["input_ids"] == list(range(len(asked["input_ids"])))
+    assert asked["bootstrap_room"] != ROOM
+    assert asked["sampling_params"] == {"max_new_tokens": 1, "min_new_tokens": 1, "top_k": 1}
+    until(lambda: all(s.poll() == KVPoll.Success for s in pair.senders), "its pages are free")
+    receiver.clear()
+    for sender in (first, *pair.senders):
+        sender.clear()
+    until(pair.idle, "nothing is left")
+
+
+def test_pages_that_are_there_are_filled_by_the_second_attempt(pair: Recomputed) -> None:
+    first = pair.sender(Pair.request(pair))
+    receiver = pair.receiver(pair.request())
+    first.send(pair.pages(pair.p)[:1], None, num_kv_tokens=16)
+    reach(receiver.poll, KVPoll.WaitingForInput)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    first.abort()
+    reach(receiver.poll, KVPoll.Success)
+    assert len(pair.asked) == 1
+
+
+def test_it_is_asked_once(pair: Recomputed) -> None:
+    pair.status = 503
+    pair.sender(Pair.request(pair)).abort()
+    receiver = pair.receiver(pair.request())
+    found = reason(receiver)
+    assert "asked again: status 503" in found
+    assert len(pair.asked) == 1
+    until(pair.idle, "nothing is left")
+
+
+@pytest.mark.parametrize("change", [("on_failure", "fail"), ("ranks", 2)])
+def test_it_is_not_asked_where_that_is_not_wanted_or_not_possible(
+    pair: Recomputed, change: tuple[str, Any]
+) -> None:
+    setattr(pair.d, *change)
+    pair.sender(Pair.request(pair)).abort()
+    assert reason(pair.receiver(pair.request()))
+    assert not pair.asked
+
+
+def test_other_tokens_are_not_asked_for_again(pair: Recomputed) -> None:
+    sender, req = pair.sender(Pair.request(pair)), Pair.request(pair)
+    pair.send_all(sender, req)
+    receiver = pair.receiver(pair.request(range(5, 5 + TOKENS)))
+    reach(receiver.poll, KVPoll.WaitingForInput)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    assert "tokens" in reason(receiver)
+    assert not pair.asked
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda req: setattr(req, "multimodal_inputs", object()),
+        lambda req: setattr(req, "output_ids", [3]),
+        lambda req: setattr(req, "lora_id", "a"),
+    ],
+    ids=["images", "answered in part", "adapter"],
+)
+def test_requests_that_ids_do_not_describe_are_not_asked_for_again(
+    pair: Recomputed, spoil: Callable[[Any], None]
+) -> None:
+    req = pair.request()
+    assert request_body(req, 5) is not None
+    spoil(req)
+    assert request_body(req, 5) is None
