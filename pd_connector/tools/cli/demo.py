@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from shutil import rmtree
@@ -17,26 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.cli.asker import DECODED_TOKENS, Asker, PromptResult
-from pd_connector.tools.cli.cross_asker import CrossAsker
-from pd_connector.tools.cli.sglang_asker import SglangAsker
+from pd_connector.tools.cli.asker import DECODED_TOKENS, PromptResult
+from pd_connector.tools.cli.demo_engines import MAKERS, EngineName, Stage
 from pd_connector.tools.demo import MODEL_DIR
-from pd_connector.tools.launch import (
-    RouterProcess,
-    Service,
-    VllmEngine,
-    stop_services,
-    terminate_as_interrupt,
-    wait_all,
-)
-from pd_connector.tools.launch.engine import Role, on_cpu
+from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.service import log_folder
-from pd_connector.tools.launch.sglang import (
-    SglangEngine,
-    SglangRole,
-    sglang_on_cpu,
-    sglang_python,
-)
 
 PROMPT_TOKENS = (5, 32, 300, 1000, 3000)
 
@@ -73,15 +58,6 @@ _TWO_KINDS = (
 )
 
 
-class EngineName(StrEnum):
-    """Engines that the demo can start: of both sides, or of prefill and decode."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    VLLM_SGLANG = "vllm:sglang"
-    SGLANG_VLLM = "sglang:vllm"
-
-
 TWO_HOSTS = {
     EngineName.VLLM: _TWO_VLLM_HOSTS,
     EngineName.SGLANG: _TWO_SGLANG_HOSTS,
@@ -111,17 +87,19 @@ class TransportName(StrEnum):
     NIXL = "nixl"
 
 
-_AnyAsker = Asker | SglangAsker | CrossAsker
-_Make = Callable[[Path, dict[str, Any], Path], tuple[list[Service], Callable[[], _AnyAsker]]]
-"""Makes the services of a demo, and what asks them once they run; given a model's folder, config keys and
-a folder for logs."""
-
-
 def demo(
     engine: Annotated[EngineName, typer.Option(help="Which engines.")] = EngineName.VLLM,
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL_DIR,
     transport: Annotated[
         TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARG",
+            help="Further argument of each engine's server, as --engine-arg=--max-num-seqs "
+            "--engine-arg=8; may be repeated.",
+        ),
     ] = None,
 ) -> None:
     """Start prefill, decode and router on this machine, send prompts, and check every answer.
@@ -132,7 +110,12 @@ def demo(
     logs = log_folder()
     try:
         with terminate_as_interrupt():
-            rows = _run(engine, model, transport, logs, stderr)
+            # Every answer is compared here, the first one too: nothing is left to audit.
+            config: dict[str, Any] = {"audit": "off"}
+            if transport is not None:
+                config["transports"] = [str(transport)]
+            stage = Stage(model, config, engine_arg or [], logs)
+            rows = _run(engine, stage, stderr)
     except KeyboardInterrupt:
         rmtree(logs, ignore_errors=True)
         stderr.print("interrupted; all processes have been ended")
@@ -152,19 +135,13 @@ def demo(
         raise typer.Exit(FAILED)
 
 
-def _run(
-    engine: EngineName,
-    model: Path,
-    transport: TransportName | None,
-    logs: Path,
-    console: Console,
-) -> list[PromptResult]:
+def _run(engine: EngineName, stage: Stage, console: Console) -> list[PromptResult]:
     """Start everything, ask every prompt, and end everything, whatever happens."""
-    config = {} if transport is None else {"transports": [str(transport)]}
-    services, asker_of_them = _MAKERS[engine](model, config, logs)
+    services, asker_of_them = MAKERS[engine](stage)
     names = ", ".join(service.name for service in services)
     console.print(
-        f"Starting {names} on this machine, half a minute or more. Logs: {logs}", highlight=False
+        f"Starting {names} on this machine, half a minute or more. Logs: {stage.logs}",
+        highlight=False,
     )
     try:
         for service in services:
@@ -180,89 +157,6 @@ def _run(
         return rows
     finally:
         stop_services(services)
-
-
-def _vllm(
-    model: Path, config: dict[str, Any], logs: Path
-) -> tuple[list[Service], Callable[[], Asker]]:
-    """A pair of vLLM engines and a router, and what asks them once they run."""
-    # Two engines share a GPU where there is only one.
-    args = [] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
-    config = {"audit": "off"} | config  # every answer is compared here, the first one too
-
-    def engine(name: str, role: Role) -> VllmEngine:
-        log = logs / f"{name}.log"
-        return VllmEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
-
-    prefill, decode = engine("prefill", "kv_producer"), engine("decode", "kv_consumer")
-    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
-    return [prefill, decode, router], lambda: Asker(prefill.client, decode.client, router.client)
-
-
-def _sglang(
-    model: Path, config: dict[str, Any], logs: Path
-) -> tuple[list[Service], Callable[[], SglangAsker]]:
-    """A pair of SGLang engines and one that works alone, and what asks them once they run."""
-    cpu = sglang_on_cpu(sglang_python())
-    # Three engines share a GPU where there is only one. In bfloat16 tokens may tie.
-    args = ["--dtype", "float32"] if cpu else ["--mem-fraction-static", "0.25"]
-
-    def engine(name: str, role: SglangRole | None) -> SglangEngine:
-        log = logs / f"{name}.log"
-        return SglangEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
-
-    prefill, decode = engine("prefill", "prefill"), engine("decode", "decode")
-    reference = engine("reference", None)
-    return [prefill, decode, reference], lambda: SglangAsker(prefill, decode, reference)
-
-
-def _vllm_to_sglang(
-    model: Path, config: dict[str, Any], logs: Path
-) -> tuple[list[Service], Callable[[], CrossAsker]]:
-    """vLLM prefills, SGLang decodes."""
-    prefill = _vllm_of_two(model, "prefill", "kv_producer", config, logs)
-    decode = _sglang_of_two(model, "decode", config, logs)
-    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
-    services: list[Service] = [prefill, decode, router]
-    return services, lambda: CrossAsker(decode.client, router.client, reference=prefill.client)
-
-
-def _sglang_to_vllm(
-    model: Path, config: dict[str, Any], logs: Path
-) -> tuple[list[Service], Callable[[], CrossAsker]]:
-    """SGLang prefills, vLLM decodes."""
-    prefill = _sglang_of_two(model, "prefill", config, logs)
-    decode = _vllm_of_two(model, "decode", "kv_consumer", config, logs)
-    router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
-    services: list[Service] = [prefill, decode, router]
-    return services, lambda: CrossAsker(decode.client, router.client, reference=decode.client)
-
-
-def _vllm_of_two(
-    model: Path, name: str, role: Role, config: dict[str, Any], logs: Path
-) -> VllmEngine:
-    args = ["--dtype", "float32"] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
-    log = logs / f"{name}.log"
-    return VllmEngine(model, role, extra_config=config, name=name, args=args, log_path=log)
-
-
-def _sglang_of_two(
-    model: Path, role: SglangRole, config: dict[str, Any], logs: Path
-) -> SglangEngine:
-    cpu = sglang_on_cpu(sglang_python())
-    args = (
-        ["--dtype", "float32"] if cpu else ["--dtype", "bfloat16", "--mem-fraction-static", "0.3"]
-    )
-    log = logs / f"{role}.log"
-    return SglangEngine(model, role, extra_config=config, name=role, args=args, log_path=log)
-
-
-_MAKERS: dict[EngineName, _Make] = {
-    EngineName.VLLM: _vllm,
-    EngineName.SGLANG: _sglang,
-    EngineName.VLLM_SGLANG: _vllm_to_sglang,
-    EngineName.SGLANG_VLLM: _sglang_to_vllm,
-}
 
 
 def _prompts(lengths: Iterable[int]) -> list[str]:
