@@ -82,7 +82,7 @@ def test_its_exit_code_says_what_became_of_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(command, "check_decode", lambda *_: problems)
-    monkeypatch.setattr(command, "measure_decode", lambda _: iter(rows))
+    monkeypatch.setattr(command, "measure_decode", lambda *_: iter(rows))
     assert command.main(["decode"]) == code
     printed = capsys.readouterr().out
     assert printed.startswith("a GPU, torch ")
