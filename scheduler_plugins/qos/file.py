@@ -12,6 +12,7 @@ from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.qos.classes import ONLY, QosClass, QosError, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
+from scheduler_plugins.qos.watched import Watched
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,42 +59,9 @@ def parse(text: bytes, source: str = "the configuration") -> SchedulerFile:
     return found
 
 
-class WatchedFile:
+class WatchedFile(Watched[SchedulerFile]):
     """A configuration file that may be edited while it is in use."""
 
     def __init__(self, path: Path) -> None:
-        """Read it. Raises QosError if it cannot be used."""
-        self._path = path
-        self._state = self._look()
-        self.current = self._read()
-
-    def changed(self) -> SchedulerFile | None:
-        """The new content, once after each change that can be used.
-
-        Raises:
-            QosError: the file was changed to something that cannot be used; `current` stays, and
-                nothing more is said until the file changes again.
-        """
-        state = self._look()
-        if state == self._state:
-            return None
-        self._state = state
-        found = self._read()
-        if found == self.current:
-            return None
-        self.current = found
-        return found
-
-    def _look(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
-
-    def _read(self) -> SchedulerFile:
-        try:
-            text = self._path.read_bytes()
-        except OSError as error:
-            raise QosError(f"{self._path}: cannot be read ({error.strerror})") from None
-        return parse(text, str(self._path))
+        """Read it. Raises QosError if it cannot be used, as `changed` does."""
+        super().__init__(path, parse, QosError)

@@ -15,13 +15,13 @@ from scheduler_plugins.router.circuit import Circuit
 from scheduler_plugins.router.describe import BLOCK_TOKENS
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.kinds import Kind
-from scheduler_plugins.router.load import EngineLoad
+from scheduler_plugins.router.load import EngineLoad, Loaded
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 
 
 @dataclass(eq=False)
-class BackendEngine:
+class BackendEngine(Loaded):
     """One engine as the router knows it. Changed on the event loop only.
 
     Policies see it as an `EngineView`.
@@ -81,30 +81,6 @@ class BackendEngine:
         """Tokens of its blocks: by its events, else as it told, else assumed."""
         by_events = self.follower.block_tokens if self.follower is not None else 0
         return by_events or self.told_block_tokens or BLOCK_TOKENS
-
-    @property
-    def open_requests(self) -> int:
-        return self.load.open_requests
-
-    @property
-    def queued_tokens(self) -> int:
-        return self.load.queued_tokens
-
-    @property
-    def prefills(self) -> int:
-        return self.load.prefills
-
-    @property
-    def batch(self) -> int:
-        return self.load.batch
-
-    @property
-    def context(self) -> int:
-        return self.load.context
-
-    @property
-    def heavy(self) -> int:
-        return self.load.heavy
 
     def queued_s(self, now_s: float) -> float:
         return self.load.queued_s(now_s)

@@ -166,3 +166,33 @@ class EngineLoad:
         if ended is not None:
             self._sent_context -= ended.context
             self.heavy -= ended.heavy
+
+
+class Loaded:
+    """The counts of an engine as its view shows them to policies (`policies.base.EngineView`)."""
+
+    load: EngineLoad
+
+    @property
+    def open_requests(self) -> int:
+        return self.load.open_requests
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens
+
+    @property
+    def prefills(self) -> int:
+        return self.load.prefills
+
+    @property
+    def batch(self) -> int:
+        return self.load.batch
+
+    @property
+    def context(self) -> int:
+        return self.load.context
+
+    @property
+    def heavy(self) -> int:
+        return self.load.heavy

@@ -12,6 +12,7 @@ import msgspec
 
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.qos.rules import ClassRule
+from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.router.config import COUNTS, RouterConfig
 
 AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s")
@@ -83,49 +84,13 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
         raise SettingsError(f"{source}: {error}") from None
 
 
-class SettingsFile:
+class SettingsFile(Watched[RouterConfig]):
     """The file, watched."""
 
     def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
-        """Read it.
-
-        Raises:
-            SettingsError: it cannot be used.
-        """
-        self._path = path
-        self._given = dict(given)
-        self._state = self._look()
-        self.current = self._read()
-
-    def changed(self) -> RouterConfig | None:
-        """The new settings, once after each change of the file.
-
-        Raises:
-            SettingsError: it was changed to something that cannot be used; `current` stays.
-        """
-        state = self._look()
-        if state == self._state:
-            return None
-        self._state = state
-        found = self._read()
-        if found == self.current:
-            return None
-        self.current = found
-        return found
-
-    def _look(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
-
-    def _read(self) -> RouterConfig:
-        try:
-            text = self._path.read_bytes()
-        except OSError as error:
-            raise SettingsError(f"{self._path}: cannot be read ({error.strerror})") from None
-        return parse(text, self._given, str(self._path))
+        """Read it. Raises SettingsError if it cannot be used, as `changed` does."""
+        kept = dict(given)
+        super().__init__(path, lambda text, source: parse(text, kept, source), SettingsError)
 
 
 def _limits(given: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
-from scheduler_plugins.router.load import EngineLoad
+from scheduler_plugins.router.load import EngineLoad, Loaded
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine
@@ -42,7 +42,7 @@ class NodeSettings:
     """Whether an engine fetches cached prefixes from others."""
 
 
-class Node:
+class Node(Loaded):
     """An engine, its cache, and what the router knows of it."""
 
     def __init__(self, name: str, role: Role, settings: NodeSettings) -> None:
@@ -76,30 +76,6 @@ class Node:
         """When it has something to do, as the heap knows it."""
         self.ticket = 0
         """Number of its event that counts; those with other numbers are out of date."""
-
-    @property
-    def open_requests(self) -> int:
-        return self.load.open_requests
-
-    @property
-    def queued_tokens(self) -> int:
-        return self.load.queued_tokens
-
-    @property
-    def prefills(self) -> int:
-        return self.load.prefills
-
-    @property
-    def batch(self) -> int:
-        return self.load.batch
-
-    @property
-    def context(self) -> int:
-        return self.load.context
-
-    @property
-    def heavy(self) -> int:
-        return self.load.heavy
 
     @property
     def free_kv(self) -> float:

@@ -137,6 +137,24 @@ def wait_for_transfer(decode: Client, before: Samples) -> Samples:
         time.sleep(0.1)
 
 
+def one_transfer(reply: StreamedAnswer, alone: StreamedAnswer, moved: Samples) -> PromptResult:
+    """What is shown of a prompt for which one transfer has arrived.
+
+    Args:
+        reply: the pair's answer.
+        alone: what one engine answers.
+        moved: how the decode engine's metrics have grown.
+    """
+    return PromptResult(
+        reply.prompt_tokens,
+        reply.first_token_s,
+        moved.total("pd_connector:transfer_seconds_sum"),
+        int(moved.total("pd_connector:received_bytes_total")),
+        int(moved.total("pd_connector:received_chunks_total")),
+        difference(reply, alone),
+    )
+
+
 def difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:
     if reply.tokens != reference.tokens:
         return math.inf

@@ -14,12 +14,10 @@ from pd_connector.tools.cli.asker import (
     DemoError,
     PromptResult,
     StreamedAnswer,
-    difference,
+    one_transfer,
     wait_for_transfer,
 )
 from pd_connector.tools.launch import Client
-
-TRANSFER_S = "pd_connector:transfer_seconds_sum"
 
 
 class CrossAsker:
@@ -44,15 +42,7 @@ class CrossAsker:
         before = self._decode.metrics()
         routed = self._stream(self._router, prompt)
         alone = self._stream(self._reference, prompt)
-        moved = wait_for_transfer(self._decode, before)
-        return PromptResult(
-            routed.prompt_tokens,
-            routed.first_token_s,
-            moved.total(TRANSFER_S),
-            int(moved.total("pd_connector:received_bytes_total")),
-            int(moved.total("pd_connector:received_chunks_total")),
-            difference(routed, alone),
-        )
+        return one_transfer(routed, alone, wait_for_transfer(self._decode, before))
 
     def _stream(self, client: Client, prompt: str) -> StreamedAnswer:
         tokens, logprobs = list[str](), list[float]()

@@ -14,13 +14,11 @@ from pd_connector.tools.cli.asker import (
     DemoError,
     PromptResult,
     StreamedAnswer,
-    difference,
+    one_transfer,
     wait_for_transfer,
 )
 from pd_connector.tools.launch import Client
 from pd_connector.tools.launch.sglang import SglangEngine
-
-TRANSFER_S = "pd_connector:transfer_seconds_sum"
 
 
 class SglangAsker:
@@ -55,15 +53,7 @@ class SglangAsker:
             handed_over = _stream(self._decode.client, body)
             prefilled.result()
         alone = _stream(self._reference.client, _body(prompt))
-        moved = wait_for_transfer(self._decode.client, before)
-        return PromptResult(
-            handed_over.prompt_tokens,
-            handed_over.first_token_s,
-            moved.total(TRANSFER_S),
-            int(moved.total("pd_connector:received_bytes_total")),
-            int(moved.total("pd_connector:received_chunks_total")),
-            difference(handed_over, alone),
-        )
+        return one_transfer(handed_over, alone, wait_for_transfer(self._decode.client, before))
 
 
 def _body(prompt: str) -> dict[str, Any]:
