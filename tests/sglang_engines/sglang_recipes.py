@@ -51,8 +51,9 @@ CHUNK_TOKENS = 128
 CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
 REFERENCE = Recipe(None, args=("--disable-radix-cache",))
-PREFILL = Recipe("prefill", 16, args=CHUNKED)
-DECODE = Recipe("decode", 16)
+SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
+PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE)
+DECODE = Recipe("decode", 16, config=SHORT_LEASE)
 SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED)
 LARGE_PAGES_TOKENS = 2560
 LARGE_PAGES = Recipe(
