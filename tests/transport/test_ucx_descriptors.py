@@ -83,7 +83,7 @@ def test_a_consumer_that_had_no_descriptors_is_reached_again(kind: str) -> None:
         for _ in range(3):  # a later worker's sockets have the numbers of those before
             assert _moves(producer, link)
             ask("starve")
-            until(lambda: _is_refused(producer, address), "refusal")
+            until(lambda address=address: _is_refused(producer, address), "refusal")
             ask("feed")
             with pytest.raises(TransportError, match="cannot reach"):
                 producer.connect(address)
