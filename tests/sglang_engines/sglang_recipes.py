@@ -54,7 +54,8 @@ REFERENCE = Recipe(None, args=("--disable-radix-cache",))
 SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
 PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE)
 DECODE = Recipe("decode", 16, config=SHORT_LEASE)
-SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED)
+PERMITS_INT8 = '{"codec": "int8"}'  # used where both engines permit it
+SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED, config=PERMITS_INT8)
 LARGE_PAGES_TOKENS = 2560
 LARGE_PAGES = Recipe(
     "decode", 64, tp=2, args=(*RADIX, "--max-total-tokens", str(LARGE_PAGES_TOKENS))
