@@ -16,6 +16,7 @@ from rich.console import Console
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 from pd_connector.tools.cli.bench_report import exit_codes
 from scheduler_plugins.bench import ablation, classes, order, overhead, overload, plot
+from scheduler_plugins.bench.routers import command as routers
 from scheduler_plugins.sim import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -43,6 +44,9 @@ Quick = Annotated[
 @app.callback()
 def group() -> None:
     """Benchmarks of the scheduler's policies, in simulation or with --engine in real engines."""
+
+
+app.add_typer(routers.app, name="router")
 
 
 @app.command()
