@@ -47,8 +47,8 @@ COLD, WARM = Window(0, 2500, 0.90, 0.90), Window(5000, 7500, 0.80, 0.90)
 
 
 def windows(requests: int) -> list[Window]:
-    """Those with bars, if there are enough requests, else one of all."""
-    return [COLD, WARM] if requests >= WARM.end else [Window(0, requests)]
+    """Those with bars for which there are enough requests; one of all if there are not."""
+    return [one for one in (COLD, WARM) if one.end <= requests] or [Window(0, requests)]
 
 
 @dataclass(frozen=True)
