@@ -30,7 +30,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=10, help="Requests of one run.")] = 100,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of one run.")] = 50,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with other requests.")] = 3,
     scale: Annotated[
         float, typer.Option(min=1.0, help="What the trace's lengths are divided by.")
