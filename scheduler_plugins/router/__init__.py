@@ -8,5 +8,5 @@ prompts), `describe` (a request as policies see it), `promises` (what its class 
 (who can work with whom), `handoff` (what each side is sent), `prompt_ids` (the prompt as the decode engine reads it), `answers`
 (what the client is sent), `exchange` (one request to one engine, watched), `prefill` (the prefill side of an
 attempt), `first_token` (what the decode engine's answer lacks), `downstream` and `responder` (the client's side), `resume` (streams that
-go on at another engine), `attempt`, `candidates` (who may still be asked) and `proxy` (one client request's life), `app` (the endpoints), `admin` (engines join and leave), `reload` (the settings file has changed), `connections` (what clients may hold), `server` (all of it on a socket), `metrics`.
+go on at another engine), `attempt`, `candidates` (who may still be asked) and `proxy` (one client request's life), `app` (the endpoints), `admin` (engines join and leave), `reload` (the settings file has changed), `connections` (what clients may hold), `server` (all of it on a socket), `metrics`; `workers` (the router in several processes, and several routers).
 """

@@ -15,6 +15,7 @@ API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 
 # Everything else in RouterConfig is a number with a default, and becomes an option by its name.
 HELP = {
+    "workers": "processes that serve clients, on one port",
     "port": "port to listen on, 0 for any free one",
     "connect_timeout_s": "time to open a connection to an engine",
     "first_byte_timeout_s": "longest wait for a stream's first byte",
@@ -60,7 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        asyncio.run(serve(config, settings))
+        if config.workers > 1:
+            from scheduler_plugins.router.workers.keeper import keep
+
+            asyncio.run(keep(config, settings))
+        else:
+            asyncio.run(serve(config, settings))
     except OSError as error:
         print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1

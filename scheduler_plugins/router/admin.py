@@ -100,7 +100,7 @@ async def _remove(request: web.Request) -> web.StreamResponse:
 
 async def _drain(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Drain), request.app[_POOL]
-    _known(pool, asked.url).draining = asked.drain
+    pool.drain(_known(pool, asked.url), asked.drain)
     return _told(pool)
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -39,9 +39,9 @@ from scheduler_plugins.router.exchange import (
 )
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.pool import EnginePool, Pool
 from scheduler_plugins.router.proxy import ClientRequest, Shared
-from scheduler_plugins.router.reload import reloading
+from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.tokens import PromptTokens
 
@@ -58,7 +58,40 @@ MODELS = "/v1/models"
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> web.Application:
+class Backend(Protocol):
+    """Where the application's engines and metrics come from."""
+
+    def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
+        """The engines; nothing has begun yet."""
+
+    async def render(self, metrics: Metrics) -> bytes:
+        """The answer of `/metrics`."""
+
+    def started(self, shared: Shared) -> None:
+        """The application is about to serve."""
+
+
+class OneProcess:
+    """`Backend` of a router that is one process."""
+
+    def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
+        return EnginePool(config, session, metrics)
+
+    async def render(self, metrics: Metrics) -> bytes:
+        return metrics.render()
+
+    def started(self, shared: Shared) -> None:
+        pass
+
+
+_BACKEND = web.AppKey("backend", Backend)
+
+
+def create_app(
+    config: RouterConfig,
+    settings: SettingsFile | None = None,
+    backend: Backend | None = None,
+) -> web.Application:
     """The router as an aiohttp application. `server.RouterServer` serves it.
 
     It must be served with `handler_cancellation=True`: otherwise a client that disconnects would not
@@ -66,15 +99,17 @@ def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> we
 
     Args:
         settings: the file that `config` came from, to be watched; None: it came from none.
+        backend: where engines come from; None: this process watches them itself.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
     app[CONNECTIONS] = ConnectionLimit(config.connections, config.header_timeout_s)
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
+    app[_BACKEND] = backend or OneProcess()
     app.cleanup_ctx.append(_engines)
     if settings is not None:
-        app.cleanup_ctx.append(lambda app: reloading(app[SHARED], settings))
+        app.cleanup_ctx.append(lambda app: _reloading(app, settings))
     app.router.add_post(body.COMPLETIONS, completions)
     app.router.add_post(body.CHAT, completions)
     app.router.add_get(MODELS, models)
@@ -83,26 +118,43 @@ def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> we
     return app
 
 
-async def _engines(app: web.Application) -> AsyncIterator[None]:
-    config = app[CONFIG]
-    session = aiohttp.ClientSession(
+def client_session(config: RouterConfig) -> aiohttp.ClientSession:
+    """For the router's requests to engines."""
+    return aiohttp.ClientSession(
         # A connection per request: an engine ends an idle one at a moment the router cannot know,
         # and a POST lost to that looks like a dying engine.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
-    async with session:
-        pool = EnginePool(config, session, app[METRICS])
+
+
+async def _engines(app: web.Application) -> AsyncIterator[None]:
+    config = app[CONFIG]
+    async with client_session(config) as session:
+        pool = app[_BACKEND].pool(config, session, app[METRICS])
         policy = create(config.policy, config.decode_policy)
         tokens = PromptTokens(session, pool.all_up, config.tokenizer)
         app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens)
         try:
+            app[_BACKEND].started(app[SHARED])
             await pool.start()
             yield
         finally:
             await tokens.close()
             await pool.close()
+
+
+async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
+    shared = app[SHARED]
+
+    def use(config: RouterConfig) -> None:
+        use_settings(shared, config)
+        assert isinstance(shared.pool, EnginePool)
+        shared.pool.use(config)
+
+    async with reloading(settings, use):
+        yield
 
 
 @web.middleware
@@ -263,7 +315,7 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
-    text = request.app[METRICS].render()
+    text = await request.app[_BACKEND].render(request.app[METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of the router."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
@@ -12,7 +13,7 @@ from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.router.policies.registry import create
 
-COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
+COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 
 
@@ -30,6 +31,8 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
+    workers: int = 1
+    """Processes that serve clients, on one port."""
     kv_events: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
     tokenizer: str = ""
@@ -123,6 +126,8 @@ class RouterConfig:
             if one.name in COUNTS and value < 1:
                 raise ValueError(f"{one.name} {value}: must be 1 or more")
 
+        if self.workers > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError(f"workers {self.workers}: more than 1 is possible on Linux only")
         if self.bodies_mib < self.body_mib:
             raise ValueError(
                 f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"

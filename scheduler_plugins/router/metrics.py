@@ -98,6 +98,16 @@ class Metrics:
             ["engine", "role"],
             registry=self.registry,
         )
+        self.workers = Gauge(
+            "pd_router:workers",
+            "Processes that serve clients; 0 where the router is one process.",
+            registry=self.registry,
+        )
+        self.worker_restarts = Counter(
+            "pd_router:worker_restarts",
+            "Processes that served clients and ended.",
+            registry=self.registry,
+        )
         self.prefill_addressable = Gauge(
             "pd_router:prefill_addressable",
             "1 while a prefill engine's address for KV transfers is known.",

@@ -23,7 +23,7 @@ from scheduler_plugins.router.exchange import (
 )
 from scheduler_plugins.router.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class PrefillCopy:
         self,
         engine: BackendEngine,
         call: EngineCall,
-        pool: EnginePool,
+        pool: Pool,
         session: aiohttp.ClientSession,
         config: RouterConfig,
         tokens: int,
@@ -153,7 +153,8 @@ class PrefillCopy:
         self._pool.confirm(self.engine, body.address_in(answer))
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at
-            self.engine.learn_prefill(self._tokens, self._tokens - self._fresh_tokens, took_s)
+            cached = self._tokens - self._fresh_tokens
+            self._pool.learnt(self.engine, self._tokens, cached, took_s)
         self._prefilled()
 
     def _prefilled(self) -> None:

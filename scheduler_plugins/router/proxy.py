@@ -47,7 +47,7 @@ from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Defer, Policy, Reject, Request, cached_tokens
-from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.pool import Pool
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 from scheduler_plugins.router.promises import kept_by, promised
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
@@ -65,7 +65,7 @@ class Shared:
 
     config: RouterConfig
     """The settings for requests that come from now on."""
-    pool: EnginePool
+    pool: Pool
     session: aiohttp.ClientSession
     metrics: Metrics
     policy: Policy
@@ -209,7 +209,7 @@ class ClientRequest:
         while (engines := self._candidates.able()) is not None:
             now = loop.time()
             able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
-            view = LiveView(able, shared.pool.caches.prefixes, now)
+            view = LiveView(able, shared.pool.prefixes, now)
             request = kept_by(self._request, engines.prefill, engines.decode)
             if self._client.begun:
                 request = request._replace(ttft_slo_s=inf, tpot_slo_s=inf)  # it was let in

@@ -15,7 +15,7 @@ from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.router.config import COUNTS, RouterConfig
 
-AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s")
+AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s", "workers")
 """Limits that hold as they were when the router started."""
 
 
