@@ -6,7 +6,7 @@ import logging
 import math
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -17,9 +17,9 @@ from scheduler_plugins.router.answers import (
     REQUEST_ID,
     error_body,
     headers_to_client,
-    headers_to_engine,
 )
 from scheduler_plugins.router.attempt import AllOverloadedError, UnavailableError
+from scheduler_plugins.router.backend import Backend, OneProcess, client_session
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.connections import (
     BodyBudget,
@@ -29,6 +29,7 @@ from scheduler_plugins.router.connections import (
     Reservation,
 )
 from scheduler_plugins.router.describe import TIMEOUT_HEADER, timeout_s
+from scheduler_plugins.router.doors import GUARDED, may_enter, passed_headers
 from scheduler_plugins.router.downstream import ClientGoneError
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -39,11 +40,13 @@ from scheduler_plugins.router.exchange import (
 )
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.pool import EnginePool, Pool
-from scheduler_plugins.router.proxy import ClientRequest, Shared
+from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.proxy import ClientRequest
 from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.tokens import PromptTokens
+from scheduler_plugins.router.workers.fellows import exchanging_alone
 
 logger = logging.getLogger(__name__)
 
@@ -56,32 +59,6 @@ BODIES = web.AppKey("bodies", BodyBudget)
 MODELS = "/v1/models"
 # nginx' name for it; the client never sees it.
 CLIENT_CLOSED_REQUEST = 499
-
-
-class Backend(Protocol):
-    """Where the application's engines and metrics come from."""
-
-    def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
-        """The engines; nothing has begun yet."""
-
-    async def render(self, metrics: Metrics) -> bytes:
-        """The answer of `/metrics`."""
-
-    def started(self, shared: Shared) -> None:
-        """The application is about to serve."""
-
-
-class OneProcess:
-    """`Backend` of a router that is one process."""
-
-    def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
-        return EnginePool(config, session, metrics)
-
-    async def render(self, metrics: Metrics) -> bytes:
-        return metrics.render()
-
-    def started(self, shared: Shared) -> None:
-        pass
 
 
 _BACKEND = web.AppKey("backend", Backend)
@@ -118,17 +95,6 @@ def create_app(
     return app
 
 
-def client_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """For the router's requests to engines."""
-    return aiohttp.ClientSession(
-        # A connection per request: an engine ends an idle one at a moment the router cannot know,
-        # and a POST lost to that looks like a dying engine.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
 async def _engines(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     async with client_session(config) as session:
@@ -139,7 +105,11 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
         try:
             app[_BACKEND].started(app[SHARED])
             await pool.start()
-            yield
+            if isinstance(pool, EnginePool):
+                async with exchanging_alone(config, pool):
+                    yield
+            else:
+                yield
         finally:
             await tokens.close()
             await pool.close()
@@ -161,6 +131,9 @@ async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncItera
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error OpenAI's shape."""
     request.app[CONNECTIONS].headers_arrived(request)
+    if request.path.startswith(GUARDED) and not may_enter(request, request.app[CONFIG].client_key):
+        message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
+        return _last(_error(message, "authentication_error", 401))
     try:
         response: web.StreamResponse = await handler(request)
     except BodyTooLargeError:
@@ -215,7 +188,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         response = _error(str(error), "invalid_request_error", 400, error.param)
         response.headers[REQUEST_ID] = request_id
         return response, "bad_request"
-    headers = headers_to_engine(request.headers.items(), request_id)
+    headers = passed_headers(request, request_id, shared.config)
     client_request = ClientRequest(shared, request, headers, parsed)
     try:
         with request.app[CONNECTIONS].serving(request):
@@ -276,7 +249,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     shared = request.app[SHARED]
     config = shared.config
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    call = EngineCall("GET", MODELS, headers_to_engine(request.headers.items(), request_id))
+    call = EngineCall("GET", MODELS, passed_headers(request, request_id, config))
     timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
     failed: dict[BackendEngine, EngineFailedError] = {}
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):

@@ -76,6 +76,11 @@ class EngineCaches:
         state = self.prefixes.state(engine.name)
         return {"source": state.source, "blocks": state.blocks}
 
+    def lag_s(self, engine: BackendEngine) -> float | None:
+        """Age of the engine's last batch of events when it was applied; None: none came."""
+        follower = self._followers.get(engine)
+        return None if follower is None else follower.lag_s
+
     async def close(self) -> None:
         """Listen to nobody any more."""
         tasks = list(self._tasks.values())

@@ -13,10 +13,10 @@ from scheduler_plugins.router.attempt import (
     Attempt,
     UnavailableError,
 )
+from scheduler_plugins.router.engine_set import Pool
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.pairing import Pairing
-from scheduler_plugins.router.pool import Pool
 from scheduler_plugins.router.prefill import PrefillRefusedError
 
 

@@ -205,6 +205,8 @@ class BackendEngine(Loaded):
             with suppress(KeyError):
                 gauge.remove(self.url, str(self.role))
         with suppress(KeyError):
+            known.event_lag_s.remove(self.url)
+        with suppress(KeyError):
             known.prefill_addressable.remove(self.url)
 
     def _report(self) -> None:

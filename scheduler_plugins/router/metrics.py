@@ -57,6 +57,12 @@ class Metrics:
             ["qos", "cause"],
             registry=self.registry,
         )
+        self.waiting = Gauge(
+            "pd_router:requests_waiting",
+            "Requests that wait at the router for engines that have enough to do.",
+            ["qos"],
+            registry=self.registry,
+        )
         self.resumed = Counter(
             "pd_router:resumed_streams",
             "Streams that went on at another engine after the one that answered was lost.",
@@ -79,6 +85,29 @@ class Metrics:
             "From the request's arrival to the first byte sent to the client, streams only.",
             ["flow"],
             buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.expected_first_token_s = Histogram(
+            "pd_router:expected_time_to_first_token_seconds",
+            "What was predicted for disaggregated streams when their engines were chosen.",
+            buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.cached_tokens = Counter(
+            "pd_router:cached_tokens",
+            "Cached tokens of prompts: expected by the index, and actual by the engine's answer.",
+            ["what"],
+            registry=self.registry,
+        )
+        self.counted_prompt_tokens = Counter(
+            "pd_router:counted_prompt_tokens",
+            "Tokens of the prompts whose cached tokens were counted.",
+            registry=self.registry,
+        )
+        self.event_lag_s = Gauge(
+            "pd_router:kv_event_lag_seconds",
+            "Age of the last batch of KV events when it was applied.",
+            ["engine"],
             registry=self.registry,
         )
         self.in_flight = Gauge(

@@ -3,8 +3,7 @@
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EngineFailedError,
     UnreachableError,
 )
 from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.members import MembersError, is_name, members
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.watch import EngineWatch
@@ -28,65 +29,6 @@ logger = logging.getLogger(__name__)
 
 LEAVE_LOOK_S = 0.05
 """Pause between two looks whether an engine that leaves has no requests any more."""
-
-
-class Pool(ABC):
-    """All engines, as requests use them."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> list[BackendEngine]:
-        """All that are known, whatever their state."""
-
-    @property
-    @abstractmethod
-    def prefixes(self) -> PrefixReader:
-        """What engines have cached."""
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Returns once every engine has been checked."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End everything that runs."""
-
-    @abstractmethod
-    def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
-
-    @abstractmethod
-    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
-        """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
-
-    @abstractmethod
-    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
-        """The engine has the KV of this prompt."""
-
-    @abstractmethod
-    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
-        """The engine computed a prompt alone, in this time."""
-
-    @abstractmethod
-    def describe(self) -> list[dict[str, Any]]:
-        """The state of every engine, for `/health`."""
-
-    def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
-        """Engines of one side that may get a request, without those in `besides`.
-
-        Those that failed several requests in a row are left out for a while, unless there are no others.
-        """
-        able = [
-            e
-            for e in self.engines
-            if e.role is role and e.up and not e.draining and e not in besides
-        ]
-        now = asyncio.get_running_loop().time()
-        return [e for e in able if e.circuit.lets_pass(now)] or able
-
-    def all_up(self) -> list[BackendEngine]:
-        """Engines of both sides that may get a request."""
-        return [engine for engine in self.engines if engine.up]
 
 
 class EnginePool(Pool):
@@ -115,6 +57,8 @@ class EnginePool(Pool):
         self._watches: dict[BackendEngine, EngineWatch] = {}
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
+        self._named: dict[str, tuple[str, ...]] = {}
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def config(self) -> RouterConfig:
@@ -131,7 +75,9 @@ class EnginePool(Pool):
 
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        await self._ask_names()
         self.use(self._config)
+        self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
         for watch in list(self._watches.values()):
             await watch.checked.wait()
 
@@ -147,7 +93,7 @@ class EnginePool(Pool):
             (Role.DECODE, config.decode),
             (None, config.engine),
         ):
-            wanted.update(dict.fromkeys((url, role) for url in urls))
+            wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
         for engine in self.engines:
             key = (engine.url, engine.role if engine.role_given else None)
             if key in wanted:
@@ -163,6 +109,27 @@ class EnginePool(Pool):
             if found := config.kv_events.get(engine.url):
                 self.caches.follow(engine, *found)
         self._on_change()
+
+    def _members(self, urls: Sequence[str]) -> Iterator[str]:
+        """The URLs, names replaced by the engines that they stand for."""
+        for url in urls:
+            yield from self._named.get(url, ()) if is_name(url) else (url,)
+
+    async def _follow_names(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.members_interval_s)
+            if await self._ask_names():
+                self.use(self._config)
+
+    async def _ask_names(self) -> bool:
+        """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
+        config, before = self._config, dict(self._named)
+        for url in filter(is_name, (*config.prefill, *config.decode, *config.engine)):
+            try:
+                self._named[url] = await members(url, self._session)
+            except MembersError as error:
+                logger.warning("%s; the engines known before stay", error)
+        return self._named != before
 
     def add(self, url: str, role: Role | None) -> BackendEngine:
         """Begin to watch an engine. It gets requests once it is up.
@@ -226,6 +193,8 @@ class EnginePool(Pool):
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._leaving.values()]
+        if self._following is not None:
+            tasks.append(self._following)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -265,10 +234,3 @@ class EnginePool(Pool):
             watch = self._watches[engine]
             watch.probe_at = 0.0
             watch.wake.set()
-
-
-def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Metrics) -> None:
-    """The engine answers, and failed a request: after several in a row it gets a pause."""
-    if engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
-        metrics.circuit_opened.labels(engine.url, failure.cause).inc()
-        logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)

@@ -12,6 +12,7 @@ import aiohttp
 
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engine_set import Pool
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.exchange import (
     EngineCall,
@@ -23,7 +24,6 @@ from scheduler_plugins.router.exchange import (
 )
 from scheduler_plugins.router.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ class PrefillCopy:
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         self._answer = first_logprobs(answer)
+        self._count_hits(answer)
         self.engine.circuit.succeeded()
         self._pool.confirm(self.engine, body.address_in(answer))
         if self._alone and self.engine.prefills == 1:
@@ -156,6 +157,15 @@ class PrefillCopy:
             cached = self._tokens - self._fresh_tokens
             self._pool.learnt(self.engine, self._tokens, cached, took_s)
         self._prefilled()
+
+    def _count_hits(self, answer: object) -> None:
+        """Compare what the index expected to be cached with what the engine says was."""
+        told = body.cached_tokens_in(answer)
+        if told is not None:
+            known = self.engine.metrics
+            known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))
+            known.cached_tokens.labels("actual").inc(told)
+            known.counted_prompt_tokens.inc(self._tokens)
 
     def _prefilled(self) -> None:
         """The engine has the prompt in its cache now."""

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.proxy import Shared
 from scheduler_plugins.router.settings_file import AT_START, SettingsError, SettingsFile
+from scheduler_plugins.router.shared import Shared
 
 logger = logging.getLogger(__name__)
 

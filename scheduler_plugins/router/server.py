@@ -10,10 +10,12 @@ from types import TracebackType
 from aiohttp import web
 
 from scheduler_plugins.router.admin import create_admin
-from scheduler_plugins.router.app import CONNECTIONS, SHARED, Backend, create_app
+from scheduler_plugins.router.app import CONNECTIONS, SHARED, create_app
+from scheduler_plugins.router.backend import Backend
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.tls import for_clients
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class RouterServer:
         """Raises OSError if the address cannot be listened on."""
         config, connections = self.config, self.app[CONNECTIONS]
         connections.limit = _possible(config.connections)
+        encrypted = for_clients(config)
         await self._runner.setup()
         assert self._runner.server is not None
         try:
@@ -66,6 +69,8 @@ class RouterServer:
                 config.host,
                 config.port,
                 backlog=1024,
+                ssl=encrypted,
+                ssl_handshake_timeout=config.header_timeout_s if encrypted else None,
                 reuse_port=self._shares_port or None,
             )
         except OSError:
@@ -139,7 +144,7 @@ def on_signals() -> asyncio.Event:
 def say_running(config: RouterConfig, port: int) -> None:
     """The line in the log that tells where clients are served."""
     host = f"[{config.host}]" if ":" in config.host else config.host
-    logger.info("Running on http://%s:%d", host, port)
+    logger.info("Running on %s://%s:%d", "https" if config.tls_cert else "http", host, port)
 
 
 def _possible(wanted: int) -> int:

@@ -133,6 +133,8 @@ class EngineWatch:
             logger.debug("%s: no load: %s", engine.url, failure)
         if told is None:
             return
+        if (lag_s := self._caches.lag_s(engine)) is not None:
+            engine.metrics.event_lag_s.labels(engine.url).set(lag_s)
         apply(engine, told, asyncio.get_running_loop().time())
         if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
             # Without events blocks are of text, as long as `BLOCK_TOKENS` tokens.

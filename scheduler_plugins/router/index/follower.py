@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence as Frames
 from contextlib import suppress
 from typing import Any
@@ -49,6 +50,8 @@ class EventFollower:
         self.engine = engine
         self.first: int | None = None
         """Number of the first batch that is known without a hole up to now; None: none came yet."""
+        self.lag_s: float | None = None
+        """Age of the last batch when it was applied, by the two machines' clocks; None: none came yet."""
         self.dropped = 0
         """How often its part was dropped, because events were lost."""
         self._endpoint = endpoint
@@ -160,6 +163,7 @@ class EventFollower:
         elif self.first is None:
             self.first = number
         self._prefixes.told(self.engine, batch)
+        self.lag_s = max(0.0, time.time() - batch.ts)
         self._sequence.applied(number, batch.ts)
 
     def _lost(self) -> None:

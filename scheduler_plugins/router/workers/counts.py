@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from scheduler_plugins.router.load import Count
+from scheduler_plugins.router.others import Count
 
 MOST_ENGINES = 1024
 """Engines whose counts are shared. Any more are known to each process by its own counts only."""
@@ -67,7 +67,7 @@ class SharedCounts:
 
 
 class EngineCounts:
-    """`load.Others` of one engine."""
+    """`others.Others` of one engine."""
 
     def __init__(self, view: memoryview[float], own: int | None, others: Sequence[int]) -> None:
         self._view = view

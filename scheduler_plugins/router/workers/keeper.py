@@ -11,25 +11,27 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
-from scheduler_plugins.router.app import client_session
+from scheduler_plugins.router.backend import client_session
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
-from scheduler_plugins.router.load import NoOthers
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.others import Count
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.reload import reloading
 from scheduler_plugins.router.server import AdminServer, on_signals, say_running
 from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.child import Child
-from scheduler_plugins.router.workers.counts import MOST_ENGINES, SharedCounts, words_for
+from scheduler_plugins.router.workers.counts import SharedCounts, words_for
+from scheduler_plugins.router.workers.fellows import exchanging
 from scheduler_plugins.router.workers.link import encode
 from scheduler_plugins.router.workers.memory import SharedWords
 from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
 from scheduler_plugins.router.workers.messages import FromWorker
+from scheduler_plugins.router.workers.slots import EngineSlots
 from scheduler_plugins.router.workers.state import state_of
 from scheduler_plugins.router.workers.tables import TableMemory
 
@@ -52,7 +54,8 @@ class Keeper:
         self._config = config
         self._metrics = metrics
         self._memory = SharedWords(words_for(config.workers))
-        self._counts = SharedCounts(self._memory.map, None)
+        self.counts = SharedCounts(self._memory.map, None)
+        self.slots = EngineSlots(self.counts)
         self._held, self._recent = TableMemory(), TableMemory()
         self.caches = EngineCaches(Prefixes(self._held, self._recent))
         self.changed = asyncio.Event()
@@ -64,7 +67,6 @@ class Keeper:
             for row in range(1, 1 + config.workers)
         ]
         self._ids: dict[BackendEngine, int] = {}
-        self._slots: dict[BackendEngine, int] = {}
         self._numbers = count(1)
         self._wanted: dict[int, set[Child]] = {}
         self._told: dict[int, asyncio.Event] = {}
@@ -104,7 +106,7 @@ class Keeper:
         held, recent = self.caches.prefixes.tables
         return messages.Engines(
             tuple(
-                state_of(number, self._slots[engine], engine, self.caches.describe(engine))
+                state_of(number, self.slots.place(engine), engine, self.caches.describe(engine))
                 for engine, number in self._ids.items()
             ),
             self._held.state(held),
@@ -114,22 +116,18 @@ class Keeper:
 
     def _number_engines(self) -> None:
         known = self.pool.engines
+        self.slots.follow(known)
         for engine in self._ids.keys() - set(known):
             del self._ids[engine]
-            slot = self._slots.pop(engine)
-            engine.load.others = NoOthers()
-            if slot < MOST_ENGINES:
-                self._counts.clear_engine(slot)
-        taken = set(self._slots.values())
         for engine in known:
-            if engine in self._ids:
-                continue
-            self._ids[engine] = next(self._numbers)
-            slot = self._slots[engine] = next(n for n in count() if n not in taken)
-            taken.add(slot)
-            engine.load.others = self._counts.engine(slot) or NoOthers()
-            if slot >= MOST_ENGINES:
-                logger.warning("%s: workers do not see each other's requests to it", engine.url)
+            if engine not in self._ids:
+                self._ids[engine] = next(self._numbers)
+
+    def sent(self, engine: BackendEngine) -> list[float]:
+        """What all workers have sent to an engine, in the order of `Count`."""
+        slot = self.slots.of(engine)
+        rows = [child.row for child in self.children]
+        return [0.0] * len(Count) if slot is None else self.counts.totals(slot, rows)
 
     def _for_worker(self) -> RouterConfig:
         """The settings of one worker: its part of what all may hold together."""
@@ -139,6 +137,8 @@ class Keeper:
             config,
             port=self.port,
             admin_port=None,
+            exchange="",
+            fellows=(),
             connections=-(-config.connections // each),
             bodies_mib=max(config.body_mib, config.bodies_mib // each),
         )
@@ -149,7 +149,7 @@ class Keeper:
         return begin, self._engines()
 
     def _ended(self, child: Child) -> None:
-        self._counts.clear_row(child.row)
+        self.counts.clear_row(child.row)
         self._gone = added(self._gone, counters_only(child.families))
         child.families = ()
         for number, waited_for in self._wanted.items():
@@ -233,6 +233,9 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
                 await admin.start(config.admin_port)
             if settings is not None:
                 await stack.enter_async_context(reloading(settings, keeper.use))
+            await stack.enter_async_context(
+                exchanging(config, keeper.counts, keeper.slots, keeper.pool, keeper.sent)
+            )
             tasks = [asyncio.create_task(keeper.tell(), name="tell the workers")]
             tasks += [
                 asyncio.create_task(child.run(), name=f"worker {child.row}")

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.router.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
 from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
-from scheduler_plugins.router.load import NoOthers
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.others import NoOthers
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.pool import Pool, note_circuit
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.counts import SharedCounts
 from scheduler_plugins.router.workers.link import Link

@@ -14,13 +14,13 @@ from mmap import mmap
 
 import aiohttp
 
-from scheduler_plugins.router.app import Backend
+from scheduler_plugins.router.backend import Backend
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engine_set import Pool
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.pool import Pool
-from scheduler_plugins.router.proxy import Shared
 from scheduler_plugins.router.reload import use_settings
 from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.counts import SharedCounts
 from scheduler_plugins.router.workers.link import Link, LinkClosedError, link_to_keeper

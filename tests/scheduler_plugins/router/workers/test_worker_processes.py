@@ -116,6 +116,7 @@ def test_two_workers_are_one_router() -> None:
 
             served = [await running.complete() for _ in range(16)]
             assert set(served) == {"d0", "d1"}
+
             async def counted() -> bool:
                 return await running.metric("pd_router:requests_total") == 16
 
