@@ -28,6 +28,8 @@ TWO_TO_ONE = 1.15
 """Most CPU time of a request with two workers, as a multiple of that with one."""
 PROMPT_BYTES = 4096
 CLIENTS = 16
+SPEED = "1"
+"""Of the mock engines: events come one by one, 20 ms apart at most."""
 EVENTS = 200
 """Of a long stream."""
 _COMMAND = [
@@ -83,7 +85,7 @@ async def _router(workers: int) -> AsyncIterator[tuple[str, int]]:
     async with AsyncExitStack() as stack:
         urls = []
         for _ in range(2):
-            mock = await stack.enter_async_context(_process("mock", "--speed", "10000"))
+            mock = await stack.enter_async_context(_process("mock", "--speed", SPEED))
             urls.append(await _url_in(mock.stdout, r"http://\S+"))
         sides = ["--prefill", urls[0], "--decode", urls[1], "--port", "0"]
         router = await stack.enter_async_context(

@@ -2,7 +2,6 @@
 """`python -m scheduler_plugins.router --prefill URL... --decode URL...`"""
 
 import argparse
-import asyncio
 import dataclasses
 import logging
 import os
@@ -48,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
     try:
         from scheduler_plugins.router.config import RouterConfig
+        from scheduler_plugins.router.loop import run
         from scheduler_plugins.router.server import serve
         from scheduler_plugins.router.settings_file import SettingsFile
     except ModuleNotFoundError as error:
@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.workers > 1:
             from scheduler_plugins.router.workers.keeper import keep
 
-            asyncio.run(keep(config, settings))
+            run(keep(config, settings))
         else:
-            asyncio.run(serve(config, settings))
+            run(serve(config, settings))
     except ssl.SSLError as error:
         print(f"tls_cert, tls_key or engine_ca cannot be used: {error}", file=sys.stderr)
         return 1

@@ -9,7 +9,13 @@ from math import isqrt
 import numpy as np
 
 from scheduler_plugins.router.index.hashes import Hashes
-from scheduler_plugins.router.index.table import Allocate, HashTable, TableReader, private_words
+from scheduler_plugins.router.index.table import (
+    FEW,
+    Allocate,
+    HashTable,
+    TableReader,
+    private_words,
+)
 
 _WORD = 64
 _ALL = (1 << _WORD) - 1
@@ -181,12 +187,25 @@ class BlockIndex(BlockReader):
     ) -> None:
         """Turn the engine's bit over in those of the rows that have it, or have it not."""
         word, bit = self._place(engine)
+        if len(slots) <= FEW:
+            self._set_few(engine, slots.tolist(), word, int(bit), had=had)
+            return
         column = self.table.rows[:, word]
         changed = slots[((column[slots] & bit) != 0) == had]
         if len(changed) > 1:
             changed = np.unique(changed)
         column[changed] ^= bit
         self._counts[engine] += -len(changed) if had else len(changed)
+
+    def _set_few(self, engine: str, slots: list[int], word: int, bit: int, *, had: bool) -> None:
+        table, changed = self.table, 0
+        cells, rows, words = table.cells, table.capacity, table.words
+        for slot in slots:
+            at = rows + slot * words + word
+            if bool(cells[at] & bit) is had:
+                cells[at] ^= bit
+                changed += 1
+        self._counts[engine] += -changed if had else changed
 
     def _place(self, engine: str) -> tuple[int, np.uint64]:
         number = self._numbers[engine]

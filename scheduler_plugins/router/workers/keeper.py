@@ -56,10 +56,10 @@ class Keeper:
         self._memory = SharedWords(words_for(config.workers))
         self.counts = SharedCounts(self._memory.map, None)
         self.slots = EngineSlots(self.counts)
-        self._held, self._recent = TableMemory(), TableMemory()
-        self.caches = EngineCaches(Prefixes(self._held, self._recent))
         self.changed = asyncio.Event()
         """Something is to be told to the workers."""
+        self._held, self._recent = TableMemory(self.changed.set), TableMemory(self.changed.set)
+        self.caches = EngineCaches(Prefixes(self._held, self._recent))
         self.pool: EnginePool
         """Set before anything else is called."""
         self.children = [
@@ -187,7 +187,6 @@ class Keeper:
             digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]
             prompt = PromptKeys(digests, message.tokens, message.extras)
             self.pool.prefilled(engine, prompt)
-            self.changed.set()
 
     async def _answer(self, child: Child, number: int) -> None:
         """Tell a worker the metrics of all."""

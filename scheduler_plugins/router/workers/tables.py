@@ -8,6 +8,7 @@ that grows gets new memory, and the old one stays as it is for those who still r
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.prefixes import NO_HASHES, PrefixReader
@@ -21,10 +22,13 @@ logger = logging.getLogger(__name__)
 class TableMemory:
     """Gives one table its memory (`index.table.Allocate`), and knows where it lies."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_move: Callable[[], None] = lambda: None) -> None:
+        """`on_move`: called when the table has got other memory."""
         self._words: SharedWords | None = None
+        self._on_move = on_move
 
     def __call__(self, count: int) -> Keys:
+        self._on_move()
         before, self._words = self._words, SharedWords(count)
         if before is not None:
             before.close()

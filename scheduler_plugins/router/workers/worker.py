@@ -17,6 +17,7 @@ import aiohttp
 from scheduler_plugins.router.backend import Backend
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engine_set import Pool
+from scheduler_plugins.router.loop import run
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.reload import use_settings
 from scheduler_plugins.router.server import RouterServer
@@ -122,7 +123,7 @@ def main() -> int:
     )
     end = socket.socket(fileno=int(sys.argv[1]))
     try:
-        asyncio.run(work(end))
+        run(work(end))
     except LinkClosedError:
         return 1
     except OSError as error:
