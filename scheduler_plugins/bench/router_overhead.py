@@ -28,8 +28,8 @@ TWO_TO_ONE = 1.15
 """Most CPU time of a request with two workers, as a multiple of that with one."""
 PROMPT_BYTES = 4096
 CLIENTS = 16
-SPEED = "1"
-"""Of the mock engines: events come one by one, 20 ms apart at most."""
+SPEEDS = ("50", "2")
+"""Of the mock engines that prefill and decode: prompts take no time, and events come one by one, some milliseconds apart."""
 EVENTS = 200
 """Of a long stream."""
 _COMMAND = [
@@ -84,8 +84,8 @@ async def _router(workers: int) -> AsyncIterator[tuple[str, int]]:
     """A router in front of two mock engines: its URL, and the process that was started."""
     async with AsyncExitStack() as stack:
         urls = []
-        for _ in range(2):
-            mock = await stack.enter_async_context(_process("mock", "--speed", SPEED))
+        for speed in SPEEDS:
+            mock = await stack.enter_async_context(_process("mock", "--speed", speed))
             urls.append(await _url_in(mock.stdout, r"http://\S+"))
         sides = ["--prefill", urls[0], "--decode", urls[1], "--port", "0"]
         router = await stack.enter_async_context(

@@ -141,6 +141,12 @@ def _parser(config: type) -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help=f"where other routers of these engines tell so; all have the same {KEY_VARIABLE}",
     )
+    parser.add_argument(
+        "--otlp",
+        default="",
+        metavar="URL",
+        help="where spans are sent, as http://127.0.0.1:4318/v1/traces (extra otel)",
+    )
     for option, meaning in (
         ("--tls-cert", f"certificate for clients; what they must know is in {CLIENT_KEY_VARIABLE}"),
         ("--tls-key", "its key, if not in the same file"),

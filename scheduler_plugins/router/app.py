@@ -39,6 +39,7 @@ from scheduler_plugins.router.exchange import (
     exchange,
 )
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.page import EVENTS, LiveState, page
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientRequest
@@ -46,6 +47,7 @@ from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
 from scheduler_plugins.router.workers.fellows import exchanging_alone
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 _BACKEND = web.AppKey("backend", Backend)
+_LIVE = web.AppKey("live", LiveState)
 
 
 def create_app(
@@ -92,6 +95,9 @@ def create_app(
     app.router.add_get(MODELS, models)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
+    app[_LIVE] = LiveState()
+    app.router.add_get("/", page)
+    app.router.add_get(EVENTS, live)
     return app
 
 
@@ -101,7 +107,8 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
         pool = app[_BACKEND].pool(config, session, app[METRICS])
         policy = create(config.policy, config.decode_policy)
         tokens = PromptTokens(session, pool.all_up, config.tokenizer)
-        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens)
+        tracing = Tracing(config.otlp)
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens, tracing)
         try:
             app[_BACKEND].started(app[SHARED])
             await pool.start()
@@ -113,6 +120,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
         finally:
             await tokens.close()
             await pool.close()
+            await asyncio.to_thread(tracing.close)
 
 
 async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
@@ -192,7 +200,9 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     client_request = ClientRequest(shared, request, headers, parsed)
     try:
         with request.app[CONNECTIONS].serving(request):
-            return await _within(client_request, limit_s, request_id)
+            found = await _within(client_request, limit_s, request_id)
+            client_request.trace.finish(found[1])
+            return found
     except UnavailableError as error:
         logger.warning("request %s: %s", request_id, error)
         response = _unavailable(error, shared.config, request_id)
@@ -210,6 +220,8 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         return _error(
             f"request {request_id} failed in the router", "internal_error", 500
         ), "internal_error"
+    finally:
+        client_request.trace.finish("failed")
 
 
 async def _within(
@@ -284,6 +296,11 @@ async def health(request: web.Request) -> web.StreamResponse:
         "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)
+
+
+async def live(request: web.Request) -> web.StreamResponse:
+    """What the page shows, every second."""
+    return await request.app[_LIVE].stream(request, request.app[SHARED])
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -61,6 +61,8 @@ class RouterConfig:
     """Where this router tells others what it has sent to which engine, as `tcp://0.0.0.0:9100`; empty: nowhere."""
     fellows: tuple[str, ...] = ()
     """Where other routers of the same engines tell so."""
+    otlp: str = ""
+    """Where spans are sent (OTLP over HTTP), as `http://127.0.0.1:4318/v1/traces`; empty: nothing is traced."""
     client_key: str = field(default="", repr=False)
     """What clients' `Authorization: Bearer` must carry (`PD_ROUTER_CLIENT_KEY`); engines get `api_key` in its place. Empty: clients'
     keys are passed on to the engines, which judge them."""

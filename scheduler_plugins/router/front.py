@@ -74,6 +74,11 @@ class FrontQueue:
         self._waiting: dict[str, deque[_Waiter]] = {}
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Requests that wait, by class."""
+        return {name: len(queue) for name, queue in self._waiting.items() if queue}
+
     def expected_s(self, turn: Turn, classes: Sequence[QosClass]) -> float:
         """Predicted seconds until the turn of a request that comes now: what waits in its class and in those of higher
         priority, shared by all engines. Nobody waits: 0."""

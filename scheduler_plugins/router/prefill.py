@@ -59,6 +59,8 @@ class PrefillCopy:
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
+        self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
+        """Called when the engine has answered, or has failed."""
         self._failed_at = 0.0
         self._answer: FirstLogprobs | None = None
         self._id = uuid.uuid4().hex
@@ -133,6 +135,7 @@ class PrefillCopy:
             self._ended()
 
     def _ended(self) -> None:
+        self.on_end(self.failure)
         self.engine.load.prefill_ended(self._id, asyncio.get_running_loop().time())
 
     async def _send(self) -> None:

@@ -83,6 +83,8 @@ class ClientRequest:
         self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
         self._candidates = Candidates(shared.pool, shared.config.attempts, parsed)
         self._ids: list[int] | None = None
+        self.trace = shared.tracing.request(headers, request.path, self._request_id)
+        """Its spans; whoever serves it finishes them."""
 
     @property
     def begun(self) -> bool:
@@ -249,17 +251,22 @@ class ClientRequest:
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         prefill = attempt.prefill
         if prefill is None or prefill.address is None:
-            call = self._call(self._path, handoff.alone(self._asked(attempt.answering)))
+            call = self._call(
+                "decode",
+                attempt.answering,
+                self._path,
+                handoff.alone(self._asked(attempt.answering)),
+            )
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
         try:
             plan = await self._handoff(attempt.answering, prefill)
         except NotTokenizedError as error:
             return await self._responder.refuse(error), "client_error"
-        call = self._call(self._path, plan.decode)
+        call = self._call("decode", attempt.answering, self._path, plan.decode)
         copy = PrefillCopy(
             prefill,
-            self._call(plan.path, plan.prefill),
+            self._call("prefill", prefill, plan.path, plan.prefill),
             self._shared.pool,
             self._shared.session,
             self._shared.config,
@@ -267,6 +274,9 @@ class ClientRequest:
             attempt.fresh_tokens,
             self._request.hashes,
             lambda: self._candidates.other_prefill(prefill),
+        )
+        copy.on_end = lambda failure: self.trace.end(
+            "prefill", "" if failure is None else failure.cause
         )
         lender = copy if plan.lends_logprobs else None
         client_error = False
@@ -306,8 +316,11 @@ class ClientRequest:
             return self._body
         return {**self._body, **self._record.asks}
 
-    def _call(self, path: str, content: dict[str, Any]) -> EngineCall:
-        return EngineCall("POST", path, self._headers, encode(content))
+    def _call(
+        self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
+    ) -> EngineCall:
+        headers = self.trace.begin(part, engine.url, self._headers)
+        return EngineCall("POST", path, headers, encode(content))
 
     @asynccontextmanager
     async def _answer(
@@ -325,6 +338,7 @@ class ClientRequest:
         self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
     ) -> tuple[web.StreamResponse, str]:
         def served() -> None:
+            self.trace.answered()
             attempt.answering.circuit.succeeded()
             self._shared.pool.prefilled(attempt.answering, self._request.hashes)
             if self._streams and attempt.expected_s is not None:

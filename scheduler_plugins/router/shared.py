@@ -16,6 +16,7 @@ from scheduler_plugins.router.front import FrontQueue
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Policy
 from scheduler_plugins.router.tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
 
 
 @dataclass(eq=False)
@@ -30,6 +31,8 @@ class Shared:
     policy: Policy
     tokens: PromptTokens
     """The tokens of prompts."""
+    tracing: Tracing
+    """Spans of requests."""
     lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
     """How many tokens a text has."""
     retries: RetryBudget = field(default_factory=RetryBudget)
