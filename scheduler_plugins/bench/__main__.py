@@ -245,7 +245,7 @@ def index(
     _tell("The router's index", prefixes.compare(engines, blocks), json)
 
 
-@app.command("router")
+@app.command("router-cpu")
 def router_cpu(
     requests: Annotated[int, typer.Option(min=100, help="Short ones of each round.")] = 2000,
     streams: Annotated[int, typer.Option(min=10, help="Long streams of each round.")] = 100,
