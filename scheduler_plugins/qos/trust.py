@@ -34,25 +34,27 @@ def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) ->
     """
     at = f"{time.time() if now_s is None else now_s:.0f}"
     name = quote(qos, safe="")
-    return f"{at}.{name}.{_signature(at, name, request_id, key)}"
+    sent = request_id.encode("utf-8", "surrogateescape")
+    return f"{at}.{name}.{_signature(at, name, sent, key)}"
 
 
 def signed_class(headers: Mapping[str, str], key: bytes, now_s: float | None = None) -> str | None:
     """The class that the router gave; None: no router with this key gave one.
 
     Args:
-        headers: of the request, names in lower case.
+        headers: of the request, names in lower case, values as ASGI servers decode them (Latin-1).
         now_s: by the wall clock; None: now.
     """
     at, _, rest = headers.get(HEADER.lower(), "").partition(".")
     name, _, signature = rest.rpartition(".")
-    wanted = _signature(at, name, headers.get("x-request-id", ""), key)
+    request_id = headers.get("x-request-id", "").encode("latin-1", "replace")
+    wanted = _signature(at, name, request_id, key)
     if not key or not compare_digest(signature.encode(), wanted.encode()):
         return None
     late_s = (time.time() if now_s is None else now_s) - float(at)
     return unquote(name) if abs(late_s) <= BELIEVED_S else None
 
 
-def _signature(at: str, name: str, request_id: str, key: bytes) -> str:
-    text = f"{at}\n{name}\n{request_id}".encode("utf-8", "surrogateescape")
+def _signature(at: str, name: str, request_id: bytes, key: bytes) -> str:
+    text = f"{at}\n{name}\n".encode("utf-8", "replace") + request_id
     return blake2b(text, key=blake2b(key).digest(), digest_size=16).hexdigest()

@@ -19,6 +19,11 @@ def test_an_engine_reads_what_the_router_signed(name: str) -> None:
     assert signed_class(headers(signed(name, "r1", KEY)), KEY) == name
 
 
+def test_an_id_of_any_characters_is_the_same_on_both_sides() -> None:
+    as_received = "é日".encode().decode("latin-1")
+    assert signed_class(headers(signed("premium", "é日", KEY), as_received), KEY) == "premium"
+
+
 def test_nobody_else_is_believed() -> None:
     value = signed("premium", "r1", KEY)
     at, name, signature = value.split(".")
