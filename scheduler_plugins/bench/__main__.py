@@ -249,6 +249,21 @@ def index(
     _tell("The router's index", prefixes.compare(engines, blocks), json)
 
 
+@app.command("router-cpu")
+def router_cpu(
+    requests: Annotated[int, typer.Option(min=100, help="Short ones of each round.")] = 2000,
+    streams: Annotated[int, typer.Option(min=10, help="Long streams of each round.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; one worker and two in turn.")] = 3,
+    json: Json = None,
+) -> None:
+    """CPU time of the router for a request and a streamed event, with one worker and with two."""
+    from scheduler_plugins.bench import router_overhead
+
+    with exit_codes(Console(stderr=True)):
+        found = asyncio.run(router_overhead.compare(requests, streams, rounds))
+    _tell("CPU time of the router", found, json)
+
+
 def _tell(title: str, found: list[Comparison], json: Path | None) -> None:
     """Print a table, and end with 1 when a bar was missed."""
     console = Console()
