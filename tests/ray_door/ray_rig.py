@@ -158,19 +158,19 @@ class Rig:
             )
         serve.run(application, name=APP, blocking=False)
         wait_until(
-            lambda: len(self.replicas(PREFILL)) == prefill and len(self.replicas(DECODE)) == decode,
-            lambda: f"{prefill} and {decode} replicas: {self.replicas(PREFILL + DECODE)}",
+            lambda: self.up(PREFILL, prefill) and self.up(DECODE, decode),
+            lambda: f"{prefill}, {decode}: {self.replicas(PREFILL)}, {self.replicas(DECODE)}",
+            400.0,
         )
 
-    def replicas(self, deployment: str) -> list[Any]:
-        """Actors of the replicas of one deployment."""
-        names = ray.util.list_named_actors(all_namespaces=True)
-        wanted = f"SERVE_REPLICA::{APP}#{deployment}#"
-        found = []
-        for one in names:
-            if one["name"].startswith(wanted):
-                with contextlib.suppress(ValueError):
-                    found.append(ray.get_actor(one["name"], namespace=one["namespace"]))
+    def replicas(self, deployment: str) -> dict[str, int]:
+        """How many replicas of a deployment are in which state."""
+        found = serve.status().applications[APP].deployments.get(deployment)
+        return {str(state.value): n for state, n in found.replica_states.items()} if found else {}
+
+    def pid(self, deployment: str) -> int:
+        """The process of the only replica of a deployment."""
+        (found,) = self.processes(f"ray::ServeReplica:{APP}:{deployment}")
         return found
 
     def alone(self, prompt: str, max_tokens: int, salt: str) -> Answer:
@@ -245,21 +245,18 @@ class Rig:
                     found.append(pid)
         return found
 
-    def pid(self, actor: Any) -> int:
-        """Process of a replica."""
-        return int(ray.get(actor.get_pid.remote())) if hasattr(actor, "get_pid") else 0
-
     def engine_of(self, pid: int) -> list[int]:
         """Processes of a replica's engine."""
         return sorted(proc.descendants(proc.table(), {pid}) - {pid})
 
-    def ongoing(self, actor: Any) -> int:
-        """Requests that a replica has."""
-        return int(ray.get(actor.get_num_ongoing_requests.remote()))
+    def asked(self, deployment: str) -> float:
+        """Requests that replicas of a deployment have now."""
+        name = "ray_serve_replica_processing_queries"
+        return self.metrics().total(name, deployment=deployment)
 
-    def up(self, deployment: str) -> bool:
-        """Whether every replica that there should be is running."""
-        return serve.status().applications[APP].deployments[deployment].status == "HEALTHY"
+    def up(self, deployment: str, replicas: int = 1) -> bool:
+        """Whether these replicas are running, and no other is there."""
+        return self.replicas(deployment) == {"RUNNING": replicas}
 
     def lose_node(self) -> None:
         """End the node with the prefill replicas, without a farewell."""

@@ -93,7 +93,9 @@ def test_a_prefill_request_asks_for_one_token_and_nothing_else():
     assert asked.min_tokens == 5
 
 
-LOOPBACK = ProducerAddress("prefill-1", (Peer(Source("127.0.0.1", 7000, "prefill-1"), Shard(0, 4, 0, 1)),))
+LOOPBACK = ProducerAddress(
+    "prefill-1", (Peer(Source("127.0.0.1", 7000, "prefill-1"), Shard(0, 4, 0, 1)),)
+)
 
 
 @pytest.mark.parametrize(
