@@ -3,13 +3,14 @@
 `Welcome`."""
 
 import logging
+from collections.abc import Sequence
 
 from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.inbox import ReceivePath
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
-from pd_connector.kv.coding import permitted
+from pd_connector.kv.coding import RAW, permitted
 from pd_connector.kv.model import ModelFacts, described, model_digest
 from pd_connector.protocol import messages
 from pd_connector.protocol.incoming import ProducerSession
@@ -79,13 +80,15 @@ class Dialler:
             and self._cache.on_host
             and transport.direct(path.expected)
         )
+        codecs = sorted({route.codec for route in routes})
         logger.info(
             "session with %s:%d: transport %s, %s, codecs %s",
             *source[:2],
             transport.label or transport.name,
             "read from pages" if direct else "read" if welcome.read else "written",
-            ",".join(sorted({route.codec for route in routes})) or "none",
+            ",".join(codecs) or "none",
         )
+        self._tell_of_codec(source, welcome.codecs, codecs)
         return path, ProducerSession(
             epoch=welcome.epoch,
             slot_bytes=welcome.slot_bytes,
@@ -96,3 +99,14 @@ class Dialler:
             model=model_digest(facts) if facts else welcome.model,
             told=described(facts) if facts else f"model {welcome.model.hex()}",
         )
+
+    def _tell_of_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
+        """Say it if KV comes uncoded although the configuration names a codec."""
+        wanted = self._config.codec
+        if wanted in ("auto", RAW.name) or list(used) != [RAW.name]:
+            return
+        if wanted not in theirs:
+            why = f"that engine permits {', '.join(theirs)}: set its config key codec, too"
+        else:
+            why = "its cache has no more bits an element than the codec (docs/codecs.md)"
+        logger.warning("codec %s is not used with %s:%d: %s", wanted, *source[:2], why)

@@ -160,6 +160,34 @@ def test_an_unexpected_error_ends_its_session_and_not_the_agent(
     rank.counts.clear()
 
 
+def test_a_codec_that_raises_fails_its_transfer_and_no_other(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    """Codecs may be other packages' (docs/extending.md)."""
+    settings = LONG | {"lease_s": 2.0, "transports": ["tcp"], "key": KEY}
+    producer, consumer = ranks.pair(settings)
+    assert_serves(producer, consumer, "before")
+    consumer.load(producer.source, "waits", [5], wait=True)
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise ValueError("these bytes are not mine")
+
+    monkeypatch.setattr(consumer.agent._loop.consumer_side._inbox._cache, "scatter", fail)  # type: ignore[union-attr]
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [1])
+    finished = consumer.loaded("t")
+    assert finished.cause == Cause.INTERNAL
+    assert "these bytes are not mine" in finished.detail
+    producer.freed("t")
+    producer.offer("waits", [2])
+    assert consumer.loaded("waits").cause is None
+    assert_serves(producer, consumer, "afterwards")
+    assert consumer.count("session_errors") == 1
+    assert consumer.count("agent_failures") == 0
+    consumer.counts.clear()
+
+
 def slow_names(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """A name server that takes its time, except for localhost."""
     lookup = socket.getaddrinfo

@@ -5,15 +5,27 @@ import json
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from support.distributions import add_distribution
 from typer.testing import CliRunner
 
+from pd_connector.config import CODEC_GROUP
 from pd_connector.control.keys import new_key
+from pd_connector.extensions import load_entry_points
 from pd_connector.tools.cli import doctor
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.checks import limits, network, peer, probe, software, transports
-from pd_connector.tools.cli.checks.facts import Facts, Limits, Network, Software, Transports, Trial
+from pd_connector.tools.cli.checks.facts import (
+    Addition,
+    Facts,
+    Limits,
+    Network,
+    Software,
+    Transports,
+    Trial,
+)
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 OUTSIDE = "10.0.0.1"
@@ -83,6 +95,31 @@ def test_a_healthy_machine_has_nothing_to_complain_about():
     findings = doctor.examine(HEALTHY)
     assert worst(findings) is Status.OK
     assert {finding.area for finding in findings} == {"software", "transports", "network", "limits"}
+
+
+@pytest.mark.parametrize(
+    ("works", "status", "told"),
+    [(True, Status.OK, ""), (False, Status.FAIL, "repair or uninstall package 'toy'")],
+)
+def test_what_other_packages_add_is_named_and_tried(works: bool, status: Status, told: str):
+    trial = Trial(works, "no such object")
+    addition = Addition("codec", "half", "package 'toy' (toy:HALF)", trial)
+    found = only(doctor.examine(with_software(additions=(addition,))), "codec half")
+    assert found.status is status
+    assert told in found.advice
+
+
+def test_an_addition_that_cannot_be_loaded_is_found(tmp_path: Path, monkeypatch):
+    points = {"good": "toy:thing", "bad": "toy:nothing"}
+    add_distribution(tmp_path, "toy", {"toy": "thing = 7"}, {CODEC_GROUP: points})
+    monkeypatch.syspath_prepend(tmp_path)
+    load_entry_points.cache_clear()
+    try:
+        found = {one.name: one for one in probe._additions() if "'toy'" in one.source}
+    finally:
+        load_entry_points.cache_clear()
+    assert found["good"].trial.works
+    assert "nothing" in found["bad"].trial.detail
 
 
 def test_a_machine_without_settings_is_healthy_for_engines_on_one_machine():
