@@ -117,11 +117,11 @@ def _with_connector(side: str, config: LLMConfig, role: str) -> LLMConfig:
             f"{side}: kv_connector {connector!r}: build_pd_app is for {NAME}; leave it out, or use "
             "ray.serve.llm:build_pd_openai_app"
         )
-    served = RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING and side == "decode_config"
-    if config.engine_kwargs.get("middleware") and not served:
+    if config.engine_kwargs.get("middleware"):
         raise ConfigError(
             f"{side}: middleware {config.engine_kwargs['middleware']!r}: Ray's ingress passes requests "
-            "to engines without vLLM's HTTP server, so it would never be called. Leave it out"
+            "to engines without vLLM's HTTP server, so it would never be called, and classes would not "
+            "be read from headers. Leave it out; a request names its class as `vllm_xargs.qos`"
         )
     transfer = {"kv_role": role, **given, "kv_connector": NAME}
     config.engine_kwargs["kv_transfer_config"] = transfer

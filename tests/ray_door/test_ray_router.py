@@ -39,6 +39,15 @@ def test_every_policy_chooses_among_the_candidates(policy, role):
     found = fleet(policy, role)
     for n in range(12):
         assert found.choose(f"r{n}", prompt(n), {}, NAMES[:2], float(n)) in NAMES[:2]
+        found.ended(f"r{n - 2}", float(n))  # two are always under way
+
+
+def test_serve_asks_again_where_a_policy_waits():
+    found = fleet("on_demand")
+    names = [f"r{n}" for n in range(40)]
+    waits = next(n for n in names if found.choose(n, prompt(1), {}, NAMES, 0.0) is None)
+    found.ended("r0", 1.0)
+    assert found.choose(waits, prompt(1), {}, NAMES, 1.0) is not None
 
 
 def test_prompts_that_begin_alike_go_to_the_same_replica():
