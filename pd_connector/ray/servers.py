@@ -25,7 +25,7 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import (
     PDPrefillServer,
 )
 from ray.serve._private.http_util import session_id_from_headers
-from ray.util.metrics import Counter
+from ray.serve.metrics import Counter
 
 from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.binding import BindingPatience
@@ -59,6 +59,9 @@ class ConcurrentDecode:
             selection = await self._bind(stack, prefill, request)
             if selection is None:
                 answer = self._alone(method, request, raw_request_info, "unbound")
+            elif self._backend().address_of(selection.replica_metadata) is None:
+                await stack.aclose()  # its place is free for others
+                answer = self._alone(method, request, raw_request_info, "unreachable")
             else:
                 answer = self._together(method, prefill, selection, request, raw_request_info)
             async with contextlib.aclosing(answer):
@@ -90,9 +93,7 @@ class ConcurrentDecode:
         try:
             async with asyncio.timeout(wait_s):
                 selection = await stack.enter_async_context(prefill.choose_replica(request))
-        except (
-            Exception
-        ) as error:  # no replica in time, too many wait already, the deployment failed
+        except Exception as error:  # none in time, too many wait already, the deployment failed
             self._patience.failed()
             logger.warning("no prefill replica within %.1f s: %r", wait_s, error)
             return None
@@ -106,10 +107,6 @@ class ConcurrentDecode:
         request begins anew, alone."""
         backend = self._backend()
         peer = selection.replica_metadata
-        if backend.address_of(peer) is None:
-            async for chunk in self._alone(method, request, raw_request_info, "unreachable"):
-                yield chunk
-            return
         shaped = backend.prepare_prefill_request(request=request, peer=peer)
         decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
         response = prefill.dispatch(selection, shaped, raw_request_info)
@@ -178,16 +175,10 @@ class ConcurrentDecode:
                 "pd_connector_serve_requests",
                 "Requests of a decode replica, by where their prompt was computed: `handed_over` by a "
                 "prefill replica, any other outcome is why the decode replica did it.",
-                tag_keys=("outcome", "deployment", "replica"),
+                tag_keys=("outcome",),
             )
         assert self._outcomes is not None
-        replica = serve.get_replica_context()
-        tags = {
-            "outcome": outcome,
-            "deployment": replica.deployment,
-            "replica": replica.replica_tag,
-        }
-        self._outcomes.inc(1, tags=tags)
+        self._outcomes.inc(1, tags={"outcome": outcome})
 
 
 def why_alone(request: Any) -> str | None:
@@ -243,7 +234,11 @@ async def _leases_end(engine: Any) -> None:
     config = serve.get_replica_context()._deployment_config
     end = time.monotonic() + _SHARE_OF_SHUTDOWN * config.graceful_shutdown_timeout_s
     while time.monotonic() < end:
-        if not any(await engine.collective_rpc("outgoing_transfers")):
+        try:
+            if not any(await engine.collective_rpc("outgoing_transfers")):
+                return
+        except Exception as error:  # the engine has died, or has a worker extension without this
+            logger.warning("stopping without knowing what is still to be fetched: %r", error)
             return
         await asyncio.sleep(_POLL_S)
     logger.warning(

@@ -166,7 +166,7 @@ class Rig:
     def replicas(self, deployment: str) -> dict[str, int]:
         """How many replicas of a deployment are in which state."""
         found = serve.status().applications[APP].deployments.get(deployment)
-        return {str(state.value): n for state, n in found.replica_states.items()} if found else {}
+        return {str(state): n for state, n in found.replica_states.items()} if found else {}
 
     def pid(self, deployment: str) -> int:
         """The process of the only replica of a deployment."""
