@@ -204,7 +204,7 @@ async def _why_failed(response: AsyncIterator[Any]) -> str | None:
     try:
         async for chunk in response:
             if isinstance(chunk, ErrorResponse):
-                return chunk.error.message
+                return str(chunk.error.message)
     except Exception as error:  # the replica died, or its node did
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None

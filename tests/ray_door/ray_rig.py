@@ -9,7 +9,7 @@ import signal
 import socket
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +77,12 @@ def side(node: str, replicas: int, **engine_kwargs: Any) -> dict[str, Any]:
             "graceful_shutdown_wait_loop_s": 0.2,
         },
     }
+
+
+def grown(now: Samples, before: Samples, name: str, **labels: str) -> float:
+    """How much our counts of this name have grown. Those of a replica that has ended may be gone."""
+    wanted = Samples({key: value for key, value in now.since(before).items() if value > 0})
+    return wanted.total(f"ray_pd_connector_{name}_total", **labels)
 
 
 class Rig:
@@ -170,8 +176,9 @@ class Rig:
 
     def pid(self, deployment: str) -> int:
         """The process of the only replica of a deployment."""
-        (found,) = self.processes(f"ray::ServeReplica:{APP}:{deployment}")
-        return found
+        title = f"ray::ServeReplica:{APP}:{deployment}"
+        found = wait_until(lambda: len(p := self.processes(title)) == 1 and p, f"one {title}")
+        return int(found[0])
 
     def alone(self, prompt: str, max_tokens: int, salt: str) -> Answer:
         """What a prefill replica's engine answers without any connector's doing: the reference."""
@@ -207,19 +214,19 @@ class Rig:
                     text += answer.read().decode()
         return Samples.parse(text)
 
-    def counted(self, outcome: str) -> float:
-        """Requests of all decode replicas with this outcome."""
-        return self.metrics().total("ray_pd_connector_serve_requests_total", outcome=outcome)
-
-    def early_chunks(self) -> float:
-        return self.metrics().total("ray_pd_connector_early_chunks_total")
-
     @contextlib.contextmanager
-    def counts(self, read: Callable[[], float], least: float) -> Iterator[None]:
-        """Within, a count grows by `least` at least; Ray exports it some time later."""
-        before = read()
+    def counts(self, name: str, least: float, **labels: str) -> Iterator[None]:
+        """Within, a count of replicas grows by `least` at least; Ray exports it some time later."""
+        before = self.metrics()
         yield
-        wait_until(lambda: read() >= before + least, lambda: f"{before} + {least}: {read()}", 60.0)
+        found = 0.0
+
+        def enough() -> bool:
+            nonlocal found
+            found = grown(self.metrics(), before, name, **labels)
+            return found >= least
+
+        wait_until(enough, lambda: f"{least} more of {name} {labels}: {found}", 60.0)
 
     def idle(self) -> None:
         """Wait until no living engine holds anything for another."""
@@ -235,13 +242,13 @@ class Rig:
         """Living processes of this cluster whose title has `name` in it."""
         found = []
         marker = f"PD_RAY_RIG={self.id}".encode()
-        for pid in proc.table():
-            if pid == os.getpid():
-                continue
+        table = proc.table()
+        ours = proc.descendants(table, {os.getpid()})
+        for pid in table.keys() - {os.getpid()}:
             with contextlib.suppress(OSError):
                 title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                if marker in environment and name in title:
+                known = pid in ours or marker in Path(f"/proc/{pid}/environ").read_bytes()
+                if known and name in title:
                     found.append(pid)
         return found
 

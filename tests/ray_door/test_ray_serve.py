@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, request_body, wait_until
-from ray_rig import DECODE, PREFILL, TWO_STEPS
+from ray_rig import DECODE, PREFILL, TWO_STEPS, grown
 
 pytestmark = pytest.mark.ray
 
+REQUESTS = "serve_requests"
 PROMPT = "def quicksort(items):\n    " * 45  # about 1,200 tokens: five steps of a prefill
 TOLERANCE = 2e-4
 """Pages of another size are added up in another order."""
@@ -22,6 +23,17 @@ TOLERANCE = 2e-4
 
 def ask(rig, prompt=PROMPT, max_tokens=16, **extra):
     return completion(rig.url, prompt, max_tokens, **extra)
+
+
+def hand_over(rig):
+    """Ask until KV is received: the first prompt of a producer is computed on both sides (audit)."""
+    before = rig.metrics()
+
+    def received():
+        ask(rig, max_tokens=2)
+        return grown(rig.metrics(), before, "received_transfers")
+
+    wait_until(received, "a prefill replica hands KV over")
 
 
 @contextmanager
@@ -38,15 +50,17 @@ def stopped(pids):
 
 
 def test_answers_are_those_of_one_engine_and_kv_comes_while_the_prompt_is_computed(rig):
-    ask(rig, max_tokens=1)  # the first prompt of a producer is computed on both sides (audit)
-    with rig.counts(rig.early_chunks, 1), rig.counts(lambda: rig.counted("handed_over"), 4):
+    hand_over(rig)
+    with (
+        rig.counts("early_chunks", 1),
+        rig.counts("received_transfers", 4),
+        rig.counts(REQUESTS, 4, outcome="handed_over"),
+    ):
         for n in range(4):
             prompt, salt = PROMPT + str(n), fresh_salt()
             wanted = rig.alone(prompt, 16, salt)
             found = ask(rig, prompt, cache_salt=salt + "'")
             assert_same_logprobs(found, wanted, TOLERANCE)
-    received = rig.metrics().total("ray_pd_connector_received_transfers_total")
-    assert received >= 4
     rig.idle()
 
 
@@ -57,12 +71,12 @@ def test_with_rays_default_backend_nothing_comes_early(rig):
         ask(rig, PROMPT + str(n), user=TWO_STEPS)
     ask(rig, "x")  # its count is exported after those before it
 
-    def grown(name):
-        return rig.metrics().since(before).total(f"ray_pd_connector_{name}_total")
+    def found(name):
+        return grown(rig.metrics(), before, name)
 
-    wait_until(lambda: grown("received_transfers") >= 4, "four transfers received")
-    wait_until(lambda: grown("sent_chunks") >= 4, "chunks sent")
-    assert grown("early_chunks") == 0
+    wait_until(lambda: found("received_transfers") >= 4, "four transfers received")
+    wait_until(lambda: found("sent_chunks") >= 4, "chunks sent")
+    assert found("early_chunks") == 0
     rig.idle()
 
 
@@ -75,7 +89,7 @@ def test_a_chat_is_streamed(rig):
         "ignore_eos": True,
     }
     whole = rig.client.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
-    with rig.counts(lambda: rig.counted("handed_over"), 1):
+    with rig.counts(REQUESTS, 1, outcome="handed_over"):
         events = list(rig.client.stream("/v1/chat/completions", body))
     parts = [e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"]]
     assert "".join(parts) == whole
@@ -85,14 +99,14 @@ def test_a_chat_is_streamed(rig):
 def test_sixteen_at_once(rig):
     prompts = [f"{n}: " + PROMPT[: 300 + 40 * n] for n in range(16)]
     alone = [ask(rig, prompt, 8) for prompt in prompts]
-    with rig.counts(lambda: rig.counted("handed_over"), 16), ThreadPoolExecutor(16) as pool:
+    with rig.counts(REQUESTS, 16, outcome="handed_over"), ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda prompt: ask(rig, prompt, 8), prompts))
     assert [a.tokens for a in together] == [a.tokens for a in alone]
     rig.idle()
 
 
 def test_what_one_transfer_cannot_carry_is_answered_by_the_decode_replica(rig):
-    with rig.counts(lambda: rig.counted("batch"), 1):
+    with rig.counts(REQUESTS, 1, outcome="batch"):
         body = request_body(rig.url, "", 4) | {"prompt": ["one", "two"]}
         answer = rig.client.post("/v1/completions", body)
     assert len(answer["choices"]) == 2
@@ -134,7 +148,7 @@ def test_a_prefill_replica_killed_during_its_prefill(rig):
     wanted = ask(rig)
     pid = rig.pid(PREFILL)
     with (
-        rig.counts(lambda: rig.counted("prefill_failed"), 1),
+        rig.counts(REQUESTS, 1, outcome="prefill_failed"),
         ThreadPoolExecutor(1) as pool,
         stopped(rig.engine_of(pid)),
     ):
@@ -146,8 +160,7 @@ def test_a_prefill_replica_killed_during_its_prefill(rig):
     assert_same_logprobs(ask(rig), wanted, TOLERANCE)
     wait_until(lambda: not rig.up(PREFILL), "Serve has seen it")
     wait_until(lambda: rig.up(PREFILL), "Serve has started another")
-    with rig.counts(lambda: rig.counted("handed_over"), 1):
-        wait_until(lambda: ask(rig) and rig.counted("handed_over"), "KV is handed over again")
+    hand_over(rig)
 
 
 def test_a_prefill_replica_killed_after_its_prefill(rig):
@@ -175,10 +188,14 @@ def test_a_decode_replica_killed(rig):
 
 def test_the_node_of_all_prefill_replicas_is_lost(rig):
     """Last: the node does not come back, and no process is left when Serve ends."""
-    wanted = ask(rig)
-    with rig.counts(lambda: rig.counted("unbound") + rig.counted("prefill_failed"), 2):
-        rig.lose_node()
-        for _ in range(2):
-            assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+    wanted, before = ask(rig), rig.metrics()
+    rig.lose_node()
+    for _ in range(2):
+        assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+    causes = ("unbound", "prefill_failed")
+    wait_until(
+        lambda: sum(grown(rig.metrics(), before, REQUESTS, outcome=c) for c in causes) == 2,
+        "both were computed by the decode replica",
+    )
     rig.end()
     wait_until(lambda: not rig.processes("VLLM") + rig.processes("ServeReplica"), "all gone")
