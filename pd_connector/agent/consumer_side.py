@@ -108,6 +108,12 @@ class ConsumerSide:
         return self._consumer.transfers > 0
 
     @property
+    def unhurried(self) -> bool:
+        """Whether what producers say next can wait for a moment: no chunk is on its way, and what
+        they said last were answers to heartbeats."""
+        return self._keeper.only_pulses and not self._pool.held
+
+    @property
     def urgent(self) -> bool:
         """Whether something is to be done that the poller will not tell of."""
         return self._sessions.urgent

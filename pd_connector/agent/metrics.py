@@ -21,7 +21,7 @@ COUNTERS = {
 COUNTERS_BY_CAUSE = {
     "audits": "Prompts that were computed here, and compared with KV received, by each rank; cause `passed` is the good one (consumer).",
     "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
-    "second_prefills": "Prompts that a prefill engine was asked for again (consumer, SGLang).",
+    "second_prefills": "Prompts that a prefill engine was asked for again (consumer).",
     "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",
     "lost_sessions": "Sessions with producers that ended (consumer).",

@@ -64,7 +64,7 @@ class ProducerSide:
         if config.insecure and is_loopback(config.host):
             logger.warning(
                 "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
-                "(config key, PD_CONNECTOR_HOST or VLLM_HOST_IP) to an address of this machine",
+                "(config key, or PD_CONNECTOR_HOST) to an address of this machine",
                 config.host,
             )
         self._sessions = ConsumerSessions(resources)

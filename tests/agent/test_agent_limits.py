@@ -11,7 +11,7 @@ import pytest
 from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, ranks, until
 from support.children import Children, children, nursery
 
-from pd_connector.agent import session_keeper
+from pd_connector.agent import loop, session_keeper
 from pd_connector.agent.commands import Hold
 from pd_connector.control import addresses
 from pd_connector.errors import Cause
@@ -101,6 +101,20 @@ def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(ranks: Ran
         assert_serves(producer, consumer, f"{i}")
         until(lambda: consumer.gauge("producer_sessions") == 0)
     assert consumer.count("lost_sessions", cause=Cause.NOT_NEEDED) == 2
+
+
+def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop, "_UNHURRIED_POLL_MS", 10**6)  # nothing but what matters ends it
+    producer, consumer = ranks.pair(LONG | {"heartbeat_s": 0.1})
+    peer = Peer(producer.source, WHOLE)
+    side = consumer.agent._loop.consumer_side
+    assert side is not None
+    for number in range(3):
+        consumer.agent.submit(Hold(f"request {number}", f"{number}", (peer,), watch=True))
+        until(lambda: side.unhurried, "only answers to heartbeats come")
+        assert_serves(producer, consumer, f"good {number}")  # by a command, and chunks after it
 
 
 def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):

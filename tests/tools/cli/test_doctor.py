@@ -372,18 +372,19 @@ def test_a_decode_engine_at_which_no_kv_arrives_fails_with_what_to_set():
     assert finding.status is Status.FAIL
     assert "no KV has arrived there for a minute" in finding.found
     assert "unreachable 41, stalled 1" in finding.found
-    assert "VLLM_HOST_IP" in finding.advice
+    assert "PD_CONNECTOR_HOST" in finding.advice
     good = OUTAGE.replace("2.0", "0.0")
     assert worst(visit(params=None, metrics=good)) is Status.OK
 
 
-def test_vllms_own_host_is_looked_at_and_named_where_it_cannot_be_used():
-    environment = {"VLLM_HOST_IP": "10.0.0.7"}
+@pytest.mark.parametrize("variable", ["VLLM_HOST_IP", "SGLANG_HOST_IP"])
+def test_an_engines_own_host_is_looked_at_and_named_where_it_cannot_be_used(variable):
+    environment = {variable: "10.0.0.7"}
     assert network.configured_host(environment) == "127.0.0.1"
     with_key = environment | {"PD_CONNECTOR_KEY": "a secret of more than thirty-two characters"}
     assert network.configured_host(with_key) == "10.0.0.7"
     facts = replace(HEALTHY, environment=environment)
-    assert "VLLM_HOST_IP=10.0.0.7 is not used without a key" in network.settings(facts).found
+    assert f"{variable}=10.0.0.7 is not used without a key" in network.settings(facts).found
 
 
 def test_loopback_is_right_for_a_peer_on_this_machine():
