@@ -94,12 +94,12 @@ def ask(rig: Rig, prompt: str = PROMPT, max_tokens: int = 16, **extra: Any) -> A
     return completion(rig.url, prompt, max_tokens, **extra)
 
 
-def hand_over(rig: Rig) -> None:
+def hand_over(rig: Rig, **extra: Any) -> None:
     """Ask until KV is received: the first prompt of a producer is computed on both sides (audit)."""
     before = rig.metrics()
 
     def received() -> float:
-        ask(rig, max_tokens=2)
+        ask(rig, max_tokens=2, **extra)
         return grown(rig.metrics(), before, "received_transfers")
 
     wait_until(received, "a prefill replica hands KV over")
