@@ -105,6 +105,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seconds."""
     agent_timeout_s: float = 10.0
     """Silence of its own agent's thread after which an engine gives it up, in seconds."""
+    address_file: str = ""
+    """Where a vLLM engine writes its address when it has started, as the JSON object of `remote_*` fields
+    that decode requests need: for whoever introduces engines to each other without a request."""
     wait_timeout_s: float = 300.0
     """Longest wait for a prefill that was announced but has not finished, in seconds."""
 

@@ -198,6 +198,12 @@ class WorkerSide:
             told.clear()
         return activity
 
+    @property
+    def outgoing_transfers(self) -> int:
+        """Transfers that consumers have yet to fetch from this rank."""
+        gauges = self._agent.telemetry.gauges() if self._agent else {}
+        return int(gauges.get("outgoing_transfers", 0))
+
     def close(self) -> None:
         if self._agent is not None:
             self._agent.close()
