@@ -36,7 +36,7 @@ def launch(
     """
     ranges, counters, partials, weights = scratch
     for work, merge in phases:
-        kernel[(ranges.shape[0],)](
+        kernel[(len(ranges) * batch.paired,)](
             query=batch.query,
             table=batch.table,
             lengths=batch.lengths,
@@ -46,6 +46,8 @@ def launch(
             counters=counters,
             partials=partials,
             weights=weights,
+            workers=len(ranges),
+            query_stride=batch.query_strides[0],
             table_stride=batch.table.stride(0),
             max_polls=MAX_POLLS,
             **batch.constants(with_lse=lse is not None),
