@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from pd_kernels.attention import paged_call as paged_call_module
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.launch import known_constants
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
@@ -74,6 +75,7 @@ def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
         )
     )
     JITFunction.run = warm
+    known_constants.clear()  # configs are changed below
     try:
         launched = call()
     finally:

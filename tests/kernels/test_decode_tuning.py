@@ -3,7 +3,9 @@
 counted without a GPU."""
 
 import collections
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import decode_interpreted  # before what it imports
 import pytest
@@ -11,7 +13,9 @@ import torch
 from decode_batches import FP8, by_kernel, by_reference, error, mla_batch, paged_batch
 from test_decode_schedule import pieces
 
+from pd_kernels.attention import decode_plan, operators, paged_decode, plan_paged_decode
 from pd_kernels.attention.mla_call import MlaCall
+from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.tuning import Tuning, tuned, tuning
 from pd_kernels.attention.work_partition import partition, tile_counts
 
@@ -62,6 +66,60 @@ def test_queries_of_any_magnitude_are_multiplied_as_float16(factor: float) -> No
     assert batch.words
     out, _ = by_kernel(batch, 3)
     assert error(out, by_reference(batch)[0]) < BOUND
+
+
+def test_a_call_is_checked_once_and_again_when_anything_it_depends_on_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks are most of what an eager call costs the host."""
+    batch, checked = paged_batch([20, 5]), []
+    check = PagedCall.check
+    monkeypatch.setattr(PagedCall, "check", lambda self: checked.append(1) or check(self))
+    monkeypatch.setattr(operators, "_checked", set())
+    given = (batch.query, batch.keys, batch.values, batch.table, batch.lengths)
+    first = paged_decode(*given)
+    assert torch.equal(paged_decode(*given), first)
+    assert len(checked) == 1
+    paged_decode(*given, window=7)
+    paged_decode(batch.query.clone()[:, :, :2], *given[1:])
+    with pytest.raises(ValueError, match="lengths"):
+        paged_decode(*given[:4], batch.lengths[:1])
+    with pytest.raises(ValueError, match="lengths"):
+        paged_decode(*given[:4], batch.lengths[:1])
+    assert len(checked) == 5, "what has failed is checked again"
+
+
+def test_a_batch_of_one_sequence_is_compiled_as_others_are() -> None:
+    """torch gives an axis of length 1 any stride: that of a slice of a wider tensor, or its own."""
+    wide = torch.zeros(4, 3 * 8 * 64, dtype=torch.bfloat16)
+    many, one = (
+        dataclasses.replace(paged_batch([9]), query=rows[:, : 8 * 64].unflatten(1, (1, 8, 64)))
+        for rows in (wide, wide[:1])
+    )
+    own = dataclasses.replace(one, query=one.query.clone())
+    assert one.query.stride() != own.query.stride()
+    assert many.query_strides[1:] == one.query_strides[1:] == own.query_strides[1:]
+    assert all(batch.query_strides[0] % 16 == 0 for batch in (many, one, own))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 200])
+def test_every_batch_of_a_plan_takes_one_planning_kernel(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = {}
+    kernel = decode_plan.partition_rows
+
+    class Watched:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda **given: taken.update(given) or kernel[grid](**given)
+
+    monkeypatch.setattr(decode_plan, "partition_rows", Watched())
+    query = torch.zeros(256, 1, 8, 64, dtype=torch.bfloat16)
+    plan = plan_paged_decode(query, torch.zeros(2, 16, 2, 64), max_batch=256)
+    lengths = torch.arange(batch) * 7
+    decode_plan.launch_plan(plan, lengths)
+    assert taken["BATCH"] == 256
+    assert torch.equal(plan.ranges, partition(lengths, plan.rows, plan.workers, plan.costs))
 
 
 def reads_from_memory(batch: MlaCall, programs: int, cached_tiles: int) -> float:

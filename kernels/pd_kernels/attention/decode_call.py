@@ -66,6 +66,20 @@ class DecodeCall:
     """Names of the attributes that are caches."""
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """All that checks and launch options depend on. Calls with the same key are checked once:
+        an eager step of a model makes dozens of them."""
+        caches = [getattr(self, name) for name in self.caches]
+        return (
+            tuning(),
+            self.query.device,
+            self.causal,
+            *((each.shape, each.stride(), each.dtype) for each in (self.query, *caches)),
+            *((each.shape, each.stride(), each.dtype) for each in (self.table, self.lengths)),
+            *(each.data_ptr() % 16 for each in caches),
+        )
+
+    @property
     def kv_heads(self) -> int:
         raise NotImplementedError
 

@@ -37,7 +37,7 @@ def config_of(lines: int, coded: bool) -> KernelConfig:
     columns = min(LATENT, triton.next_power_of_2(columns))
     if coded or lines > MAX_HEIGHT:  # bound by products or decoding more than by memory
         if tuning().small_tiles:
-            return KernelConfig(32, 8, 6, 1, 32, 1, columns)
+            return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
         return KernelConfig(64, 8, 3, 1, 32, 1, columns)
     if lines > MAX_HEIGHT // 2:
         return KernelConfig(32, 8, 5, 1, 32, 1, columns)

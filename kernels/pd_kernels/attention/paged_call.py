@@ -2,6 +2,7 @@
 """The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -58,6 +59,10 @@ class PagedCall(DecodeCall):
     mask_mod: Mod | None
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        return (*super().key, self.window)
+
+    @property
     def kv_heads(self) -> int:
         return int(self.keys.shape[2])
 
@@ -69,11 +74,12 @@ class PagedCall(DecodeCall):
     def words(self) -> bool:
         """Whether the kernel reads FP8 codes as words of two, see `paged_codes`. Rows of 64 lines
         take asynchronous products, whose operands lie in shared memory as bfloat16."""
-        even = all(
+        if not tuning().half_codes or self.keys.dtype != FP8 or self.height > 32:
+            return False
+        return all(
             cache.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in cache.stride()[:3])
             for cache in (self.keys, self.values)
         )
-        return tuning().half_codes and self.keys.dtype == FP8 and self.height <= 32 and even
 
     @property
     def config(self) -> KernelConfig:

@@ -20,7 +20,7 @@ class Tuning:
         column_merge: a part of a split-KV merge is some columns of a line, so that more workers
             share the merge of a row with few lines. Off: whole lines.
         small_tiles: `mla_decode` with FP8 latents or more than 64 lines reads tiles of 32 tokens in
-            six stages, so that loads are under way during the products. Off: tiles of 64 tokens in
+            six or eight stages, so that loads are under way during the products. Off: tiles of 64 tokens in
             three stages, where each turn of the loop waits for the loads that it has just begun.
         half_codes: `paged_decode` multiplies FP8 codes as float16, one instruction for two codes.
             Off: as bfloat16, which takes two conversions more for each pair.
