@@ -72,7 +72,7 @@ class BackgroundCompile:
 
 class Compiler:
     """A module of loops that numba compiles when it is imported, and whether they can be used yet. Where numba
-    is missing (vLLM brings it), and until they are compiled, callers have a slower way.
+    is missing, and until they are compiled, callers have a slower way.
 
     Args:
         module: the name of the module.

@@ -24,9 +24,6 @@ file that holds one."""
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-ENGINE_HOST_VARIABLE = "VLLM_HOST_IP"
-"""vLLM's own variable for the address of this host. Taken where nothing else names a host, and other
-addresses than loopback are permitted."""
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
@@ -121,9 +118,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @classmethod
     def load(
-        cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+        cls,
+        extra: Mapping[str, Any],
+        environment: Mapping[str, str] = os.environ,
+        host_variable: str = "",
     ) -> "Config":
         """Read and check a config; environment variables fill in what `extra` leaves out.
+
+        Args:
+            host_variable: the engine's own variable for the address of this host. It is taken where
+                nothing else names a host, and other addresses than loopback are permitted.
 
         Raises:
             ConfigError: an unknown key, a wrong type, or values that cannot go together.
@@ -140,7 +144,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if "host" not in values:
             # Without a key it would be refused, where engines of one machine need none.
             open_to_others = bool(values.get("key")) or values.get("insecure") is True
-            engine_host = environment.get(ENGINE_HOST_VARIABLE, "")
+            engine_host = environment.get(host_variable, "")
             if open_to_others and not _is_wildcard(engine_host):
                 values["host"] = engine_host
         try:

@@ -5,7 +5,7 @@ object of a module that it stands for). Each group of entry points is one kind o
 | group | one entry is |
 |---|---|
 | `pd_connector.transports` | a function that makes a transport (`transport/registry.py`) |
-| `pd_connector.codecs` | a codec (`codec/negotiate.py`) |
+| `pd_connector.codecs` | a codec (`kv/coding.py`) |
 | `pd_connector.commands` | a command of `pd-connector` |
 | `scheduler_plugins.policies` | a policy of the queue or of the router |
 """

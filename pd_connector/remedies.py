@@ -14,7 +14,7 @@ _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+
 _CAUSE = re.compile(r'cause="(\w+)"')
 
 _REACH = (
-    "set `host` (config key, or PD_CONNECTOR_HOST, or VLLM_HOST_IP) of the prefill engine to an address that the "
+    "set `host` (config key, or PD_CONNECTOR_HOST) of the prefill engine to an address that the "
     "decode engine reaches, the same PD_CONNECTOR_KEY on both, and let its TCP ports through the firewall"
 )
 _REMEDIES: dict[Cause, str] = {

@@ -34,3 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"command {name!r} is not known\n{USAGE}", file=sys.stderr)
         return 2
     return serve(given[1:] if name == "serve" else given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

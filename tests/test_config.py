@@ -17,7 +17,7 @@ KEY = "a secret of more than thirty-two characters"
 
 
 def _load(environment: dict[str, str] | None = None, /, **extra: Any) -> Config:
-    return Config.load(extra, environment or {})
+    return Config.load(extra, environment or {}, "HOST_OF_THE_ENGINE")
 
 
 def test_the_defaults_are_valid_and_stay_on_this_machine() -> None:
@@ -202,14 +202,14 @@ def test_variables_fill_in_what_the_config_leaves_out() -> None:
     assert _load({"PD_CONNECTOR_HOST": ""}).host == "127.0.0.1"
 
 
-def test_vllms_own_host_comes_before_loopback_where_other_machines_may_come() -> None:
-    environment = {"VLLM_HOST_IP": "10.0.0.7"}
+def test_the_engines_own_host_comes_before_loopback_where_other_machines_may_come() -> None:
+    environment = {"HOST_OF_THE_ENGINE": "10.0.0.7"}
     assert _load(environment, insecure=True).host == "10.0.0.7"
     assert _load(environment, key=KEY).host == "10.0.0.7"
     assert _load(environment | {"PD_CONNECTOR_KEY": KEY}).host == "10.0.0.7"
     assert _load(environment).host == "127.0.0.1", "without a key only loopback"
-    assert _load({"VLLM_HOST_IP": "0.0.0.0"}, key=KEY).host == "127.0.0.1"
-    assert _load({"VLLM_HOST_IP": ""}, key=KEY).host == "127.0.0.1"
+    assert _load({"HOST_OF_THE_ENGINE": "0.0.0.0"}, key=KEY).host == "127.0.0.1"
+    assert _load({"HOST_OF_THE_ENGINE": ""}, key=KEY).host == "127.0.0.1"
     environment["PD_CONNECTOR_HOST"] = "10.0.0.1"
     assert _load(environment, key=KEY).host == "10.0.0.1"
     assert _load(environment, key=KEY, host="10.0.0.2").host == "10.0.0.2"

@@ -21,7 +21,7 @@ from pd_connector.agent.commands import (
     Withdraw,
 )
 from pd_connector.agent.engine_steps import EngineSteps
-from pd_connector.agent.handshake import Identity
+from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome, OwedOutcomes
 from pd_connector.agent.page_gate import AbandonedError, PageGate
@@ -116,7 +116,7 @@ class Agent:
         def make_loop(port: int) -> Loop:
             return Loop(
                 config,
-                Identity(
+                RankIdentity(
                     engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs), self._facts
                 ),
                 cache,

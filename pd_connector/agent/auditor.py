@@ -113,10 +113,11 @@ class Auditor:
             self._outage.failed(cause, detail, now)
             names = ", ".join(sorted({one.engine_id for one in comparison.counterparts}))
             logger.error(
-                "audit: KV of engine %s is wrong: %s. Prompts for it are computed here until one of "
-                "the two engines starts anew (docs/trust.md#audit)",
+                "audit: KV of engine %s is wrong: %s (%s). Prompts for it are computed here until one "
+                "of the two engines starts anew (docs/trust.md#audit)",
                 names or "(unnamed)",
                 detail,
+                comparison,
             )
             self._distrust(comparison.counterparts, detail)
         elif cause is not Cause.ABORTED:

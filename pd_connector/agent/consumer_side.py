@@ -17,7 +17,7 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.name_queue import Named, NameQueue
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.agent.outage import OutageWatch
-from pd_connector.agent.page_gate import PageGate, RevokedError
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.agent.session_keeper import SessionKeeper
 from pd_connector.control.resolver import Resolver
@@ -107,6 +107,12 @@ class ConsumerSide:
     def busy(self) -> bool:
         """Whether transfers are under way."""
         return self._consumer.transfers > 0
+
+    @property
+    def unhurried(self) -> bool:
+        """Whether what producers say next can wait for a moment: no chunk is on its way, and what
+        they said last were answers to heartbeats."""
+        return self._keeper.only_pulses and not self._pool.held
 
     @property
     def urgent(self) -> bool:
@@ -281,6 +287,12 @@ class ConsumerSide:
             return self._inbox.place(place, session.path)
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
+        except AbandonedError:
+            raise
+        except Exception as error:  # a codec or transport, which may be another package's
+            logger.exception("a chunk of transfer %s was not placed", place.header.transfer)
+            self._telemetry.count("session_errors")
+            return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
     def _finished(self, finished: Finished, now: float) -> None:
         if finished.comparison is not None:

@@ -3,6 +3,7 @@
 `Welcome`."""
 
 import logging
+from collections.abc import Sequence
 
 from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.inbox import ReceivePath
@@ -83,13 +84,15 @@ class Dialler:
             and self._cache.on_host
             and transport.direct(path.expected)
         )
+        codecs = sorted({route.codec for route in routes})
         logger.info(
             "session with %s:%d: transport %s, %s, codecs %s",
             *source[:2],
             transport.label or transport.name,
             "read from pages" if direct else "read" if welcome.read else "written",
-            ",".join(sorted({route.codec for route in routes})) or "none",
+            ",".join(codecs) or "none",
         )
+        self._tell_of_codec(source, welcome.codecs, codecs)
         return path, ProducerSession(
             epoch=welcome.epoch,
             slot_bytes=welcome.slot_bytes,
@@ -110,3 +113,14 @@ class Dialler:
         plain = check_welcome(welcome, self._identity, self._cache.geometry, [RAW.name])
         alike = [route.codec for route in plain] == [route.codec for route in routes]
         return () if alike else plain
+
+    def _tell_of_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
+        """Say it if KV comes uncoded although the configuration names a codec."""
+        wanted = self._config.codec
+        if wanted in ("auto", RAW.name) or list(used) != [RAW.name]:
+            return
+        if wanted not in theirs:
+            why = f"that engine permits {', '.join(theirs)}: set its config key codec, too"
+        else:
+            why = "its cache has no more bits an element than the codec (docs/codecs.md)"
+        logger.warning("codec %s is not used with %s:%d: %s", wanted, *source[:2], why)

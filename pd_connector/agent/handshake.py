@@ -21,7 +21,7 @@ from pd_connector.transport.base import Transport
 _OUR_SCHEMAS = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
 
 
-class Identity(NamedTuple):
+class RankIdentity(NamedTuple):
     """Who a rank is, as its peers see it. Each start of an agent has another `epoch`."""
 
     engine_id: str
@@ -41,7 +41,7 @@ class RefusedError(PDConnectorError):
 
 
 def hello(
-    identity: Identity,
+    identity: RankIdentity,
     geometry: Geometry,
     codecs: Sequence[str],
     transports: Sequence[Transport],
@@ -64,7 +64,7 @@ def hello(
 
 
 def check_hello(
-    message: messages.Hello, identity: Identity, geometry: Geometry, codecs: Sequence[str]
+    message: messages.Hello, identity: RankIdentity, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[int, tuple[Route, ...]]:
     """On the producer, check a `Hello`.
 
@@ -102,7 +102,7 @@ def check_hello(
 
 
 def check_welcome(
-    message: messages.Welcome, identity: Identity, geometry: Geometry, codecs: Sequence[str]
+    message: messages.Welcome, identity: RankIdentity, geometry: Geometry, codecs: Sequence[str]
 ) -> tuple[Route, ...]:
     """On the consumer, check a `Welcome`; returns the routes from that producer.
 

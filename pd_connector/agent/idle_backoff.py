@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a worker pauses in engine steps that compute nothing.
 
-vLLM steps without pause while KV is under way, also when there is nothing to compute. Each empty
+Engines step without pause while KV is under way, also when there is nothing to compute. Each empty
 step costs a few milliseconds of a processor and of Python's lock. The agent needs both to move
 that KV.
 """

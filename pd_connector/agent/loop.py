@@ -21,7 +21,7 @@ from pd_connector.agent.commands import (
 )
 from pd_connector.agent.consumer_side import ConsumerSide
 from pd_connector.agent.engine_steps import EngineSteps
-from pd_connector.agent.handshake import Identity
+from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
 from pd_connector.agent.open_sessions import MOST_SESSIONS
 from pd_connector.agent.owed import Outcome
@@ -48,6 +48,8 @@ _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
 """libzmq's own limit is 1023. A session takes three sockets; transports take others."""
 _BUSY_TRANSPORT_POLL_MS = 1
 """For transports that do not tell when they have made progress (`Transport.restless`)."""
+_UNHURRIED_POLL_MS = 2
+"""Answers to heartbeats of many sessions come one by one. Taken together they cost a fraction."""
 _COMPILING_POLL_MS = 20
 """Nothing tells when a background compilation has ended."""
 
@@ -75,7 +77,7 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        identity: Identity,
+        identity: RankIdentity,
         cache: PagedCache,
         commands: CommandQueue,
         gate: PageGate,
@@ -97,7 +99,7 @@ class Loop:
         self._commands = commands
         self._telemetry = telemetry
         self._checks = checks_wanted()
-        self._poller = zmq.Poller()
+        self._poller = self._others = zmq.Poller()  # `_others`: without a consumer's sessions
         self._polled: list[Any] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = _MOST_SOCKETS
@@ -169,11 +171,11 @@ class Loop:
 
     def wait(self) -> None:
         """Wait until there may be something to do."""
-        pollables = self._pollables()
-        if pollables != self._polled:  # seldom
-            self._poller, self._polled = zmq.Poller(), pollables
-            for pollable in pollables:
-                self._poller.register(pollable, zmq.POLLIN)
+        sessions = self.consumer_side.pollables if self.consumer_side else []
+        others = self._pollables()
+        if [*sessions, *others] != self._polled:  # seldom
+            self._polled = [*sessions, *others]
+            self._poller, self._others = _poller(self._polled), _poller(others)
         sides = [side for side in (self.producer_side, self.consumer_side) if side]
         restless = any(t.restless for t in self._transports) and any(s.busy for s in sides)
         timeout_ms = _BUSY_TRANSPORT_POLL_MS if restless else int(self._config.heartbeat_s * 500)
@@ -181,6 +183,8 @@ class Loop:
             timeout_ms = min(timeout_ms, _COMPILING_POLL_MS)
         if self.consumer_side and self.consumer_side.urgent:
             timeout_ms = 0
+        elif self.consumer_side and self.consumer_side.unhurried and not restless:
+            self._others.poll(_UNHURRIED_POLL_MS)
         self._poller.poll(timeout_ms)
 
     def step(self, now: float) -> None:
@@ -251,8 +255,9 @@ class Loop:
                     consumer_side.change_model(facts, now)
 
     def _pollables(self) -> list[Any]:
+        """All but those of a consumer's sessions."""
         found: list[Any] = [self._commands.wakes]
-        for owner in (self.producer_side, self.consumer_side, *self._transports):
+        for owner in (self.producer_side, *self._transports):
             if owner:
                 found += owner.pollables
         if self._gatekeeper:
@@ -263,3 +268,10 @@ class Loop:
         for side in (self.producer_side, self.consumer_side):
             if side:
                 self._telemetry.gauge(**side.gauges())
+
+
+def _poller(pollables: Sequence[Any]) -> zmq.Poller:
+    poller = zmq.Poller()
+    for pollable in pollables:
+        poller.register(pollable, zmq.POLLIN)
+    return poller

@@ -23,7 +23,7 @@ COUNTERS = {
 COUNTERS_BY_CAUSE = {
     "audits": "Prompts that were computed here, and compared with KV received, by each rank; cause `passed` is the good one (consumer).",
     "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
-    "second_prefills": "Prompts that a prefill engine was asked for again (consumer, SGLang).",
+    "second_prefills": "Prompts that a prefill engine was asked for again (consumer).",
     "slower_sessions": "Sessions over tcp where nixl would be faster, by why not: `device`, `library`, `insecure_data`, `setup`, or `peer`, which does not offer it (producer, `transports: auto`).",
     "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",

@@ -70,5 +70,5 @@ def named_for_what_it_is(host: str, cause: Cause, detail: str) -> str:
         return detail
     return (
         f"{detail}: {host} is this machine itself. A prefill engine on another machine that tells it has no `host` "
-        "of its own (config key, PD_CONNECTOR_HOST or VLLM_HOST_IP)"
+        "of its own (config key, or PD_CONNECTOR_HOST)"
     )

@@ -123,7 +123,7 @@ class Outbox:
                 return None
             send_slot, payload = self._gather(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            found = self._cache.checksum or self._checksum(send, payload, path)
+            found = self._cache.last_checksum or self._checksum(send, payload, path)
             if path.read:
                 return self._offer_slot(send, payload, found, send_slot, now)
             self._write(send, path, payload, found, send_slot, now)

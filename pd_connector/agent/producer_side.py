@@ -64,7 +64,7 @@ class ProducerSide:
         if config.insecure and is_loopback(config.host):
             logger.warning(
                 "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
-                "(config key, PD_CONNECTOR_HOST or VLLM_HOST_IP) to an address of this machine",
+                "(config key, or PD_CONNECTOR_HOST) to an address of this machine",
                 config.host,
             )
         self._sessions = ConsumerSessions(resources)
@@ -124,14 +124,16 @@ class ProducerSide:
         self._act(self._producer.computed(transfer, request, tokens, stop_layer))
 
     def revoke(self, revoke: Revoke) -> None:
-        """The request's pages are no longer its own. Its gate has been shut before."""
+        """The request's pages are no longer its own. The engine's thread has already shut its gate;
+        this opens it again."""
         transfer, request, doubtful_since = revoke
         self._outbox.forget(request)
         self._act(self._producer.revoke(transfer, request, doubtful_since))
         self._gate.open(request)
 
     def withdraw(self, transfer: str, request: str) -> None:
-        """The request offers nothing more. Its gate has been shut before."""
+        """The request offers nothing more. The engine's thread has already shut its gate; this opens
+        it again."""
         self._outbox.forget(request)
         self._act(self._producer.withdraw(transfer, request))
         self._gate.open(request)

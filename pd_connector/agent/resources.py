@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pd_connector.agent.engine_steps import EngineSteps
-from pd_connector.agent.handshake import Identity
+from pd_connector.agent.handshake import RankIdentity
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Context
@@ -33,7 +33,7 @@ class RankResources:
     """
 
     config: Config
-    identity: Identity
+    identity: RankIdentity
     context: Context
     keys: CurveKeys | None
     cache: PagedCache

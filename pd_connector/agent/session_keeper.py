@@ -56,10 +56,14 @@ class SessionKeeper:
         self._act = act
         self._read = read
         self._next_heartbeat = 0.0
+        self.only_pulses = False
+        """Whether what the last `receive` found were answers to heartbeats, and nothing else."""
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
-        for session in self._sessions.ready():
+        ready = self._sessions.ready()
+        self.only_pulses = bool(ready)
+        for session in ready:
             with self._ending_on_error(session, now):
                 self._receive(session, now)
 
@@ -72,6 +76,7 @@ class SessionKeeper:
             except MalformedMessageError as error:
                 self.end(session, Cause.MALFORMED_MESSAGE, str(error), now)
                 return
+            self.only_pulses &= isinstance(message, messages.Pulse)
             self._dispatch(session, message, now)
             self._sessions.heard(session, now)
         if self._sessions.holds(session) and (lost := self._sessions.lost(session)):

@@ -66,7 +66,9 @@ class Listener:
             ) from error
         self.port = bound_port(self.socket)
         self._connections = Connections(context, self.socket, self.port, patience_s)
-        self._descriptors: dict[bytes, int] = {}  # of senders that have a session, or just spoke
+        # Senders that have a session, or just spoke, and their connections, either way.
+        self._descriptors: dict[bytes, int] = {}
+        self._senders: dict[int, bytes] = {}
 
     @property
     def pollables(self) -> list[object]:
@@ -78,7 +80,7 @@ class Listener:
 
     def release(self, sender: bytes, now: float) -> None:
         """The session with this sender has ended."""
-        self._connections.release(self._descriptors.pop(sender, -1), now)
+        self._connections.release(self._forget(sender), now)
 
     def tick(self, now: float) -> int:
         """Close connections without a session; returns how many."""
@@ -98,11 +100,21 @@ class Listener:
 
     def _remember(self, sender: bytes, frame: zmq.Frame) -> None:
         try:
-            self._descriptors[sender] = int(frame.get(zmq.SRCFD))
+            descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:  # libzmq does not tell, such as of a connection that has gone
             return
+        # Who had this number before has lost its connection, even if its session still stands: when
+        # that ends, the connection is not its own any more.
+        self._descriptors.pop(self._senders.get(descriptor, b""), None)
+        self._descriptors[sender], self._senders[descriptor] = descriptor, sender
         if len(self._descriptors) > _MOST_SENDERS:  # of those that never had a session, most
-            del self._descriptors[next(iter(self._descriptors))]
+            self._forget(next(iter(self._descriptors)))
+
+    def _forget(self, sender: bytes) -> int:
+        """Returns its descriptor; -1 if it is not known to have one."""
+        descriptor = self._descriptors.pop(sender, -1)
+        self._senders.pop(descriptor, None)
+        return descriptor
 
     def send(self, receiver: bytes, data: bytes) -> bool:
         """Send a message, unless the receiver is gone or does not read; returns whether it was sent."""

@@ -45,17 +45,22 @@ def token_fingerprint(
     return digest.digest()
 
 
+def adapter_files(folder: Path) -> list[Path]:
+    """Config and weights of an adapter. Raises OSError if there are no weights of one."""
+    files = sorted(file for kind in _ADAPTER for file in folder.glob(kind) if file.is_file())
+    if not any(file.suffix != ".json" for file in files):
+        raise FileNotFoundError(f"no adapter's weights in {folder}")
+    return files
+
+
 def adapter_fingerprint(folder: Path) -> str:
     """Fingerprint of an adapter's content, as hexadecimal digits: of its config and all its weights.
 
     Raises:
         OSError: there are no weights of an adapter, or they cannot be read.
     """
-    files = sorted(file for kind in _ADAPTER for file in folder.glob(kind) if file.is_file())
-    if not any(file.suffix != ".json" for file in files):
-        raise FileNotFoundError(f"no adapter's weights in {folder}")
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-adapter")
-    for file in files:
+    for file in adapter_files(folder):
         content = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
         with file.open("rb") as stream:
             while block := stream.read(_BLOCK_BYTES):

@@ -58,7 +58,7 @@ class PagedCache:
         by_kernels: bool | None = None,
     ) -> None:
         self.geometry = geometry
-        self.checksum: bytes | None = None
+        self.last_checksum: bytes | None = None
         self._layers = CacheLayers(layers, geometry)
         self._copies = BlockCopies(self._layers)
         self._device = self._layers.device
@@ -128,11 +128,11 @@ class PagedCache:
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
         filled = slot[:nbytes]
-        self.checksum = None
+        self.last_checksum = None
         with self._streamed(fence):
             if self._kernels is not None:
-                self.checksum = self._kernels.gather_to_host(route, chunk, pages, filled)
-            if self.checksum is None:
+                self.last_checksum = self._kernels.gather_to_host(route, chunk, pages, filled)
+            if self.last_checksum is None:
                 self._copies.gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
         return filled
 
@@ -157,11 +157,11 @@ class PagedCache:
             raise ValueError(
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
-        self.checksum = None
+        self.last_checksum = None
         with self._streamed(fence):
             if self._kernels is not None:
-                self.checksum = self._kernels.scatter_from_host(route, chunk, pages, payload)
-            if self.checksum is None:
+                self.last_checksum = self._kernels.scatter_from_host(route, chunk, pages, payload)
+            if self.last_checksum is None:
                 self._copies.scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
 
     def compare(
@@ -189,7 +189,7 @@ class PagedCache:
             raise ValueError(
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
-        self.checksum = None
+        self.last_checksum = None
         if not can_compare(route):
             return []
         words = np.frombuffer(payload, np.uint8)

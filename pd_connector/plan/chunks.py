@@ -159,10 +159,12 @@ def chunk_limit(
 ) -> int:
     """How many bytes a chunk of a transfer of `tokens` tokens should have at most.
 
-    A chunk has what the link moves in `CHUNK_S` at most, and a quarter of the transfer at most, so
-    that gathering, moving and scattering run side by side. It has room for `min_chunk_tokens`
-    tokens of a layer at least, so that headers and messages cost nothing. It is never more than a
-    slot.
+    | bound | why |
+    |---|---|
+    | at most what the link moves in `CHUNK_S`, and a quarter of the transfer | gathering, moving and scattering run side by side |
+    | at most `READ_CHUNK_BYTES` or `DIRECT_CHUNK_BYTES` where it is read | what was gathered is still in the processor's cache |
+    | at least `min_chunk_tokens` tokens of one layer | headers and messages cost little |
+    | at most one slot | always |
 
     Args:
         slot_bytes: bytes of a slot, the smaller one of both sides.

@@ -179,43 +179,49 @@ def _routes(
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
         _check(name, geometry)
-    found: list[Route] = []
-    for ours in source.groups:
-        for theirs in destination.groups:
-            layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
-            if not layers:
-                continue
-            if problem := _unlike(ours, theirs, layers):
-                raise UnsupportedGeometryError(problem)
-            heads = served(source.shard, destination.shard, ours.heads)
-            layers = shared_layers(source.shard, destination.shard, ours.heads, layers)
-            if not layers or not heads:
-                continue
-            codec = _codec(ours, theirs, offered, accepted)
-            verbatim = codec == RAW.name and _alike(
-                source, destination, ours, theirs, layers, heads
-            )
-            if not verbatim and ours.dtype not in ELEMENT_BYTES:
-                held = len(source.heads(ours)), len(destination.heads(theirs))
-                raise UnsupportedGeometryError(
-                    f"layers {layers[0]}-{layers[-1]}: pages of {ours.dtype} with "
-                    f"{held[0]} / {held[1]} heads cannot be taken apart; use the same number of "
-                    "tensor-parallel ranks on both sides"
-                )
-            found.append(
-                Route(
-                    ours,
-                    theirs,
-                    layers,
-                    heads,
-                    heads.start - source.heads(ours).start,
-                    heads.start - destination.heads(theirs).start,
-                    codec,
-                    verbatim,
-                    rules,
-                )
-            )
-    return tuple(found)
+    pairs = ((ours, theirs) for ours in source.groups for theirs in destination.groups)
+    found = (_route(source, destination, *pair, offered, accepted, rules) for pair in pairs)
+    return tuple(route for route in found if route)
+
+
+def _route(
+    source: Geometry,
+    destination: Geometry,
+    ours: Group,
+    theirs: Group,
+    offered: tuple[str, ...],
+    accepted: tuple[str, ...],
+    rules: PlanRules,
+) -> Route | None:
+    """What passes from a group of the producer to one of the consumer; None if they share nothing."""
+    layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
+    if not layers:
+        return None
+    if problem := _unlike(ours, theirs, layers):
+        raise UnsupportedGeometryError(problem)
+    heads = served(source.shard, destination.shard, ours.heads)
+    layers = shared_layers(source.shard, destination.shard, ours.heads, layers)
+    if not layers or not heads:
+        return None
+    codec = _codec(ours, theirs, offered, accepted)
+    verbatim = codec == RAW.name and _alike(source, destination, ours, theirs, layers, heads)
+    if not verbatim and ours.dtype not in ELEMENT_BYTES:
+        held = len(source.heads(ours)), len(destination.heads(theirs))
+        raise UnsupportedGeometryError(
+            f"layers {layers[0]}-{layers[-1]}: pages of {ours.dtype} with {held[0]} / {held[1]} heads "
+            "cannot be taken apart; use the same number of tensor-parallel ranks on both sides"
+        )
+    return Route(
+        source=ours,
+        destination=theirs,
+        layers=layers,
+        heads=heads,
+        source_head=heads.start - source.heads(ours).start,
+        destination_head=heads.start - destination.heads(theirs).start,
+        codec=codec,
+        verbatim=verbatim,
+        rules=rules,
+    )
 
 
 def _check(side: str, geometry: Geometry) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
+from pd_connector.kv.audit_tolerance import Tolerance, tolerance
 from pd_connector.kv.coding import ELEMENT_BYTES, Part
 from pd_connector.kv.geometry import DRAFT_LAYERS
-from pd_connector.kv.noise import Tolerance, tolerance
 from pd_connector.plan.route import Route
 from pd_connector.protocol.peers import Source
 
@@ -116,8 +116,16 @@ class Comparison:
         return None
 
     def __str__(self) -> str:
-        largest = ", ".join(f"{_name(p)} {distance:.2g}" for p, distance in self.largest.items())
-        return f"{self.pages} pages of layers compared, largest distance {largest or 'none'}"
+        if not self.pages:
+            return "nothing was compared"
+        layers: dict[Part, float] = {}
+        for (_, part), (apart, own, _) in self._sums.items():
+            layers[part] = max(relative(apart, own), layers.get(part, 0.0))
+        pages, whole = (
+            ", ".join(f"{_name(part)} {distance:.2g}" for part, distance in found.items())
+            for found in (self.largest, layers)
+        )
+        return f"{self.pages} pages of layers compared, largest distance {pages}; of a whole layer {whole}"
 
 
 class AuditBook:

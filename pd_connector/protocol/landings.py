@@ -63,16 +63,16 @@ class Landings:
         route = stream.routes[chunk.route]
         pages = load.pages_of(route, chunk)
         place = PlaceChunk(
-            source,
-            header,
-            route,
-            chunk,
-            pages,
-            slot,
-            payload,
-            load.request,
-            authentic,
-            incoming.comparison,
+            source=source,
+            header=header,
+            route=route,
+            chunk=chunk,
+            pages=pages,
+            slot=slot,
+            payload=payload,
+            request=load.request,
+            authentic=authentic,
+            comparison=incoming.comparison,
         )
         if wrong := place.problem(session.header(load, route, chunk, header.checksum)):
             return self._fetches.finish(incoming, *wrong, now)

@@ -42,6 +42,9 @@ from pd_connector.sglang.support import check_supported
 
 logger = logging.getLogger("pd_connector.sglang")
 
+HOST_VARIABLE = "SGLANG_HOST_IP"
+"""SGLang's own variable for the address of this host."""
+
 Kind = TypeVar("Kind", Free, Finished, Held)
 
 
@@ -308,7 +311,7 @@ class Manager(BaseKVManager):
 def load_config(text: str) -> Config:
     """The config in a variable's text. Raises ConfigError."""
     if not text.strip():
-        return Config.load({})
+        return Config.load({}, host_variable=HOST_VARIABLE)
     try:
         found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
     except (OSError, ValueError) as error:
@@ -323,4 +326,4 @@ def load_config(text: str) -> Config:
             f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
             "with; leave it out (config key audit)"
         )
-    return Config.load(found)
+    return Config.load(found, host_variable=HOST_VARIABLE)

@@ -2,6 +2,7 @@
 """How the system itself finds out that the other end of a TCP connection has gone without a word."""
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Collection, Iterator
@@ -18,32 +19,40 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
-def listening_ports() -> set[int]:
-    """Ports on which this process accepts TCP connections."""
+def listening_sockets() -> dict[int, int]:
+    """Descriptors with which this process accepts TCP connections, and their ports.
+
+    Raises OSError if there is no descriptor to look with.
+    """
     return {
-        port
-        for sock, port in _sockets()
+        number: port
+        for number, sock, port in _sockets()
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     }
 
 
 def keep_accepted_alive(ports: Collection[int]) -> None:
-    """`keep_alive` for the connections that were accepted on these ports, whoever accepted them."""
-    for sock, port in _sockets():
-        if port in ports and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            with contextlib.suppress(OSError):  # it has ended
-                keep_alive(sock)
+    """`keep_alive` for the connections that were accepted on these ports, whoever accepted them, as
+    far as there are descriptors."""
+    with contextlib.suppress(OSError):
+        for _, sock, port in _sockets():
+            if port in ports and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                with contextlib.suppress(OSError):  # it has ended
+                    keep_alive(sock)
 
 
-def _sockets() -> Iterator[tuple[socket.socket, int]]:
-    """Duplicates of this process' TCP sockets, each open until the next is taken, and their ports."""
+def _sockets() -> Iterator[tuple[int, socket.socket, int]]:
+    """Descriptors of this process' TCP sockets, a duplicate of each that is open until the next is
+    taken, and their ports."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             copy = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
-            continue
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            continue  # closed meanwhile
         with copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                yield copy, int(copy.getsockname()[1])
+                yield int(name), copy, int(copy.getsockname()[1])

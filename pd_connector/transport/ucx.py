@@ -20,7 +20,7 @@ import os
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -31,16 +31,16 @@ import numpy.typing as npt
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.transport.base import Landed, Link, Transport, Written
-from pd_connector.transport.keepalive import keep_accepted_alive, listening_ports
+from pd_connector.transport.ucx_worker import UcxWorker
 
 logger = logging.getLogger("pd_connector.transport.ucx")
 
 _PREFIX = struct.Struct("<II")  # slot, bytes of the header; header and payload follow
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_BATCH = 64  # messages taken from one producer at a time
-_CLOSING_POLLS = 100  # cancelled writes end at the next; more is for what UCX wants to tell
+_MOST_FAILED_DIALS = 8
+"""UCX keeps a socket of each for as long as the worker lives."""
 _TAG_BITS = 62
-_STALE_NUMBERS = 64
 
 _Buffer = npt.NDArray[np.uint8]
 
@@ -56,6 +56,7 @@ class _Move(NamedTuple):
 
     request: Any
     buffer: _Buffer
+    worker: UcxWorker
     tag: int = -1
 
     @property
@@ -70,6 +71,7 @@ class _Move(NamedTuple):
 
 @dataclass(slots=True)
 class _Consumer:
+    worker: UcxWorker
     endpoint: Any
     writes: dict[int, _Move] = field(default_factory=dict)  # by token
 
@@ -98,54 +100,44 @@ class UcxTransport(Transport):
         self._expected: dict[int, int] = {}  # source: the producer's tag
         self._arriving: list[_Move] = []
         self._abandoned: list[_Move] = []
+        self._spent: list[UcxWorker] = []  # they serve those who have reached them
+        self._closed = False
         self._api, self._array = _import_api()
         # A peer's process that has died without a word is noticed within some seconds.
         self._options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
         if is_loopback(host):
             self._options["NET_DEVICES"] = "lo"
-        self._worker: Any = None
-        self._ports: set[int] = set()  # on which UCX accepts connections
         try:
-            self._begin()
+            self._worker = UcxWorker(self._api, self._options)
         except Exception as error:
             raise TransportError(
                 f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
             ) from error
 
-    def _begin(self) -> None:
-        """Make a worker."""
-        context = self._api.UCXContext(self._options, feature_flags=(self._api.Feature.TAG,))
-        before = listening_ports()
-        worker = self._api.UCXWorker(context)
-        self._ports = listening_ports() - before
-        self._address = _UcxAddress(worker.address.tobytes(), self._tag)
-        self._worker = worker
-
     def address(self) -> bytes:
-        """As the seam says. UCX closes its listening socket when there is no descriptor for a new
-        connection. Nobody reaches this worker then, and what is told here is another one's."""
-        if self._ports and not self._links and not self._ports & listening_ports():
+        """As the seam says. Where UCX does not listen any more, it is that of a new worker; the one
+        before lives on for those that have a session over it."""
+        if self._worker.is_deaf:
             logger.warning("ucx: its listening socket is closed (no descriptors?): begun again")
-            old = self._worker
-            with (
-                contextlib.suppress(Exception),
-                _low_numbers_taken(),
-            ):  # else the next dial tries again
-                self._begin()
-                self._abandoned += self._arriving
-                self._arriving = []
-                _drain(old)
-        return msgspec.msgpack.encode(self._address)
+            with contextlib.suppress(Exception):  # else the next dial tries again
+                self._begin_again()
+        return msgspec.msgpack.encode(_UcxAddress(self._worker.address, self._tag))
 
     def connect(self, consumer: bytes) -> Link:
         address = _read_address(consumer)
         try:
-            worker = self._api.UCXAddress.create_from_buffer(address.worker)
-            endpoint = self._api.UCXEndpoint.create_from_worker_address(self._worker, worker, True)
+            if self._worker.failed_dials >= _MOST_FAILED_DIALS:
+                self._begin_again()
+            theirs = self._api.UCXAddress.create_from_buffer(address.worker)
+            endpoint = self._api.UCXEndpoint.create_from_worker_address(
+                self._worker.worker, theirs, True
+            )
         except Exception as error:
+            self._worker.failed_dials += 1
             raise TransportError(f"ucx cannot reach the consumer: {error!r}") from error
         link = next(self._numbers)
-        self._links[link] = _Consumer(endpoint)
+        self._links[link] = _Consumer(self._worker, endpoint)
+        self._worker.users.add(link)
         return link
 
     def disconnect(self, link: Link) -> None:
@@ -158,20 +150,27 @@ class UcxTransport(Transport):
             self._abandoned.append(move)
         with contextlib.suppress(Exception):  # it may have failed by itself
             consumer.endpoint.close_blocking()
+        self._leave(link)
 
     def expect(self, producer: bytes) -> Hashable:
         source = next(self._numbers)
         self._expected[source] = _read_address(producer).tag
+        self._worker.users.add(source)
         return source
 
     def dismiss(self, source: Hashable) -> None:
         assert isinstance(source, int)
         tag = self._expected.pop(source, None)
-        if tag is None or tag in self._expected.values():
-            return
+        if tag is not None and tag not in self._expected.values():
+            self._dismiss(tag)
+        self._leave(source)
+
+    def _dismiss(self, tag: int) -> None:
+        """No message of this producer is expected any more."""
         # UCX itself only asks whether consumers are there. A producer that has gone without a word
         # would leave its connection, and a descriptor, for ever.
-        keep_accepted_alive(self._ports)
+        for worker in self._workers:
+            worker.keep_accepted_alive()
         # What is here already belongs to the session that ends, and not to its next one.
         self._match(tag)
         self._abandoned += [move for move in self._arriving if move.tag == tag]
@@ -196,12 +195,16 @@ class UcxTransport(Transport):
         except Exception as error:
             raise TransportError(f"ucx write cannot start: {error!r}") from error
         token = next(self._numbers)
-        consumer.writes[token] = _Move(request, buffer)
+        consumer.writes[token] = _Move(request, buffer, consumer.worker)
         return token
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         if self.restless:
-            self._worker.progress()
+            for worker in self._workers:
+                worker.worker.progress()
+            if self._worker.is_deaf:
+                with contextlib.suppress(Exception):  # told when it is dialled
+                    self._worker.forget_closed()
         for tag in Counter(self._expected.values()):
             self._match(tag)
         self._abandoned = [move for move in self._abandoned if not move.request.completed]
@@ -220,31 +223,67 @@ class UcxTransport(Transport):
         return bool(self._links or self._expected or self._abandoned)
 
     def close(self) -> None:
-        if self._worker is None:
+        if self._closed:
             return
+        self._closed = True
         for link in list(self._links):
             self.disconnect(link)
         for source in list(self._expected):
             self.dismiss(source)
-        _drain(self._worker)
-        self._abandoned.clear()
-        self._worker = None
+        self._end(self._worker)
+        del self._worker
+
+    def _begin_again(self) -> None:
+        """Make a new worker. The one before serves those who have a session over it.
+
+        Raises:
+            Exception: there can be none now.
+        """
+        old = self._worker
+        old.forget_closed()
+        self._worker = UcxWorker(self._api, self._options)
+        if old.users:
+            self._spent.append(old)
+        else:
+            self._end(old)
+
+    @property
+    def _workers(self) -> tuple[UcxWorker, ...]:
+        return (self._worker, *self._spent)
+
+    def _leave(self, user: int) -> None:
+        """A link or a source is no more."""
+        for worker in self._workers:
+            worker.users.discard(user)
+        for worker in [worker for worker in self._spent if not worker.users]:
+            self._spent.remove(worker)
+            self._end(worker)
+
+    def _end(self, worker: UcxWorker) -> None:
+        """Nobody needs this worker any more."""
+        worker.drain()
+        self._abandoned = [move for move in self._abandoned if move.worker is not worker]
+        self._arriving = [move for move in self._arriving if move.worker is not worker]
 
     def _match(self, tag: int) -> None:
         """Give the messages that wait under this tag memory to arrive in."""
+        for worker in self._workers:
+            self._match_at(worker, tag)
+
+    def _match_at(self, worker: UcxWorker, tag: int) -> None:
         for _ in range(_MAX_BATCH):
             try:
-                probe = self._worker.tag_probe(self._api.UCXXTag(tag), remove=True)
+                probe = worker.worker.tag_probe(self._api.UCXXTag(tag), remove=True)
                 if not probe:
                     return
                 # One that is too long is cut, fails for that, and is forgotten.
                 fits = probe.length <= self._max_bytes
                 buffer = np.empty(max(1, probe.length) if fits else 1, np.uint8)
-                request = self._worker.tag_recv_with_handle(self._array(buffer), probe)
+                request = worker.worker.tag_recv_with_handle(self._array(buffer), probe)
             except Exception:
                 # Whatever that message was, the peer's session ends for want of it.
                 return
-            self._arriving.append(_Move(request, buffer, tag))
+            self._arriving.append(_Move(request, buffer, worker, tag))
 
     def _end_writes(self, consumer: _Consumer) -> None:
         if not consumer.writes:
@@ -272,26 +311,6 @@ class UcxTransport(Transport):
                 landed.append(arrival)
         self._arriving = under_way
         return landed
-
-
-@contextlib.contextmanager
-def _low_numbers_taken() -> Iterator[None]:
-    """Within, new descriptors have numbers that were not in use lately: UCX still has handlers for
-    the numbers of sockets that it has closed in this way, and fails where these come again."""
-    taken: list[int] = []
-    try:
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        taken.extend(os.open(os.devnull, flags) for _ in range(_STALE_NUMBERS))
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-
-
-def _drain(worker: Any) -> None:
-    """Let UCX end what it has under way, and tell its peers."""
-    for _ in range(_CLOSING_POLLS):
-        worker.progress()
 
 
 def _read_message(message: _Buffer) -> Landed | None:

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+HOST_VARIABLE = "VLLM_HOST_IP"
+"""vLLM's own variable for the address of this host."""
+
+
 class PDConnector(KVConnectorBase_V1, SupportsHMA):
     """Made once in the scheduler and once in each worker; holds the side of its role only."""
 
@@ -66,7 +70,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
-        config = Config.load(transfer.kv_connector_extra_config)
+        config = load_config(transfer.kv_connector_extra_config)
         _check_supported(vllm_config)
         # vLLM's own default is "fail" and cannot be told from a choice, so ours decides.
         # The scheduler reads the policy after it has made its connector.
@@ -216,7 +220,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Full graphs would skip `save_kv_layer`."""
-        return Config.load(extra_config).overlap == "layer"
+        return load_config(extra_config).overlap == "layer"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -246,6 +250,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
+
+
+def load_config(extra: dict[str, Any]) -> Config:
+    """The config in vLLM's `kv_connector_extra_config`. Raises ConfigError."""
+    return Config.load(extra, host_variable=HOST_VARIABLE)
 
 
 def _check_supported(vllm_config: "VllmConfig") -> None:

@@ -5,12 +5,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from pd_connector.kv.identity import adapter_fingerprint, token_fingerprint
+from pd_connector.kv.identity import adapter_files, adapter_fingerprint, token_fingerprint
 from pd_connector.vllm.checkpoint import in_cache
 
 if TYPE_CHECKING:
@@ -20,11 +20,20 @@ _MOST_INPUTS = 4096
 """Images and the like whose hashes are remembered."""
 
 
+_State = tuple[int, int, int]
+"""Inode, size and time of the last change of a file."""
+
+
+class _Adapter(NamedTuple):
+    fingerprint: str
+    files: dict[Path, _State | None]  # as they were when they were read
+
+
 class RequestIdentity:
     """Fingerprints of requests' prompts. Used by one thread."""
 
     def __init__(self) -> None:
-        self._adapters: dict[tuple[int, str], str] = {}
+        self._adapters: dict[tuple[int, str], _Adapter] = {}
         self._inputs: OrderedDict[str, str] = OrderedDict()
 
     def of(self, request: "Request") -> bytes:
@@ -48,13 +57,24 @@ class RequestIdentity:
 
     def _adapter(self, lora: Any) -> str:
         """Name and content of an adapter. Its files are read once, unless vLLM is told to load it
-        again under its number."""
+        again under its number.
+
+        vLLM itself reads them again where it had no room to keep the adapter. If they have changed
+        by then, nobody knows which of the two contents a worker has.
+        """
         key = int(lora.lora_int_id), str(lora.lora_path)
-        if key not in self._adapters or getattr(lora, "load_inplace", False):
+        known = self._adapters.get(key)
+        if known is None or getattr(lora, "load_inplace", False):
             path = Path(lora.lora_path).expanduser()
             folder = path if path.is_dir() else in_cache(str(lora.lora_path), None) or path
-            self._adapters[key] = adapter_fingerprint(folder)
-        return f"{lora.lora_name} {self._adapters[key]}"
+            files = {file: _state(file) for file in adapter_files(folder)}
+            known = self._adapters[key] = _Adapter(adapter_fingerprint(folder), files)
+        for file, state in known.files.items():
+            if _state(file) not in (state, None):  # one that is gone cannot be read again either
+                raise OSError(
+                    f"{file} has changed since the adapter was loaded; unload the adapter, and load it again"
+                )
+        return f"{lora.lora_name} {known.fingerprint}"
 
     def _input(self, feature: Any) -> str:
         """Hash of what the model is given for an image or the like: of what the engine's processor
@@ -70,6 +90,15 @@ class RequestIdentity:
             if len(self._inputs) > _MOST_INPUTS:
                 self._inputs.popitem(last=False)
         return self._inputs[known]
+
+
+def _state(file: Path) -> _State | None:
+    """None for a file that is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _content(data: Mapping[str, Any]) -> str:

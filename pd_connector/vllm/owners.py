@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which module of a model has which other as a part.
 
-vLLM gives a connector its attention layers, but not the modules that these are parts of, which know how
-keys are rotated and hold the weights. PyTorch tells whoever asks when a module becomes a part of
-another; this asks before vLLM builds its model.
+vLLM gives a connector its attention layers, but not the modules above them, which know how keys are
+rotated and hold the weights. A hook of PyTorch, installed before vLLM builds the model, records each
+module's parent.
 """
 
 import weakref
@@ -26,8 +26,8 @@ def watch() -> None:
 
 
 def owners(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The module that this one is a part of, the one that that is a part of, and so on to the model.
-    Nothing where `watch` was not called before the model was built."""
+    """The module's parent, then its parent, and so on up to the model. Nothing where `watch` was not
+    called before the model was built."""
     seen = {id(module)}
     while (owner := _owners.get(module)) is not None and (found := owner()) is not None:
         if id(found) in seen:

@@ -102,10 +102,10 @@ class SchedulerSide:
             identity = self._identity_of(request)
             if identity is None:
                 return
-            self._offers[request.request_id] = transfer, identity
+            self._offers[request.request_id] = transfer, identity[0]
             self._commands.append(Expect(transfer))
             if self._streaming:
-                self._streaming.add(request, transfer, identity)
+                self._streaming.add(request, transfer, identity[0])
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -258,17 +258,17 @@ class SchedulerSide:
         identity = self._identity_of(request)
         if identity is None:
             return
-        adapter = self._identity.adapter(request)
         watch = parsed.wait and self._config.defer_pages
         stage = Stage.WATCHED if watch else Stage.HELD
-        fetch = Fetch(transfer, identity, adapter, peers, parsed.wait, stage)
+        fetch = Fetch(transfer, *identity, peers, parsed.wait, stage)
         self._fetches[request.request_id] = fetch
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
 
-    def _identity_of(self, request: "Request") -> bytes | None:
-        """What its KV depends on; None where that is not known, and the request is computed here."""
+    def _identity_of(self, request: "Request") -> tuple[bytes, str] | None:
+        """What its KV depends on, and its adapter; None where that is not known, and the request is
+        computed here."""
         try:
-            return self._identity.of(request)
+            return self._identity.of(request), self._identity.adapter(request)
         except OSError as error:
             detail = f"its adapter cannot be told by content: {error}"
             self._ignore(request, Cause.MODEL, detail)

@@ -24,8 +24,7 @@ from zlib import crc32
 
 import msgspec
 
-from scheduler_plugins.admission.load import LoadReport
-from scheduler_plugins.admission.process import (
+from scheduler_plugins.admission.liveness import (
     hold,
     is_held,
     lives,
@@ -33,6 +32,7 @@ from scheduler_plugins.admission.process import (
     start_ticks,
     user_namespace,
 )
+from scheduler_plugins.admission.load import LoadReport
 
 STALE_S = 2.0
 """A post of a busy engine is stale this long after its step should have ended."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of service: what free users cost premium ones, and who gets how much."""
+"""Benchmark of quality of service: what free users cost premium ones, and who gets how much."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CALIBRATION = 2000
 def stream(
     qos: str, load: float, duration_s: float, seed: int, truth: CostModel = ENGINE
 ) -> list[Waiting]:
-    """Requests of one class, which bring `load` times what the engine can do."""
+    """One class's requests, arriving at `load` times the engine's capacity."""
     setup = Setup("fcfs", cache_tokens=CACHE_TOKENS, truth=truth)
     rate = load * capacity(lengths(0, _CALIBRATION), setup)
     return poisson(lengths(seed, round(rate * duration_s)), rate, seed, qos)

@@ -14,8 +14,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pd_connector.errors import ConfigError
-from scheduler_plugins.cost.profile import ProfileError, load
+from pd_connector.errors import PDConnectorError
+from scheduler_plugins.cost.profile import load
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.links import Network
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             begun_s = time.perf_counter()
             found.append(_run(scenario, arrivals, name, given.decode_policy, console))
             took_s.append(time.perf_counter() - begun_s)
-    except (ConfigError, ProfileError, trace.TraceError, ValueError) as error:
+    except (PDConnectorError, ValueError) as error:
         print(f"not simulated: {error}", file=sys.stderr)
         return FAILED
     summaries = [summary for summary, _ in found]

@@ -10,6 +10,7 @@ from math import inf
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
+from scheduler_plugins.router.policies.added import added_names
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import PREFILL, create
 from scheduler_plugins.sim.cluster import Cluster
@@ -152,4 +153,4 @@ def policies(asked: str) -> list[str]:
     """The policies that `--compare` names: a list with commas, or `all`."""
     if asked != "all":
         return [name.strip() for name in asked.split(",") if name.strip()]
-    return [*PREFILL, CONDUCTOR_GLOBAL]
+    return [*PREFILL, CONDUCTOR_GLOBAL, *added_names()]

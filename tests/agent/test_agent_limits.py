@@ -11,7 +11,7 @@ import pytest
 from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, ranks, until
 from support.children import Children, children, nursery
 
-from pd_connector.agent import session_keeper
+from pd_connector.agent import loop, session_keeper
 from pd_connector.agent.commands import Hold
 from pd_connector.control import addresses
 from pd_connector.errors import Cause
@@ -103,6 +103,20 @@ def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(ranks: Ran
     assert consumer.count("lost_sessions", cause=Cause.NOT_NEEDED) == 2
 
 
+def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop, "_UNHURRIED_POLL_MS", 10**6)  # nothing but what matters ends it
+    producer, consumer = ranks.pair(LONG | {"heartbeat_s": 0.1})
+    peer = Peer(producer.source, WHOLE)
+    side = consumer.agent._loop.consumer_side
+    assert side is not None
+    for number in range(3):
+        consumer.agent.submit(Hold(f"request {number}", f"{number}", (peer,), watch=True))
+        until(lambda: side.unhurried, "only answers to heartbeats come")
+        assert_serves(producer, consumer, f"good {number}")  # by a command, and chunks after it
+
+
 def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):
     producer, consumer = ranks.pair(LONG | {"idle_timeout_s": 0.3})
     consumer.load(producer.source, "t", [1], wait=True)
@@ -158,6 +172,34 @@ def test_an_unexpected_error_ends_its_session_and_not_the_agent(
     assert rank.count("session_errors") == 1
     assert rank.count("agent_failures") == 0
     rank.counts.clear()
+
+
+def test_a_codec_that_raises_fails_its_transfer_and_no_other(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    """Codecs may be other packages' (docs/extending.md)."""
+    settings = LONG | {"lease_s": 2.0, "transports": ["tcp"], "key": KEY}
+    producer, consumer = ranks.pair(settings)
+    assert_serves(producer, consumer, "before")
+    consumer.load(producer.source, "waits", [5], wait=True)
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise ValueError("these bytes are not mine")
+
+    monkeypatch.setattr(consumer.agent._loop.consumer_side._inbox._cache, "scatter", fail)  # type: ignore[union-attr]
+    producer.offer("t", [1])
+    consumer.load(producer.source, "t", [1])
+    finished = consumer.loaded("t")
+    assert finished.cause == Cause.INTERNAL
+    assert "these bytes are not mine" in finished.detail
+    producer.freed("t")
+    producer.offer("waits", [2])
+    assert consumer.loaded("waits").cause is None
+    assert_serves(producer, consumer, "afterwards")
+    assert consumer.count("session_errors") == 1
+    assert consumer.count("agent_failures") == 0
+    consumer.counts.clear()
 
 
 def slow_names(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -47,7 +47,7 @@ def test_failures_over_a_minute_without_a_success_are_said_once(
     (line,) = said(caplog)
     assert "61 transfers failed (unreachable 61)" in line
     assert "connection refused" in line
-    assert "VLLM_HOST_IP" in line
+    assert "PD_CONNECTOR_HOST" in line
 
 
 def test_one_success_between_failures_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +74,7 @@ def test_requests_that_ended_for_their_own_reasons_are_no_outage() -> None:
 def test_a_loopback_address_that_cannot_be_reached_is_named_as_this_machine() -> None:
     told = named_for_what_it_is("127.0.0.1", Cause.UNREACHABLE, "connection refused")
     assert "127.0.0.1 is this machine itself" in told
-    assert "VLLM_HOST_IP" in told
+    assert "PD_CONNECTOR_HOST" in told
     assert named_for_what_it_is("10.0.0.1", Cause.UNREACHABLE, "refused") == "refused"
     assert named_for_what_it_is("127.0.0.1", Cause.STALLED, "no chunk") == "no chunk"
 
@@ -118,7 +118,7 @@ from support.agents import Rank
 
 logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
 role, extra = sys.argv[3], json.loads(sys.argv[4])
-config = Config.load(extra)
+config = Config.load(extra, host_variable="HOST_OF_THE_ENGINE")
 settings = {name: getattr(config, name) for name in config.__struct_fields__}
 rank = Rank(settings, seed=role == "consumer", produces=role == "producer",
             consumes=role == "consumer")
@@ -179,7 +179,7 @@ def between_machines(**host: str) -> tuple[list[Any], str, str]:
         with started(left, "producer", told) as producer:
             assert producer.stdout is not None
             where = producer.stdout.readline()
-            mine = {"VLLM_HOST_IP": right.address}
+            mine = {"HOST_OF_THE_ENGINE": right.address}
             with started(right, "consumer", mine, where) as consumer:
                 found, log = consumer.communicate(timeout=60)
             _, producers_log = producer.communicate(timeout=60)
@@ -194,16 +194,13 @@ def test_an_engine_that_tells_its_loopback_address_to_another_machine_is_named()
     assert "127.0.0.1 is this machine itself" in detail
     assert failing == 1
     assert log.count("no KV has arrived for") == 1
-    assert (
-        "set `host` (config key, or PD_CONNECTOR_HOST, or VLLM_HOST_IP) of the prefill engine"
-        in log
-    )
+    assert "set `host` (config key, or PD_CONNECTOR_HOST) of the prefill engine" in log
     assert "engines on other machines are told to dial themselves" in producers_log
 
 
 @pytest.mark.netns
 @pytest.mark.skipif(bool(available()), reason=f"no network namespaces: {available()}")
-@pytest.mark.parametrize("variable", ["VLLM_HOST_IP", "PD_CONNECTOR_HOST"])
+@pytest.mark.parametrize("variable", ["HOST_OF_THE_ENGINE", "PD_CONNECTOR_HOST"])
 def test_with_the_engines_own_address_kv_passes_between_machines(variable: str) -> None:
     (cause, detail, failing), log, producers_log = between_machines(**{variable: "{address}"})
     assert cause is None, (detail, log)

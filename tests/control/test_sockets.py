@@ -98,6 +98,29 @@ def test_a_listener_that_ends_is_noticed(context: Context):
     assert lost(connection) == Cause.SESSION_LOST
 
 
+def test_a_session_that_outlived_its_connection_does_not_end_the_next_one(context: Context):
+    """The system gives the number of the connection that was lost to the next one."""
+    listener = Listener(context, "127.0.0.1", None, patience_s=1.0)
+    for _ in range(50):
+        lost_one, former = greeted(context, listener)
+        listener.serve(former, 0.0)
+        number = listener._descriptors[former]
+        lost_one.close()
+        until(lambda sender=former: not listener.send(sender, b"x"), "loss of the connection")
+        connection, sender = greeted(context, listener)
+        listener.serve(sender, 0.0)
+        if listener._descriptors[sender] == number:
+            break
+    else:
+        raise AssertionError("no number was used again")
+    listener.release(former, 1.0)  # its session has ended by its timeout
+    assert listener.tick(100.0) == 0
+    assert listener.send(sender, b"still here")
+    assert until(connection.receive) == [b"still here"]
+    listener.release(sender, 100.0)
+    assert listener.tick(200.0) == 1, "without a session it is closed"
+
+
 def test_a_port_where_nobody_listens_is_noticed(context: Context):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -138,7 +161,7 @@ def test_a_port_that_is_none_is_an_error_that_names_it(context: Context):
 @pytest.mark.parametrize("left", range(3))
 def test_a_dial_without_descriptors_fails_as_one_that_is_refused(left: int):
     context: Context = zmq.Context()
-    context.socket(zmq.PAIR).close()  # libzmq's own descriptors are there
+    context.socket(zmq.PAIR)  # libzmq's own descriptors are there; a close gives one back later
     before = len(os.listdir("/proc/self/fd"))
     try:
         problem = r"127\.0\.0\.1:9 cannot be dialled"

@@ -26,7 +26,7 @@ from pd_connector.agent.commands import (
     Withdraw,
 )
 from pd_connector.agent.engine_steps import EngineSteps
-from pd_connector.agent.handshake import Identity
+from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
@@ -116,7 +116,7 @@ class ControlTarget:
         self._transports: list[StillTransport] = []
         self._loop = Loop(
             Config(key=key, **SETTINGS),
-            Identity("engine", EPOCH, MODEL),
+            RankIdentity("engine", EPOCH, MODEL),
             cache,
             self._commands,
             self._gate,

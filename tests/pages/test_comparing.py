@@ -16,8 +16,8 @@ from support.filled import CODECS, LAYERS, bits, fill, gathered, ranks, setups, 
 from support.setups import Layer, Model, Setup
 
 from pd_connector.codec import DTYPES
+from pd_connector.kv.audit_tolerance import Tolerance, tolerance
 from pd_connector.kv.coding import Part
-from pd_connector.kv.noise import Tolerance, tolerance
 from pd_connector.pages.copiers import HostCopier, TorchCopier
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes

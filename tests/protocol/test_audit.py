@@ -69,6 +69,15 @@ def test_a_layer_of_which_nothing_was_compared_is_not_passed_over() -> None:
     assert (cause, "layer 1" in detail) == (Cause.WINDOW, True)
 
 
+def test_a_comparison_tells_how_far_apart_pages_and_layers_were() -> None:
+    comparison = Comparison()
+    assert str(comparison) == "nothing was compared"
+    comparison.add(ROUTE, [*right(0, 1), Distance(0, VALUE, [0], [0.02], 0.01**2, 1.0)])
+    assert str(comparison) == (
+        "5 pages of layers compared, largest distance K 0.01, V 0.02; of a whole layer K 0.001, V 0.01"
+    )
+
+
 def test_a_draft_that_differs_makes_no_wrong_answers() -> None:
     assert judged(*right(0, 1), Distance(DRAFT_LAYERS, KEY, [0], [1.0], 1.0, 1.0)) is None
 

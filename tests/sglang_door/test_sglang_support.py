@@ -105,6 +105,12 @@ def test_a_config_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
     assert load_config(" ") == load_config("{}")
 
 
+def test_sglangs_own_address_of_this_host_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HOST_IP", "10.0.0.7")
+    assert load_config('{"insecure": true}').host == "10.0.0.7"
+    assert load_config("").host == "127.0.0.1", "without a key only loopback"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "7", "@/no/such/file", '{"codek": "int8"}'])
 def test_a_config_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

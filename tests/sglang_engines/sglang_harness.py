@@ -4,23 +4,24 @@ afterwards."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
-from pd_connector.tools.demo import MODEL_DIR
+from sglang_engines.sglang_recipes import FAULTS, REFERENCE, Recipe
+
 from pd_connector.tools.launch import Service, stop_services, wait_all
 from pd_connector.tools.launch.client import HttpError
 from pd_connector.tools.launch.sglang import SglangEngine
 
-EXACT_ARGS = ("--dtype", "float32", "--random-seed", "1")
-"""In float32 nothing ties: two engines that see the same KV choose the same tokens."""
 TOLERANCE = 1e-3
 DEADLINE_S = 120.0
 IDLE_GAUGES = (
@@ -37,44 +38,14 @@ _rooms = random.Random()
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How an engine is started; engines with equal recipes are shared."""
-
-    role: str | None
-    page_size: int = 16
-    tp: int = 1
-    args: tuple[str, ...] = ()
-    config: str = "{}"  # JSON, so that a recipe can be a key
-    env: tuple[tuple[str, str], ...] = ()
-
-    def engine(self, name: str, log: Path) -> SglangEngine:
-        return SglangEngine(
-            MODEL_DIR,
-            self.role,  # type: ignore[arg-type]
-            extra_config=json.loads(self.config),
-            page_size=self.page_size,
-            tp=self.tp,
-            name=name,
-            args=[*EXACT_ARGS, *self.args],
-            env=dict(self.env),
-            log_path=log,
-        )
-
-
-CHUNK_TOKENS = 128
-CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
-PREFILL = Recipe("prefill", 16, args=CHUNKED)
-DECODE = Recipe("decode", 16)
-"""What most tests use, so that they share engines."""
-
-
-@dataclass(frozen=True)
 class Answer:
-    """A completion: its tokens and their log probabilities."""
+    """A completion: its tokens, their log probabilities, and by how much the likeliest token was
+    likelier than the next in each place."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     cached_tokens: int
+    leads: tuple[float, ...]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Answer:
@@ -82,7 +53,11 @@ class Answer:
         rows = meta["output_token_logprobs"]
         assert [row[1] for row in rows] == raw["output_ids"], "logprobs of other tokens"
         tokens = tuple(raw["output_ids"])
-        return cls(tokens, tuple(row[0] for row in rows), meta["cached_tokens"])
+        best = [
+            sorted((row[0] for row in top), reverse=True) for top in meta["output_top_logprobs"]
+        ]
+        leads = tuple(first - second for first, second in best)
+        return cls(tokens, tuple(row[0] for row in rows), meta["cached_tokens"], leads)
 
 
 def new_room() -> int:
@@ -97,6 +72,7 @@ def body(prompt: Sequence[int], max_tokens: int = 16, **extra: Any) -> dict[str,
         "input_ids": list(prompt),
         "sampling_params": sampling,
         "return_logprob": True,
+        "top_logprobs_num": 2,
         **extra,
     }
 
@@ -130,6 +106,17 @@ def handed_over(
     return answer
 
 
+def abort_all(engine: SglangEngine) -> None:
+    """End every request of an engine."""
+    request = Request(
+        f"{engine.base_url}/abort_request",
+        json.dumps({"abort_all": True, "rid": ""}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(request, timeout=60):  # it answers without a body
+        pass
+
+
 def refused(future: Future[dict[str, Any]]) -> str:
     """The text of an error answer; fails if the request was answered."""
     try:
@@ -150,9 +137,24 @@ def ended(*futures: Future[dict[str, Any]]) -> list[str]:
 
 def assert_same(found: Answer, wanted: Answer) -> None:
     """All tokens equal, all log probabilities within the tolerance."""
-    assert found.tokens == wanted.tokens
+    assert found.tokens == wanted.tokens, f"tokens {found.tokens}, wanted {wanted.tokens}"
     for place, (here, there) in enumerate(zip(found.logprobs, wanted.logprobs, strict=True)):
         assert abs(here - there) <= TOLERANCE, f"token {place}: {here}, wanted {there}"
+
+
+def assert_close(found: Answer, wanted: Answer, noise: float) -> None:
+    """The same where KV or sums are rounded: log probabilities within `noise` up to the first token that
+    differs. It may differ only where the reference's two best lie within twice the noise. What follows
+    has another context, and is not compared."""
+    rows = zip(found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True)
+    for place, (token, other, here, there) in enumerate(rows):
+        if token != other:
+            lead = wanted.leads[place]
+            assert lead <= 2 * noise, (
+                f"token {place}: {token}, wanted {other}, which leads by {lead}"
+            )
+            return
+        assert abs(here - there) <= noise, f"token {place}: {here}, wanted {there}"
 
 
 def received_bytes(engine: SglangEngine) -> float:
@@ -189,33 +191,79 @@ only other new some could time these two may then do first any my now such like 
 most made after also did many before must through years where much your"""
 
 
+@contextlib.contextmanager
+def fault(engine: SglangEngine, name: str) -> Iterator[None]:
+    """Within, a decode engine has this fault."""
+    switch = Path(engine.env[FAULTS] + name)
+    switch.touch()
+    try:
+        yield
+    finally:
+        switch.unlink()
+
+
 class EnginePool:
-    """All engines of a session: at most one of each role runs, and the one that answers are held to."""
+    """All engines of a session: one of each role, the one that answers are held to, and what was started
+    ahead for tests that follow."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._number = itertools.count(1)
-        self._running: dict[str | None, tuple[Recipe, SglangEngine]] = {}
+        self._running: dict[Recipe, SglangEngine] = {}
+        self._ahead: set[Recipe] = set()
+        self._dead: list[SglangEngine] = []  # their ports stay reserved for whoever came after them
         self._answers: dict[str, Answer] = {}
 
     @property
     def services(self) -> list[Service]:
-        return [engine for _, engine in self._running.values()]
+        return list(self._running.values())
 
     def pair(self, prefill: Recipe, decode: Recipe) -> tuple[SglangEngine, SglangEngine]:
-        """Two running engines; what runs with another recipe is stopped."""
-        started = [self._want(prefill), self._want(decode)]
-        wait_all([engine for engine in started if engine is not None])
-        return self._running[prefill.role][1], self._running[decode.role][1]
+        """Two running engines; other prefill and decode engines are stopped, unless they were started
+        ahead and no pair has had them yet."""
+        self._ahead -= {prefill, decode}
+        kept = {prefill, decode, REFERENCE} | self._ahead
+        stop_services(self._running.pop(recipe) for recipe in self._running.keys() - kept)
+        self.start(prefill)
+        self.start(decode)
+        wait_all([self._running[prefill], self._running[decode]])
+        return self._running[prefill], self._running[decode]
+
+    def start_ahead(self, *recipes: Recipe) -> None:
+        """Start engines that tests to come will ask for. They start side by side with what runs."""
+        for recipe in recipes:
+            self.start(recipe)
+            self._ahead.add(recipe)
+
+    def replace(self, dead: SglangEngine, recipe: Recipe) -> SglangEngine:
+        """Start an engine at the addresses of one that was killed. Returns it before it is ready."""
+        for known in [known for known, engine in self._running.items() if engine is dead]:
+            del self._running[known]
+        self._dead.append(dead)
+        return self.start(recipe, at=dead)
+
+    def start(self, recipe: Recipe, at: SglangEngine | None = None) -> SglangEngine:
+        """The engine of this recipe, started if it does not run; maybe at the addresses of another."""
+        known = self._running.get(recipe)
+        if known is not None and known.running:
+            return known
+        if known is not None:
+            known.stop()
+            return known.start()
+        name = recipe.role or "reference"
+        log = self._logs / f"{name}{next(self._number)}.log"
+        engine = recipe.engine(name, log, port=at.port if at else None)
+        if at is not None and at.bootstrap_port is not None:
+            engine.bootstrap_port = at.bootstrap_port
+        self._running[recipe] = engine.start()
+        return engine
 
     def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[Answer]:
         """What one engine answers alone; each prompt is asked once a session."""
-        recipe = Recipe(None, args=("--disable-radix-cache",))
         missing = [p for p in prompts if json.dumps([p, max_tokens]) not in self._answers]
         if missing:
-            started = self._want(recipe)
-            wait_all([started] if started else [])
-            engine = self._running[None][1]
+            engine = self.start(REFERENCE)
+            wait_all([engine])
             for prompt in missing:
                 self._answers[json.dumps([prompt, max_tokens])] = ask(engine, prompt, max_tokens)
         return [self._answers[json.dumps([p, max_tokens])] for p in prompts]
@@ -223,15 +271,3 @@ class EnginePool:
     def stop(self) -> None:
         stop_services(self.services)
         self._running.clear()
-
-    def _want(self, recipe: Recipe) -> SglangEngine | None:
-        """Have this engine running, or started; returns it if it was started now."""
-        known = self._running.get(recipe.role)
-        if known and known[0] == recipe and known[1].running:
-            return None
-        if known:
-            known[1].stop()
-        name = recipe.role or "reference"
-        engine = recipe.engine(name, self._logs / f"{name}{next(self._number)}.log")
-        self._running[recipe.role] = recipe, engine
-        return engine.start()

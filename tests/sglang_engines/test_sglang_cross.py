@@ -19,14 +19,13 @@ import pytest
 from recipes import COMPILE_NOTHING, PROBE_ARGS, PROBE_ENVIRONMENT
 from sglang_engines.sglang_harness import (
     DEADLINE_S,
-    DECODE,
-    PREFILL,
     TOLERANCE,
     EnginePool,
     assert_idle,
     new_room,
     text,
 )
+from sglang_engines.sglang_recipes import DECODE, PREFILL
 from tools import probe_all
 
 from pd_connector.tools.demo import MODEL_DIR
@@ -68,6 +67,14 @@ class Cross:
     prefill: Service
     decode: Service
     alone: VllmEngine
+    answers: dict[tuple[str, str], Answer]  # that engine's, by path and prompt
+
+    def wanted(self, path: str, prompt: str) -> Answer:
+        """What the engine answers alone; it is asked once."""
+        if (path, prompt) not in self.answers:
+            self.answers[path, prompt] = ask(self.alone.client, path, prompt)
+        assert len(self.answers[path, prompt].tokens) == TOKENS
+        return self.answers[path, prompt]
 
     def received(self) -> float:
         """Transfers that have arrived at the decode engine's ranks."""
@@ -137,8 +144,18 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     engine.stop()
 
 
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, str], Answer]:
+    return {}
+
+
 @pytest.fixture(scope="module", params=["vllm:sglang", "sglang:vllm"])
-def cross(request: pytest.FixtureRequest, engines: EnginePool, vllm: VllmEngine) -> Iterator[Cross]:
+def cross(
+    request: pytest.FixtureRequest,
+    engines: EnginePool,
+    vllm: VllmEngine,
+    answers: dict[tuple[str, str], Answer],
+) -> Iterator[Cross]:
     p, d = engines.pair(PREFILL, DECODE)
     vllm.wait_ready()
     prefill, decode = (vllm, d) if request.param == "vllm:sglang" else (p, vllm)
@@ -146,7 +163,7 @@ def cross(request: pytest.FixtureRequest, engines: EnginePool, vllm: VllmEngine)
     args = ["--policy", "round_robin"]
     router = RouterProcess([prefill.base_url], [decode.base_url], args=args).start()
     router.wait_ready()
-    yield Cross(router, prefill, decode, vllm)
+    yield Cross(router, prefill, decode, vllm, answers)
     stop_services([router])
 
 
@@ -156,8 +173,7 @@ def test_every_token_is_as_one_engine_computes_it(cross: Cross, path: str, strea
     before = cross.received()
     for length in LENGTHS:
         prompt = bytes(text(length)).decode()
-        wanted = ask(cross.alone.client, path, prompt)
-        assert len(wanted.tokens) == TOKENS
+        wanted = cross.wanted(path, prompt)
         found = ask(cross.router.client, path, prompt, stream=stream)
         assert found.difference(wanted) <= TOLERANCE, (length, found, wanted)
     flows = cross.router.client.metrics()

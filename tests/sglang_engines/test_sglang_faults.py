@@ -4,19 +4,16 @@ answer is wrong, and nothing is left behind."""
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.request import Request, urlopen
 
 import pytest
 from sglang_engines.sglang_harness import (
-    DECODE,
-    PREFILL,
     Answer,
     EnginePool,
     SglangEngine,
+    abort_all,
     assert_idle,
     assert_same,
     body,
@@ -27,8 +24,9 @@ from sglang_engines.sglang_harness import (
     send,
     text,
 )
+from sglang_engines.sglang_recipes import DECODE, LARGE_PAGES, PREFILL, SMALL_PAGES
 
-LONG = 3000
+LONG = 2000
 SOON_S = 20.0
 """Well below the five minutes of silence after which SGLang itself gives up."""
 
@@ -43,16 +41,6 @@ def wanted(engines: EnginePool) -> Answer:
     return engines.reference([text(200)])[0]
 
 
-def _abort(engine: SglangEngine) -> None:
-    request = Request(
-        f"{engine.base_url}/abort_request",
-        json.dumps({"abort_all": True, "rid": ""}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urlopen(request, timeout=60):  # it answers without a body
-        pass
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_in_any_queue_leaves_nothing_behind(
@@ -61,7 +49,7 @@ def test_an_abort_in_any_queue_leaves_nothing_behind(
     p, d = pair
     asked = [send(p, d, text(LONG, seed=seed)) for seed in range(3)]
     time.sleep(after_s)
-    _abort(p if side == "prefill" else d)
+    abort_all(p if side == "prefill" else d)
     for prefill, decode in asked:
         ended(prefill, decode)
     assert_idle(p, d)
@@ -77,20 +65,20 @@ def test_a_prompt_whose_prefill_was_aborted_is_computed_again(
     for prompt, answer in zip(prompts, answers, strict=True):
         prefill, decode = send(p, d, prompt)
         time.sleep(0.1)
-        _abort(p)
+        abort_all(p)
         assert_same(Answer.of(decode.result()), answer)
         ended(prefill)
     assert d.metrics().total("pd_connector:second_prefills_total") > 0
     assert_idle(p, d)
 
 
-@pytest.mark.parametrize("room", [-1, 0, 1 << 63, None])
 def test_rooms_that_are_none_end_their_request_and_no_engine(
-    pair: tuple[SglangEngine, SglangEngine], wanted: Answer, room: int | None
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
 ) -> None:
     p, d = pair
-    for future in send(p, d, text(20), bootstrap_room=room):
-        assert "bootstrap" in refused(future)
+    for room in (-1, 0, 1 << 63, 1 << 200, None, "one", 1.5, {}):
+        for future in send(p, d, text(20), bootstrap_room=room):
+            assert "bootstrap" in refused(future), room
     assert_same(handed_over(p, d, text(200)), wanted)
 
 
@@ -134,15 +122,32 @@ def test_ports_where_nobody_or_something_else_listens(
             prefill, decode = send(p, d, text(20), bootstrap_port=port)
             assert "prefill engine at" in refused(decode)
             assert time.monotonic() - began < SOON_S
-            _abort(p)
+            abort_all(p)
             ended(prefill)
     assert_idle(p, d)
     assert_same(handed_over(p, d, text(200)), wanted)
 
 
-def test_a_prefill_engine_that_dies_and_comes_back(
+def test_addresses_that_are_none_end_their_request_and_no_engine(
     pair: tuple[SglangEngine, SglangEngine], wanted: Answer
 ) -> None:
+    p, d = pair
+    wrong = [{"bootstrap_port": port} for port in (-1, 0, 1 << 16, 1 << 70, "http", 1.5)]
+    wrong += [{"bootstrap_host": host} for host in ("", "no such host", "::1]", "10.0.0.1", 7)]
+    asked = [(each, send(p, d, text(20), **each)) for each in wrong]
+    for each, (_, decode) in asked:
+        told = refused(decode)
+        assert "prefill engine at" in told or "bootstrap" in told, (each, told)
+    abort_all(p)
+    ended(*(prefill for _, (prefill, _) in asked))
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def test_a_prefill_engine_that_dies_and_comes_back(
+    engines: EnginePool, pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+) -> None:
+    """At the same addresses, and with pages of another size."""
     p, d = pair
     _, decode = send(p, d, text(LONG, seed=9))
     time.sleep(0.1)
@@ -152,20 +157,22 @@ def test_a_prefill_engine_that_dies_and_comes_back(
     _, decode = send(p, d, text(200))
     assert "unreachable" in refused(decode)
     assert time.monotonic() - began < SOON_S
-    p.start().wait_ready()
+    engines.replace(p, SMALL_PAGES)
+    engines.start_ahead(LARGE_PAGES)
+    p, d = engines.pair(SMALL_PAGES, DECODE)
     assert_same(handed_over(p, d, text(200)), wanted)
     assert_idle(p, d)
 
 
 def test_a_decode_engine_that_dies_leaves_no_lease_at_the_prefill(
-    pair: tuple[SglangEngine, SglangEngine], wanted: Answer
+    engines: EnginePool, wanted: Answer
 ) -> None:
-    p, d = pair
+    p, d = engines.pair(SMALL_PAGES, DECODE)
     prefill, _ = send(p, d, text(LONG, seed=11))
     time.sleep(0.1)
     d.kill()
     ended(prefill)
     assert_idle(p)
-    d.start().wait_ready()
+    p, d = engines.pair(SMALL_PAGES, LARGE_PAGES)
     assert_same(handed_over(p, d, text(200)), wanted)
     assert_idle(p, d)

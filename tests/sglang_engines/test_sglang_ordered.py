@@ -4,21 +4,19 @@ engine's, although the second rank's clock runs three times as fast as the first
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from sglang_engines.sglang_harness import (
     EnginePool,
-    Recipe,
     SglangEngine,
     ask,
     assert_idle,
     assert_same,
     text,
 )
+from sglang_engines.sglang_recipes import Recipe, sglang_plugin
 
 from pd_connector.tools.launch import wait_all
 
@@ -50,18 +48,6 @@ def skew(scheduler):
 """
 
 
-def skewed_clock(folder: Path) -> str:
-    """A plug-in of SGLang's in a folder of its own; returns the PYTHONPATH that finds it."""
-    info = folder / "skewed_clock-0.dist-info"
-    info.mkdir(parents=True)
-    (folder / "skewed_clock.py").write_text(SKEWED)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: skewed-clock\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nskewed_clock = skewed_clock:register\n"
-    )
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
     folder = tmp_path_factory.mktemp("ordered")
@@ -78,7 +64,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
         ),
         env=(
             ("PD_SCHEDULER_CONFIG", str(settings)),
-            ("PYTHONPATH", skewed_clock(folder / "site")),
+            ("PYTHONPATH", sglang_plugin(folder / "site", "skewed_clock", SKEWED)),
         ),
     )
     with recipe.engine("ordered", folder / "engine.log") as started:

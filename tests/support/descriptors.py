@@ -4,12 +4,16 @@
 import contextlib
 import os
 import resource
+import time
 from collections.abc import Iterator
+
+_QUIET_S = 0.1
 
 
 @contextlib.contextmanager
 def no_descriptors(but: int = 0) -> Iterator[None]:
     """Within, this process can open `but` more descriptors."""
+    _wait_for_other_threads()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
@@ -25,3 +29,17 @@ def no_descriptors(but: int = 0) -> Iterator[None]:
         for descriptor in hoard:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _wait_for_other_threads() -> None:
+    """A library's thread may still close what an earlier test gave up (libzmq's does, after
+    `close` has returned). Each such descriptor would be free within."""
+    seen, since = _open(), time.monotonic()
+    while time.monotonic() - since < _QUIET_S:
+        time.sleep(0.005)
+        if (now := _open()) != seen:
+            seen, since = now, time.monotonic()
+
+
+def _open() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))

@@ -12,7 +12,11 @@ from transport_ends import End, drive, meet
 from transport_kinds import UCX
 
 from pd_connector.transport import keepalive
-from pd_connector.transport.keepalive import keep_accepted_alive, keep_alive, listening_ports
+from pd_connector.transport.keepalive import (
+    keep_accepted_alive,
+    keep_alive,
+    listening_sockets,
+)
 
 _SO_ATTACH_FILTER = 26
 
@@ -35,8 +39,8 @@ def test_connections_of_a_port_are_asked_for_whoever_accepted_them(
     pair: tuple[socket.socket, socket.socket, int],
 ) -> None:
     dialled, accepted, port = pair
-    assert port in listening_ports()
-    assert dialled.getsockname()[1] not in listening_ports()
+    assert port in listening_sockets().values()
+    assert dialled.getsockname()[1] not in listening_sockets().values()
     keep_accepted_alive({port + 1})
     assert not asks(accepted)
     keep_accepted_alive({port})
@@ -67,10 +71,10 @@ def test_what_a_producer_opened_over_ucx_does_not_outlive_it(make_end: Callable[
     route, source = meet(producer, consumer)
     producer.send(route, b"header", b"payload", 0)
     drive(producer, consumer, until=lambda: bool(consumer.landed))
-    ports = consumer.transport._ports  # type: ignore[attr-defined]
+    ports = consumer.transport._worker.ports  # type: ignore[attr-defined]
     accepted = [
         asks(sock)
-        for sock, port in keepalive._sockets()
+        for _, sock, port in keepalive._sockets()
         if port in ports and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     ]
     assert accepted, "UCX has accepted a connection"
@@ -78,6 +82,6 @@ def test_what_a_producer_opened_over_ucx_does_not_outlive_it(make_end: Callable[
     consumer.transport.dismiss(source)
     assert all(
         asks(sock)
-        for sock, port in keepalive._sockets()
+        for _, sock, port in keepalive._sockets()
         if port in ports and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )

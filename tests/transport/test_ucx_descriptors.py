@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UCX closes its listening socket when it has no descriptor for a connection."""
+"""What descriptors do to UCX: it closes its listening socket when it has none for a connection, and keeps those
+of dials that failed."""
 
+import contextlib
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +23,7 @@ def _consume(pipe: Connection) -> None:
 
     transport = UcxTransport(1 << 16)
     transport.expect(pipe.recv())
-    starved = no_descriptors(but=1)
+    starved = contextlib.ExitStack()
     while True:
         for _ in range(100):
             transport.poll()
@@ -30,10 +33,10 @@ def _consume(pipe: Connection) -> None:
             case "address":
                 pipe.send(transport.address())
             case "starve":
-                starved.__enter__()
+                starved.enter_context(no_descriptors(but=1))
                 pipe.send(None)
             case "feed":
-                starved.__exit__(None, None, None)
+                starved.close()
                 pipe.send(None)
 
 
@@ -47,6 +50,14 @@ def _moves(transport: Transport, link: Link) -> bool:
 
     until(done, "end of the write")
     return ended[token]
+
+
+def _is_refused(transport: Transport, address: bytes) -> bool:
+    try:
+        transport.connect(address)  # not ended: each connection must take a descriptor there
+    except TransportError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("kind", [UCX])
@@ -66,23 +77,39 @@ def test_a_consumer_that_had_no_descriptors_is_reached_again(kind: str) -> None:
 
     try:
         ours.send(producer.address())
-        first = ask("address")
-        assert first == ask("address"), "nothing is made anew without need"
-        ask("starve")
-        refused = False
-        for _ in range(5):  # UCX notices at some connection
-            try:
-                producer.disconnect(producer.connect(first))
-            except TransportError:
-                refused = True
-        assert refused
-        ask("feed")
-        with pytest.raises(TransportError, match="cannot reach"):
-            producer.connect(first)
-        second = ask("address")
-        assert second != first
-        assert _moves(producer, producer.connect(second))
+        address = ask("address")
+        assert address == ask("address"), "nothing is made anew without need"
+        first = link = producer.connect(address)
+        for _ in range(3):  # a later worker's sockets have the numbers of those before
+            assert _moves(producer, link)
+            ask("starve")
+            until(lambda address=address: _is_refused(producer, address), "refusal")
+            ask("feed")
+            with pytest.raises(TransportError, match="cannot reach"):
+                producer.connect(address)
+            before, address = address, ask("address")
+            assert address != before
+            link = producer.connect(address)
+        assert _moves(producer, first), "who had a session before has it still"
     finally:
         process.terminate()
         process.join()
         producer.close()
+
+
+@pytest.mark.parametrize("kind", [UCX])
+def test_dials_that_fail_do_not_use_up_descriptors(kind: str) -> None:
+    from pd_connector.transport.ucx import UcxTransport
+
+    with contextlib.closing(UcxTransport(1 << 16)) as gone:
+        address = gone.address()
+    with contextlib.closing(UcxTransport(1 << 16)) as producer:
+
+        def open_after(dials: int) -> int:
+            for _ in range(dials):
+                with pytest.raises(TransportError, match="cannot reach"):
+                    producer.connect(address)
+            return len(os.listdir("/proc/self/fd"))
+
+        most = max(open_after(1) for _ in range(20))
+        assert max(open_after(1) for _ in range(20)) <= most

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters and images count by content, not by name or path."""
 
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -63,14 +65,39 @@ def test_an_adapter_of_the_same_name_and_other_content_is_another(tmp_path):
     assert of(adapter(tmp_path / "d"), name="other") != before
 
 
+def changed(folder, scale):
+    """Other content under the same names, some time later."""
+    adapter(folder, scale)
+    for file in folder.iterdir():
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+
+
 def test_an_adapters_files_are_read_once_and_again_if_it_is_loaded_again(tmp_path):
     identity, folder = RequestIdentity(), adapter(tmp_path / "a")
     before = identity.of(request(folder))
-    adapter(folder, scale=2.0)
-    assert identity.of(request(folder)) == before, "vLLM has not loaded what lies there now"
+    assert identity.of(request(folder)) == before
+    changed(folder, scale=2.0)
     after = identity.of(request(folder, load_inplace=True))
     assert after != before
     assert identity.of(request(folder)) == after
+    assert identity.of(request(folder, number=2)) == after
+
+
+def test_an_adapter_whose_files_have_changed_is_not_believed(tmp_path):
+    """vLLM reads an adapter again that it had no room for: it may have either content."""
+    identity, folder = RequestIdentity(), adapter(tmp_path / "a")
+    before = identity.of(request(folder))
+    changed(folder, scale=2.0)
+    with pytest.raises(OSError, match="has changed since the adapter was loaded"):
+        identity.of(request(folder))
+    assert identity.of(request(folder, number=2)) != before, "loaded again, as another"
+
+
+def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path):
+    identity, folder = RequestIdentity(), adapter(tmp_path / "a")
+    before = identity.of(request(folder))
+    shutil.rmtree(folder)
+    assert identity.of(request(folder)) == before
 
 
 def test_an_adapter_whose_files_are_not_there_is_an_error(tmp_path):

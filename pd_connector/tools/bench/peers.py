@@ -27,13 +27,27 @@ from pd_connector.transport.shm.transport import ShmTransport
 SESSIONS = 256
 WAITING = 8000
 REST_BUDGET_MS = 1.0
-"""CPU time of the agent's thread in a second in which nothing happens."""
+"""CPU milliseconds of the agent's thread per second while nothing happens."""
 MESSAGE_BUDGET_MS = 0.2
 _REST_S = 20.0
 _PATIENCE_S = 120.0
 _SHARD = Shard(0, 1, 0, 1)
 _GEOMETRY = Geometry(
-    _SHARD, (Group("attention", (0,), 1, 8, 8, 16, 0, "bfloat16", "bench", heads_apart=True),)
+    _SHARD,
+    (
+        Group(
+            kind="attention",
+            layers=(0,),
+            heads=1,
+            key_dim=8,
+            value_dim=8,
+            page_size=16,
+            window=0,
+            dtype="bfloat16",
+            layout="bench",
+            heads_apart=True,
+        ),
+    ),
 )
 _MODEL = b"bench"
 

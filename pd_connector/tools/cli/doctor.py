@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pd_connector.tools.cli.checks import limits, network, peer, probe, software, transports
+from pd_connector.tools.cli.checks import (
+    additions,
+    limits,
+    network,
+    peer,
+    probe,
+    software,
+    transports,
+)
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -50,7 +58,7 @@ def doctor(
 
 def examine(facts: Facts) -> list[Finding]:
     """All findings about this machine. Pure."""
-    areas = (software, transports, network, limits)
+    areas = (software, additions, transports, network, limits)
     return [finding for area in areas for finding in area.check(facts)]
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.launch import causes
+from pd_connector.tools.launch import start_log
 from pd_connector.tools.launch.client import Client, Samples
 from pd_connector.tools.launch.family import POLITE_S, Family, stop_all
 from pd_connector.tools.launch.netns import Namespace
@@ -71,7 +71,7 @@ class Service(ABC):
 
     def phase(self) -> str:
         """What it is doing while it starts, in a few words."""
-        return causes.phase(self.log_path, self._log_from_bytes)
+        return start_log.phase(self.log_path, self._log_from_bytes)
 
     @property
     def running(self) -> bool:
@@ -137,7 +137,7 @@ class Service(ABC):
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
         """The end of its log."""
-        return "\n".join(causes.tail(self.log_path, lines))
+        return "\n".join(start_log.tail(self.log_path, lines))
 
     def stop(self, polite_s: float = POLITE_S) -> None:
         """End it and its whole family, politely first. Does nothing when it is not started."""
@@ -163,9 +163,9 @@ class Service(ABC):
 
     def _report(self, what: str) -> str:
         code = self.family.returncode if self.family else None
-        lines = causes.tail(self.log_path, None, self._log_from_bytes)
+        lines = start_log.tail(self.log_path, None, self._log_from_bytes)
         ended = f" with code {code}" if code is not None else ""
-        cause = causes.likely_cause(lines, code) or "unknown, see the log"
+        cause = start_log.likely_cause(lines, code) or "unknown, see the log"
         return (
             f"{self.name} did not start: {what}{ended}. Likely cause: {cause}.\n"
             f"End of {self.log_path}:\n" + "\n".join(f"  | {line}" for line in lines[-LOG_LINES:])

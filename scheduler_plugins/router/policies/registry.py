@@ -3,15 +3,16 @@
 
 Another installed package adds one by an entry point of the group `scheduler_plugins.policies`: its
 name is the policy's, its object a subclass of `Policy` that is made without arguments, or of
-`Rule`, which then chooses on both sides unless a rule for decode is named.
+`Rule`. A rule chooses on both sides, for prefill if another one is named for decode, or for decode
+if it is the one that is named there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pd_connector.errors import ConfigError
-from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.extensions import unknown_name
+from scheduler_plugins.router.policies.added import GROUP, added_policy, added_rule
 from scheduler_plugins.router.policies.base import Policy
 from scheduler_plugins.router.policies.cache_aware import CacheAware
 from scheduler_plugins.router.policies.conductor import Conductor
@@ -52,9 +53,6 @@ DECODE: dict[str, Callable[[], Rule]] = {
 }
 """This package's rules for the decode side: the names of `--decode-policy`."""
 WRAPPER = "length"
-GROUP = "scheduler_plugins.policies"
-"""Entry points of other packages' policies. Those of the queue are in the same group
-(`scheduler_plugins/order/registry.py`)."""
 
 
 def create(name: str, decode: str = "") -> Policy:
@@ -70,25 +68,18 @@ def create(name: str, decode: str = "") -> Policy:
     """
     if name == WRAPPER or name.startswith(WRAPPER + ":"):
         return Length(create(name.partition(":")[2] or "conductor", decode))
-    if decode and decode not in DECODE:
-        raise unknown_name("decode policy", decode, DECODE, GROUP, "decode_policy")
+    rule = _decode_rule(decode) if decode else None
     if name in PREFILL:
-        rule = PREFILL[name]()
-        return Sides(rule, DECODE[decode or rule.decode]())
-    return _added(name, decode)
-
-
-def _added(name: str, decode: str) -> Policy:
-    """Another package's policy."""
-    extension = load_entry_points(GROUP).get(name)
-    if extension is None:
+        prefill = PREFILL[name]()
+        return Sides(prefill, (rule or DECODE[prefill.decode])())
+    policy = added_policy(name, rule)
+    if policy is None:
         raise unknown_name("policy", name, [*PREFILL, WRAPPER], GROUP, "policy")
-    found = extension.load()
-    if isinstance(found, type) and issubclass(found, Rule):
-        return Sides(found(), DECODE[decode]() if decode else found())
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(
-            f"policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
-            "scheduler_plugins.router.policies.base.Policy"
-        )
-    return found()
+    return policy
+
+
+def _decode_rule(name: str) -> Callable[[], Rule]:
+    rule = DECODE.get(name) or added_rule(name)
+    if rule is None:
+        raise unknown_name("decode policy", name, DECODE, GROUP, "decode_policy")
+    return rule

@@ -35,7 +35,7 @@ def test_an_outage_of_transfers_shows_in_health_until_it_has_ended(
             warning = (await decode_state(world))["warning"]
             assert "no KV has arrived there for a minute" in warning
             assert "unreachable 7" in warning
-            assert "VLLM_HOST_IP" in warning
+            assert "PD_CONNECTOR_HOST" in warning
             assert (await world.complete()).status == 200
             world.d[0].metrics = OUTAGE.replace("1.0", "0.0")
             await until(lambda: not engine.warning, "it has ended")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_plugins.admission import board as boards
-from scheduler_plugins.admission import process
+from scheduler_plugins.admission import liveness
 from scheduler_plugins.admission.board import Board, BoardWriter, read_post
 from scheduler_plugins.admission.load import LoadReport
 from scheduler_plugins.cost.model import CostModel
@@ -90,9 +90,9 @@ def test_engines_in_two_containers_leave_each_others_posts_alone(folder: Path) -
 @needs_containers
 def test_what_a_container_left_is_cleared_away_when_it_is_gone(folder: Path) -> None:
     with engine_in_a_container("first", folder) as first:
-        assert process.is_held(first)
+        assert liveness.is_held(first)
     deadline = time.monotonic() + 10
-    while process.is_held(first) and time.monotonic() < deadline:
+    while liveness.is_held(first) and time.monotonic() < deadline:
         time.sleep(0.01)
     BoardWriter("another", folder=folder)
     assert not first.exists()
@@ -103,7 +103,7 @@ def test_a_parent_of_the_same_number_elsewhere_is_no_relation(folder: Path) -> N
     """In containers nearly every engine core's parent has a small number, often 1."""
     with engine_in_a_container("first", folder) as first:
         number = first.name.split(".")[1].split("-")[1]
-        assert first.name.split(".")[1] != f"{process.pid_namespace()}-{number}"
+        assert first.name.split(".")[1] != f"{liveness.pid_namespace()}-{number}"
 
 
 def test_without_the_namespace_a_living_engine_would_lose_its_post(
@@ -113,7 +113,7 @@ def test_without_the_namespace_a_living_engine_would_lose_its_post(
     writer = BoardWriter("elsewhere", folder=folder)
     writer._pid = 2**22 + 1  # no process has it
     post(writer)
-    real = process.pid_namespace()
+    real = liveness.pid_namespace()
     monkeypatch.setattr(boards, "pid_namespace", lambda: real + 1)
     post(writer)
     BoardWriter("another", folder=folder)
@@ -136,10 +136,10 @@ def test_a_process_number_that_is_used_again_is_another_process(folder: Path) ->
 
 
 def test_the_start_of_a_process_is_known_by_its_number() -> None:
-    assert process.start_ticks(os.getpid()) > 0
-    assert process.start_ticks(2**22 + 1) == 0
-    assert process.lives(os.getpid(), process.pid_namespace(), process.start_ticks(os.getpid()))
-    assert process.lives(os.getpid(), process.pid_namespace() + 1, 0) is None
+    assert liveness.start_ticks(os.getpid()) > 0
+    assert liveness.start_ticks(2**22 + 1) == 0
+    assert liveness.lives(os.getpid(), liveness.pid_namespace(), liveness.start_ticks(os.getpid()))
+    assert liveness.lives(os.getpid(), liveness.pid_namespace() + 1, 0) is None
 
 
 def test_a_post_says_where_it_was_written(folder: Path) -> None:
@@ -147,5 +147,5 @@ def test_a_post_says_where_it_was_written(folder: Path) -> None:
     post(writer)
     posted = read_post(writer.path)
     assert posted is not None
-    assert (posted.pid, posted.namespace) == (os.getpid(), process.pid_namespace())
+    assert (posted.pid, posted.namespace) == (os.getpid(), liveness.pid_namespace())
     writer.close()

@@ -5,15 +5,27 @@ import json
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from support.distributions import add_distribution
 from typer.testing import CliRunner
 
+from pd_connector.config import CODEC_GROUP
 from pd_connector.control.keys import new_key
+from pd_connector.extensions import load_entry_points
 from pd_connector.tools.cli import doctor
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.checks import limits, network, peer, probe, software, transports
-from pd_connector.tools.cli.checks.facts import Facts, Limits, Network, Software, Transports, Trial
+from pd_connector.tools.cli.checks.facts import (
+    Addition,
+    Facts,
+    Limits,
+    Network,
+    Software,
+    Transports,
+    Trial,
+)
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 OUTSIDE = "10.0.0.1"
@@ -83,6 +95,31 @@ def test_a_healthy_machine_has_nothing_to_complain_about():
     findings = doctor.examine(HEALTHY)
     assert worst(findings) is Status.OK
     assert {finding.area for finding in findings} == {"software", "transports", "network", "limits"}
+
+
+@pytest.mark.parametrize(
+    ("works", "status", "told"),
+    [(True, Status.OK, ""), (False, Status.FAIL, "repair or uninstall package 'toy'")],
+)
+def test_what_other_packages_add_is_named_and_tried(works: bool, status: Status, told: str):
+    trial = Trial(works, "no such object")
+    addition = Addition("codec", "half", "package 'toy' (toy:HALF)", trial)
+    found = only(doctor.examine(with_software(additions=(addition,))), "codec half")
+    assert found.status is status
+    assert told in found.advice
+
+
+def test_an_addition_that_cannot_be_loaded_is_found(tmp_path: Path, monkeypatch):
+    points = {"good": "toy:thing", "bad": "toy:nothing"}
+    add_distribution(tmp_path, "toy", {"toy": "thing = 7"}, {CODEC_GROUP: points})
+    monkeypatch.syspath_prepend(tmp_path)
+    load_entry_points.cache_clear()
+    try:
+        found = {one.name: one for one in probe._additions() if "'toy'" in one.source}
+    finally:
+        load_entry_points.cache_clear()
+    assert found["good"].trial.works
+    assert "nothing" in found["bad"].trial.detail
 
 
 def test_a_machine_without_settings_is_healthy_for_engines_on_one_machine():
@@ -335,18 +372,19 @@ def test_a_decode_engine_at_which_no_kv_arrives_fails_with_what_to_set():
     assert finding.status is Status.FAIL
     assert "no KV has arrived there for a minute" in finding.found
     assert "unreachable 41, stalled 1" in finding.found
-    assert "VLLM_HOST_IP" in finding.advice
+    assert "PD_CONNECTOR_HOST" in finding.advice
     good = OUTAGE.replace("2.0", "0.0")
     assert worst(visit(params=None, metrics=good)) is Status.OK
 
 
-def test_vllms_own_host_is_looked_at_and_named_where_it_cannot_be_used():
-    environment = {"VLLM_HOST_IP": "10.0.0.7"}
+@pytest.mark.parametrize("variable", ["VLLM_HOST_IP", "SGLANG_HOST_IP"])
+def test_an_engines_own_host_is_looked_at_and_named_where_it_cannot_be_used(variable):
+    environment = {variable: "10.0.0.7"}
     assert network.configured_host(environment) == "127.0.0.1"
     with_key = environment | {"PD_CONNECTOR_KEY": "a secret of more than thirty-two characters"}
     assert network.configured_host(with_key) == "10.0.0.7"
     facts = replace(HEALTHY, environment=environment)
-    assert "VLLM_HOST_IP=10.0.0.7 is not used without a key" in network.settings(facts).found
+    assert f"{variable}=10.0.0.7 is not used without a key" in network.settings(facts).found
 
 
 def test_loopback_is_right_for_a_peer_on_this_machine():

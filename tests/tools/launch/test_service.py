@@ -21,9 +21,9 @@ from pd_connector.tools.launch import (
     StartError,
     wait_all,
 )
-from pd_connector.tools.launch.causes import likely_cause
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT, VllmEngine
 from pd_connector.tools.launch.service import stop_services
+from pd_connector.tools.launch.start_log import likely_cause
 
 SERVER = """
 import json, sys, time

@@ -14,6 +14,7 @@ from pd_connector.tools.bench.chaos.faults import (
     HELD_S,
     PAGES,
     RECOVERY_S,
+    SETTLE_S,
     Fault,
 )
 from pd_connector.tools.bench.chaos.ledger import Ledger
@@ -195,13 +196,17 @@ class Campaign:
         return {one.pid: tuple(one.call("census")) for one in self._ranks.all}
 
     def _growth(self, before: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """How much more the processes that have lived since hold, when nothing is open but sessions."""
-        now = {pid: counts for pid, counts in self._census().items() if pid in before}
-        rows = [[n - b for n, b in zip(now[pid], before[pid], strict=True)] for pid in now]
-        files, threads, kib = (
-            (max(column) for column in zip(*rows, strict=True)) if rows else (0, 0, 0)
-        )
-        return files, threads, kib
+        """How much more the processes that have lived since hold, when nothing is open but sessions
+        and the system has ended what fell silent."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            now = {pid: counts for pid, counts in self._census().items() if pid in before}
+            rows = [[n - b for n, b in zip(now[pid], before[pid], strict=True)] for pid in now]
+            columns = zip(*rows, strict=True) if rows else ((0,), (0,), (0,))
+            files, threads, kib = (max(column) for column in columns)
+            if files <= 0 or time.monotonic() > deadline:
+                return files, threads, kib
+            time.sleep(0.1)
 
     def _anyone(self) -> PartyProcess:
         return self._random.choice(self._ranks.all)

@@ -4,6 +4,8 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
+from pd_connector.transport import keepalive
+
 PAGES = 256
 """In the cache of each rank."""
 SETTINGS = {
@@ -27,6 +29,8 @@ RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEA
 is opened anew, and one more load may fail meanwhile."""
 HELD_S = SETTINGS["lease_s"] + SETTINGS["session_timeout_s"] + DEADLINE_S
 """When nobody wants anything any more, every slot and page must be free within this."""
+SETTLE_S = keepalive.IDLE_S + keepalive.INTERVAL_S * keepalive.PROBES + _BUSY_S
+"""Connections that fell silent must have ended within this: the system asks whether the other end is there."""
 
 
 class Fault(StrEnum):

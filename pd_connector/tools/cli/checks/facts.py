@@ -15,6 +15,18 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Addition:
+    """A codec, transport or policy of another package."""
+
+    kind: str
+    name: str
+    source: str
+    """The package, and the object there."""
+    trial: Trial
+    """Of loading it."""
+
+
+@dataclass(frozen=True)
 class Software:
     """Python, distributions and entry points."""
 
@@ -29,6 +41,7 @@ class Software:
     """CUDA version torch was built for; None for a CPU build or no torch."""
     gpus: tuple[str, ...] = ()
     """One line per GPU: name, driver version, memory."""
+    additions: tuple[Addition, ...] = ()
     gpu_error: str = ""
     """What nvidia-smi said when it failed; empty if it worked or is not there."""
 

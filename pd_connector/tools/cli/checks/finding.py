@@ -18,7 +18,7 @@ class Finding:
     """What one check found, and what to do about it."""
 
     area: str
-    """Heading the row stands under: software, transports, network, limits, or a peer's URL."""
+    """Heading the row stands under: software, additions, transports, network, limits, or a peer's URL."""
     name: str
     status: Status
     found: str

@@ -4,7 +4,6 @@
 from collections.abc import Mapping
 
 from pd_connector.config import (
-    ENGINE_HOST_VARIABLE,
     HOST_VARIABLE,
     KEY_VARIABLE,
     Config,
@@ -15,6 +14,8 @@ from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 AREA = "network"
+ENGINE_HOST_VARIABLES = ("VLLM_HOST_IP", "SGLANG_HOST_IP")
+"""The engines' own variables for the address of this host, which their doors take."""
 
 
 def check(facts: Facts) -> list[Finding]:
@@ -28,9 +29,14 @@ def check(facts: Facts) -> list[Finding]:
 def configured_host(environment: Mapping[str, str]) -> str:
     """The host engines started from here use, unless their config names another."""
     try:
-        return Config.load({}, environment).host
+        return Config.load({}, environment, _engines_own(environment)).host
     except ConfigError:
         return environment.get(HOST_VARIABLE) or Config().host
+
+
+def _engines_own(environment: Mapping[str, str]) -> str:
+    """The variable of an engine's own that names this host; empty for none."""
+    return next((name for name in ENGINE_HOST_VARIABLES if environment.get(name)), "")
 
 
 def addresses(facts: Facts) -> Finding:
@@ -75,13 +81,13 @@ def settings(facts: Facts) -> Finding:
     """Whether the connector would start with these variables."""
     host, key = configured_host(facts.environment), facts.environment.get(KEY_VARIABLE)
     try:
-        Config.load({}, facts.environment)
+        Config.load({}, facts.environment, _engines_own(facts.environment))
     except ConfigError as error:
         return Finding(AREA, "host and key", Status.FAIL, str(error))
     if key:
         return Finding(AREA, "host and key", Status.OK, f"{host}, authenticated and encrypted")
-    unused = facts.environment.get(ENGINE_HOST_VARIABLE, "")
-    note = f" ({ENGINE_HOST_VARIABLE}={unused} is not used without a key)" if unused else ""
+    own = _engines_own(facts.environment)
+    note = f" ({own}={facts.environment[own]} is not used without a key)" if own else ""
     return Finding(
         AREA,
         "host and key",

@@ -8,13 +8,16 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import zmq
 
 import pd_connector
-from pd_connector.tools.cli.checks.facts import Facts, Limits, Software, Transports, Trial
+from pd_connector.config import CODEC_GROUP, TRANSPORT_GROUP
+from pd_connector.extensions import load_entry_points
+from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Software, Transports, Trial
 from pd_connector.tools.cli.checks.network import configured_host
 from pd_connector.tools.cli.checks.network_probe import network
 from pd_connector.tools.cli.checks.software import PLUGIN
@@ -33,6 +36,12 @@ DISTRIBUTIONS = (
     "ucxx-cu13",
     "ucxx-cu12",
 )
+ADDITIONS = {
+    CODEC_GROUP: "codec",
+    TRANSPORT_GROUP: "transport",
+    "scheduler_plugins.policies": "policy",
+}
+"""What one entry point is, by group."""
 TRIAL_S = 60.0
 _ROOT = str(Path(pd_connector.__file__).parents[1])
 PROGRAM_S = 20.0
@@ -42,6 +51,14 @@ from pd_connector.transport.nixl.library import import_nixl
 api = import_nixl()
 agent = api.nixl_agent("pd-connector-doctor", api.nixl_agent_config(backends=[]))
 agent.create_backend("UCX")
+"""
+_LOAD_TRIAL = """
+sys.path[:] = {path!r}
+from pd_connector.extensions import load_entry_points
+try:
+    load_entry_points({group!r})[{name!r}].load()
+except ValueError as error:
+    sys.exit(str(error))
 """
 _UCXX_TRIAL = (
     "from pd_connector.transport.ucx import UcxTransport; "
@@ -101,8 +118,16 @@ def _software() -> Software:
         sglang_plugins=tuple(plugin.value for plugin in sglang_plugins),
         torch_cuda=_torch_cuda(),
         gpus=gpus,
+        additions=tuple(_additions()),
         gpu_error=gpu_error,
     )
+
+
+def _additions() -> Iterator[Addition]:
+    for group, kind in ADDITIONS.items():
+        for name, extension in load_entry_points(group).items():
+            trial = attempt(_LOAD_TRIAL.format(path=sys.path, group=group, name=name))
+            yield Addition(kind, name, extension.source, trial)
 
 
 def _torch_cuda() -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a service's log says about where it is and why it did not start."""
+"""What a service's log says: how far its start has come, and why it failed."""
 
 from __future__ import annotations
 

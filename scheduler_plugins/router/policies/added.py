@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that other packages add: found by entry points, and their decisions are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from pd_connector.errors import ConfigError, PDConnectorError
+from pd_connector.extensions import Extension, load_entry_points
+from scheduler_plugins.router.policies.base import (
+    Decision,
+    Defer,
+    Policy,
+    Reject,
+    Request,
+    Role,
+    Route,
+    View,
+)
+from scheduler_plugins.router.policies.sides import Rule, Sides
+
+GROUP = "scheduler_plugins.policies"
+"""Entry points of other packages' policies. Those of the queue are in the same group
+(`scheduler_plugins/order/registry.py`)."""
+
+
+class PolicyError(PDConnectorError):
+    """Another package's policy decided what cannot be done."""
+
+
+def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
+    """Another package's policy of this name; None if there is none.
+
+    Args:
+        decode: makes the rule that was named for decode.
+
+    Raises:
+        ConfigError: it cannot be loaded, is no policy, or chooses both sides although a rule for
+            decode was named.
+    """
+    extension = load_entry_points(GROUP).get(name)
+    if extension is None:
+        return None
+    found = extension.load()
+    if _is(found, Rule):
+        return Checked(Sides(found(), (decode or found)()), extension)
+    if not _is(found, Policy):
+        raise _wrong(extension, "policy", found, "base.Policy or sides.Rule")
+    if decode:
+        raise ConfigError(
+            f"policy {name!r}, which {extension.source} adds, chooses on both sides: leave "
+            "decode_policy out"
+        )
+    return Checked(found(), extension)
+
+
+def added_rule(name: str) -> Callable[[], Rule] | None:
+    """Another package's rule for the decode side; None if nothing has this name.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is no rule.
+    """
+    extension = load_entry_points(GROUP).get(name)
+    if extension is None:
+        return None
+    found = extension.load()
+    if not _is(found, Rule):
+        raise _wrong(extension, "decode policy", found, "sides.Rule")
+    rule: Callable[[], Rule] = found
+    return rule
+
+
+def added_names() -> list[str]:
+    """Names of other packages' router policies and rules. Loads them.
+
+    Raises ConfigError if one cannot be loaded.
+    """
+    added = load_entry_points(GROUP).items()
+    return [name for name, point in added if _is(point.load(), (Policy, Rule))]
+
+
+class Checked(Policy):
+    """Raises PolicyError, which names the package, for a decision that the asker cannot follow."""
+
+    def __init__(self, policy: Policy, extension: Extension) -> None:
+        self.policy = policy
+        self._extension = extension
+
+    def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
+        decision = self.policy.decide(request, view, now_s, random)
+        if problem := _problem(decision, view):
+            raise PolicyError(
+                f"policy {self._extension.name!r}, which {self._extension.source} adds, decided "
+                f"{decision!r}: {problem}"
+            )
+        return decision
+
+
+def _problem(decision: object, view: View) -> str:
+    """What is wrong with a decision; empty if nothing is."""
+    if isinstance(decision, Reject | Defer):
+        return ""
+    if not isinstance(decision, Route):
+        return "must be a Route, Reject or Defer (scheduler_plugins/router/policies/base.py)"
+    prefill = [engine.name for engine in view.engines(Role.PREFILL)]
+    decode = [engine.name for engine in view.engines(Role.DECODE)]
+    if decision.d not in decode:
+        return f"d must be one of {', '.join(decode)}"
+    if decision.p is not None and decision.p not in prefill:
+        return f"p must be None or one of {', '.join(prefill) or '(none is there)'}"
+    return ""
+
+
+def _is(found: object, base: type | tuple[type, ...]) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
+
+
+def _wrong(extension: Extension, kind: str, found: object, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{kind} {extension.name!r}, which {extension.source} adds, is {found!r}: must be a subclass "
+        f"of scheduler_plugins.router.policies.{wanted}"
+    )

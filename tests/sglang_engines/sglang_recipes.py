@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the SGLang engines of tests are started, and the plug-ins that tests put into them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pd_connector.tools.demo import MODEL_DIR
+from pd_connector.tools.launch.sglang import SglangEngine, sglang_python
+
+EXACT_ARGS = ("--dtype", "float32", "--random-seed", "1")
+"""In float32 nothing ties: two engines that see the same KV choose the same tokens."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an engine is started; engines with equal recipes are shared."""
+
+    role: str | None
+    page_size: int = 16
+    tp: int = 1
+    args: tuple[str, ...] = ()
+    config: str = "{}"  # JSON, so that a recipe can be a key
+    env: tuple[tuple[str, str], ...] = ()
+
+    def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
+        env = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()), **dict(self.env)}
+        if self.role == "decode":
+            env["PYTHONPATH"] = sglang_plugin(log.parent / "faulty", "faulty", _FAULTY)
+            env[FAULTS] = str(log.with_suffix(""))
+        return SglangEngine(
+            MODEL_DIR,
+            self.role,  # type: ignore[arg-type]
+            extra_config=json.loads(self.config),
+            page_size=self.page_size,
+            tp=self.tp,
+            name=name,
+            args=[*EXACT_ARGS, *self.args],
+            env=env,
+            log_path=log,
+            port=port,
+        )
+
+
+CHUNK_TOKENS = 128
+CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+RADIX = ("--disaggregation-decode-enable-radix-cache",)
+REFERENCE = Recipe(None, args=("--disable-radix-cache",))
+SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
+PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE)
+DECODE = Recipe("decode", 16, config=SHORT_LEASE)
+SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED)
+LARGE_PAGES_TOKENS = 2560
+LARGE_PAGES = Recipe(
+    "decode", 64, tp=2, args=(*RADIX, "--max-total-tokens", str(LARGE_PAGES_TOKENS))
+)
+"""Engines that several files of tests use: in the order of the files, so that most start once."""
+
+
+@cache
+def _other_models() -> tuple[str, ...]:
+    """The modules of all models but the demo's. Each process of an engine would import them, which takes
+    seconds."""
+    asked = "import sysconfig; print(sysconfig.get_path('platlib'))"
+    packages = subprocess.check_output([sglang_python(), "-c", asked], text=True).strip()
+    modules = Path(packages, "sglang", "srt", "models").glob("*.py")
+    return tuple(sorted(module.stem for module in modules if module.stem != "llama"))
+
+
+def sglang_plugin(folder: Path, name: str, source: str) -> str:
+    """A plug-in of SGLang's in a folder of its own, whose function is `register`; returns the
+    PYTHONPATH that finds it."""
+    info = folder / f"{name}-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
+FAULTS = "PD_TEST_FAULTS"
+RANK_FAILS, PAGE_DAMAGED = ".rank-fails", ".page-damaged"
+_FAULTY = f"""
+import os
+from pathlib import Path
+
+damaged = []
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    polls = "sglang.srt.disaggregation.utils._poll_with_failure_injection"
+    HookRegistry.register(polls, before_polls, HookType.BEFORE)
+    HookRegistry.register("pd_connector.sglang.receiver.Receiver.poll", after_poll, HookType.AFTER)
+
+def wanted(fault):
+    return Path(os.environ[{FAULTS!r}] + fault).exists()
+
+def before_polls(pollers):
+    os.environ["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.02" if wanted({RANK_FAILS!r}) else "0"
+
+def after_poll(state, receiver):
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    if state == int(KVPoll.Success) and receiver not in damaged and wanted({PAGE_DAMAGED!r}):
+        damaged.append(receiver)  # SGLang polls until all ranks have succeeded
+        pool = receiver.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        first = receiver._tables[0][1] * pool.page_size
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[first : first + pool.page_size].neg_()
+"""
+"""A plug-in of decode engines, with faults that can be switched on and off while they run: one poll in
+fifty says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
+is damaged once its KV has been verified."""
