@@ -3,6 +3,7 @@
 
 import pytest
 from support.agents import LONG, Ranks, assert_pages, geometry_of, ranks  # noqa: F401
+from support.waits import until
 
 from pd_connector.agent import loop
 from pd_connector.config import Config
@@ -64,10 +65,13 @@ def test_codec_auto_measures_both_ways_and_says_what_it_asks_for(
         plain = consumer.count("plain_transfers")
         transfer = f"t{number}"
         producer.offer(transfer, pages)
+        until(lambda: producer.gauge("leased_pages"), "an offer that the load will find")
         consumer.load(producer.source, transfer, into)
         assert consumer.loaded(transfer).cause is None
         same = all(producer.page(a) == consumer.page(b) for a, b in zip(pages, into, strict=True))
         assert same == (consumer.count("plain_transfers") > plain)
+        producer.freed(transfer)
+        until(lambda: not producer.gauge("leased_pages"), "pages freed")
     assert consumer.count("coded_transfers") >= 1
     assert consumer.count("plain_transfers") >= 1
     assert consumer.count("coded_transfers") + consumer.count("plain_transfers") == 6
