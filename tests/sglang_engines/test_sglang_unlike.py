@@ -8,20 +8,15 @@ import pytest
 from sglang_engines.sglang_handoffs import LENGTHS, Handoffs
 from sglang_engines.sglang_harness import (
     EnginePool,
-    abort_all,
     assert_close,
     assert_idle,
-    ended,
     fault,
     handed_over,
-    refused,
-    send,
     text,
 )
 from sglang_engines.sglang_recipes import (
     CHUNKED,
     LARGE_PAGES,
-    LARGE_PAGES_TOKENS,
     PAGE_DAMAGED,
     SMALL_PAGES,
     Recipe,
@@ -44,28 +39,9 @@ INT8 = Recipe("decode", 16, config=PERMITS_INT8)
 class TestPages1ToPages64OfTwoRanks(Handoffs):
     prefill, decode = SMALL_PAGES, LARGE_PAGES
 
-    def test_a_prompt_longer_than_the_decode_pool_ends_with_its_cause(
-        self, engines: EnginePool
-    ) -> None:
-        p, d = engines.pair(self.prefill, self.decode)
-        prefill, decode = send(p, d, text(LARGE_PAGES_TOKENS + 1))
-        assert "exceeds the maximum number of tokens" in refused(decode)
-        abort_all(p)  # as a router does
-        ended(prefill)
-        assert_idle(p, d)
-
 
 class TestPages64OfTwoRanksToPages1(Handoffs):
     prefill, decode = TWO_RANKS, ONE_RANK
-
-    def test_a_prompt_longer_than_the_prefill_pool_ends_with_its_cause(
-        self, engines: EnginePool
-    ) -> None:
-        p, d = engines.pair(self.prefill, self.decode)
-        prefill, decode = send(p, d, text(PREFILL_TOKENS + 1))
-        assert "exceeds the maximum number of tokens" in refused(prefill)
-        assert "prefill_ended" in refused(decode)
-        assert_idle(p, d)
 
 
 class TestPages64OfTwoRanksToInt8:
