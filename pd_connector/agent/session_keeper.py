@@ -117,7 +117,9 @@ class SessionKeeper:
         """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
         session alive."""
         agreed = session.agreed
-        if agreed is not None and self._cache.prepare(agreed.routes, gathers=False):
+        if agreed is None:
+            return
+        if self._cache.prepare((*agreed.routes, *agreed.plain), gathers=False):
             session.agreed = None
             self._act(self._consumer.session_up(session.source, agreed, now), now)
 

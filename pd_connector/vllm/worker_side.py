@@ -110,7 +110,7 @@ class WorkerSide:
             transfer.kv_role,
             self._config.host,
             self._agent.port,
-            ",".join(self._config.transports),
+            self._agent.transports,
             cache.geometry,
         )
 
