@@ -5,7 +5,7 @@ PYTEST := $(PYTHON) -m pytest --durations=15
 COMPUTING := tests/kernels tests/scheduler_plugins/cost tests/scheduler_plugins/qos \
 	tests/scheduler_plugins/order tests/scheduler_plugins/queue tests/scheduler_plugins/sim
 
-.PHONY: setup demo doctor lint fast engine test clean
+.PHONY: setup demo doctor lint fast engine ray test clean
 
 setup:
 	@ci/setup
@@ -34,12 +34,20 @@ fast: setup
 engine: setup
 	$(PYTEST) -m engine --timeout=900
 
+# The door to Ray is tested in an environment of its own, too, which is laid over .venv.
+RAY := .venv-ray/bin/python
+
+ray: setup
+	@if [ -e .venv-ray/.setup-done ]; then $(RAY) -m pytest --durations=15 tests/ray_door --timeout=600; \
+		else echo "SKIPPED: tests/ray_door (read .venv-ray/setup.log, run ci/setup-ray)"; fi
+
 # In this order, so that the cheapest mistakes show first; a failure ends the run.
 test: setup
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory fast
 	@$(MAKE) --no-print-directory engine
+	@$(MAKE) --no-print-directory ray
 
 clean:
-	rm -rf .venv .venv-sglang build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-ray build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,6 +31,8 @@ MAX_MODEL_ID = 256
 """Characters of a `model_id`."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
+AUTO = "auto"
+"""In place of transports: those that are fastest here, see `transport/choice.py`."""
 TRANSPORT_GROUP = "pd_connector.transports"
 """The entry points by which other packages add transports (`transport/registry.py`)."""
 CODECS = ("auto", "fp8_e4m3", "int8", "raw")
@@ -51,10 +53,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     dialled although their address is not sealed with the key."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
-    transports: tuple[str, ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = (AUTO,)
     """Transports this engine offers, best first; the producer takes the first of its own that
     reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
-    needs nothing else installed, `nixl` and `ucx` need the extra of that name."""
+    needs nothing else installed, `nixl` and `ucx` need the extra of that name. `"auto"` stands for
+    `shm`, then `nixl` if this machine has RDMA or NVLink to others and `insecure_data` is set, then
+    `tcp`."""
+    insecure_data: bool = False
+    """Whether `transports: auto` may take `nixl`, which sends KV in plaintext: the network between
+    the engines is trusted with it."""
     model_id: str = ""
     """The operator's own name for the model and its weights. If both engines have one, it must be the
     same; needed where weights are not files on disk, such as those of an object store."""
@@ -66,7 +73,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     the first of each producer and adapter, also a part of the later ones (such as 0.001), or none."""
     codec: str = "raw"
     """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
-    takes the codec with the fewest bytes within `codec_max_error`."""
+    takes the codec with the fewest bytes within `codec_max_error`, or `raw` where KV was measured
+    to come faster so; the decode side's setting counts."""
     codec_max_error: float = 0.02
     """For `codec: auto`: the largest relative error of the attention output."""
     overlap: Literal["auto", "off", "step", "layer"] = "auto"
@@ -105,6 +113,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seconds."""
     agent_timeout_s: float = 10.0
     """Silence of its own agent's thread after which an engine gives it up, in seconds."""
+    address_file: str = ""
+    """Where a vLLM engine writes its address when it has started, as the JSON object of `remote_*` fields
+    that decode requests need: for whoever introduces engines to each other without a request."""
     wait_timeout_s: float = 300.0
     """Longest wait for a prefill that was announced but has not finished, in seconds."""
 
@@ -128,6 +139,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if name not in cls.__struct_fields__:
                 raise ConfigError(_unknown_key(name, cls.__struct_fields__))
         values = dict(extra)
+        if values.get("transports") == AUTO:
+            values["transports"] = (AUTO,)
         for name, variable in (("key", KEY_VARIABLE), ("host", HOST_VARIABLE)):
             if name not in values and environment.get(variable):
                 values[name] = environment[variable]
@@ -187,8 +200,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(
                 'transports []: must name at least one, such as ["tcp"] (config key transports)'
             )
+        if AUTO in self.transports and len(self.transports) > 1:
+            raise self._wrong("transports", f"`{AUTO}` must stand alone: it chooses all of them")
         for name in self.transports:
-            if name not in TRANSPORTS and name not in load_entry_points(TRANSPORT_GROUP):
+            if name not in (*TRANSPORTS, AUTO) and name not in load_entry_points(TRANSPORT_GROUP):
                 raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
         if len(set(self.transports)) < len(self.transports):
             raise ConfigError(

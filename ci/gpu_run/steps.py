@@ -96,7 +96,7 @@ STEPS: Sequence[Step] = (
     ),
     Step(
         "mla",
-        "MLA beside FlashMLA",
+        "MLA beside FlashMLA, and both settings of its A/B switches (pairing, small_tiles, column_merge)",
         _decode("--only", "mla_decode"),
         _DECODE_TESTS,
         180,
@@ -110,7 +110,7 @@ STEPS: Sequence[Step] = (
     ),
     Step(
         "paged-quick",
-        "paged decode beside FlashInfer and FlexAttention",
+        "paged decode beside FlashInfer and FlexAttention; half_codes and column_merge on and off",
         _decode("--quick", "--only", "paged_decode"),
         _DECODE_TESTS,
         150,

@@ -37,6 +37,7 @@ from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
+from pd_connector.transport.choice import choose, this_machine, with_names
 
 logger = logging.getLogger("pd_connector.agent.agent")
 
@@ -95,6 +96,8 @@ class Agent:
                 f"slot_mib {config.slot_mib}: one page of one layer has "
                 f"{cache.largest_page_bytes} bytes and must fit in a slot (config key slot_mib)"
             )
+        choice = choose(config, this_machine())
+        config = with_names(config, choice.names)
         self.telemetry = Telemetry()
         self._config = config
         self._cache = cache
@@ -129,6 +132,7 @@ class Agent:
                 audits=book,
                 port=port,
                 wrap=wrap,
+                choice=choice,
             )
 
         self._make_loop = make_loop
@@ -143,6 +147,8 @@ class Agent:
         """Control port that consumers dial; 0 for a rank that does not produce."""
         if self.port and len(shards) < 2:
             self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
+        self.transports = self._loop.choice.describe()
+        """The transports that are offered, and why no faster one, for the log."""
         self._turn_began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()

@@ -8,7 +8,7 @@ from pd_connector.agent.handshake import RefusedError, check_hello, connect
 from pd_connector.agent.outbox import SendPath
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause
-from pd_connector.kv.coding import permitted
+from pd_connector.kv.coding import RAW, permitted
 from pd_connector.kv.model import ModelFacts
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
@@ -26,6 +26,9 @@ class ConsumerSession:
     engine_id: str
     path: SendPath
     routes: tuple[Route, ...]
+    plain: tuple[
+        Route, ...
+    ]  # the same in `raw`, for transfers that the consumer does not want coded
     last_heard: float
 
 
@@ -39,6 +42,8 @@ class ConsumerSessions:
         self._cache = resources.cache
         self._transports = resources.transports
         self._codecs = permitted(config.codec, config.codec_max_error)
+        self._telemetry = resources.telemetry
+        self._choice = resources.choice
         self._sessions: dict[bytes, ConsumerSession] = {}
         self._compiling: set[bytes] = set()
 
@@ -72,13 +77,17 @@ class ConsumerSessions:
         """
         geometry = self._cache.geometry
         schema, routes = check_hello(hello, self._identity, geometry, self._codecs)
+        plain = check_hello(hello, self._identity, geometry, (RAW.name,))[1]
         if len(self._sessions) >= MOST_SESSIONS:
             detail = f"{MOST_SESSIONS} consumers have a session here"
             raise RefusedError(Cause.SESSION_LIMIT, detail)
         transport, link = connect(hello, self._transports)
+        self._telemetry.count("sessions", transport=transport.label or transport.name)
+        if slower := self._choice.why_slower(transport.name):
+            self._telemetry.count("slower_sessions", cause=slower)
         read = self._reads(transport) and transport.name in hello.readable
         path = SendPath(transport, link, read)
-        self._sessions[sender] = ConsumerSession(hello.engine_id, path, routes, now)
+        self._sessions[sender] = ConsumerSession(hello.engine_id, path, routes, plain, now)
         if not self._compiled(sender):
             self._compiling.add(sender)
         return messages.Welcome(
@@ -94,6 +103,7 @@ class ConsumerSessions:
             direct=read and self._config.direction == "auto",
             model=self._identity.model,
             facts=self._identity.facts,
+            plain=True,
         )
 
     def change_model(self, facts: ModelFacts) -> None:
@@ -112,7 +122,9 @@ class ConsumerSessions:
 
     def _compiled(self, sender: bytes) -> bool:
         session = self._sessions.get(sender)
-        return session is None or self._cache.prepare(session.routes, gathers=True)
+        return session is None or self._cache.prepare(
+            (*session.routes, *session.plain), gathers=True
+        )
 
     def _reads(self, transport: Transport) -> bool:
         """Whether consumers read from here over this transport."""

@@ -39,6 +39,7 @@ from pd_connector.protocol.incoming import (
     Stalled,
     Tell,
 )
+from pd_connector.protocol.peers import Source
 from pd_connector.remedies import FAILING_GAUGE
 from pd_connector.transport.base import Landed
 
@@ -246,6 +247,13 @@ class ConsumerSide:
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)
 
+    def _note_choice(self, source: Source, message: messages.Open) -> None:
+        """Count and log what `codec: auto` has decided for a transfer."""
+        if choice := self._consumer.codec_choice(source):
+            self._telemetry.count("coded_transfers" if message.coded else "plain_transfers")
+            if news := choice.news():
+                logger.info("codec auto: from %s:%d %s", *source[:2], news)
+
     def _act(self, actions: Sequence[Action], now: float) -> None:
         pending = deque(actions)
         while pending:
@@ -255,6 +263,8 @@ class ConsumerSide:
                 case Tell(source, message):
                     if session := self._sessions.get(source):
                         self._sessions.send(session, message)
+                    if isinstance(message, messages.Open):
+                        self._note_choice(source, message)
                 case PlaceChunk() as place:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
                 case Stalled(source):

@@ -12,7 +12,10 @@ from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import RAW, permitted
 from pd_connector.kv.model import ModelFacts, described, model_digest
+from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import bytes_per_token
 from pd_connector.protocol import messages
+from pd_connector.protocol.codec_choice import CodecChoice
 from pd_connector.protocol.incoming import ProducerSession
 from pd_connector.protocol.peers import Source
 
@@ -65,6 +68,7 @@ class Dialler:
         Raises RefusedError if the two ranks cannot work together.
         """
         routes = check_welcome(welcome, self._identity, self._cache.geometry, self._codecs)
+        plain = self._plain(welcome, routes)
         facts = welcome.facts
         transport = self._transports.get(welcome.transport)
         if transport is None:
@@ -98,7 +102,17 @@ class Dialler:
             engine_id=welcome.engine_id,
             model=model_digest(facts) if facts else welcome.model,
             told=described(facts) if facts else f"model {welcome.model.hex()}",
+            plain=plain,
+            choice=CodecChoice(bytes_per_token(plain) / bytes_per_token(routes)) if plain else None,
         )
+
+    def _plain(self, welcome: messages.Welcome, routes: tuple[Route, ...]) -> tuple[Route, ...]:
+        """The same routes in `raw`, if this side may choose between the two; otherwise none."""
+        if self._config.codec != "auto" or not welcome.plain:
+            return ()
+        plain = check_welcome(welcome, self._identity, self._cache.geometry, [RAW.name])
+        alike = [route.codec for route in plain] == [route.codec for route in routes]
+        return () if alike else plain
 
     def _tell_of_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
         """Say it if KV comes uncoded although the configuration names a codec."""

@@ -105,7 +105,9 @@ class Inbox:
                         b""  # its transport has checked every byte, and nobody else can write them
                     )
                 else:
-                    found = self._cache.last_checksum or checksum(place.payload)
+                    found = self._cache.last_checksum or checksum(
+                        place.payload, place.route.rules.sums_digest
+                    )
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"

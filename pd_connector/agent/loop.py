@@ -31,6 +31,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.errors import TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
@@ -40,6 +41,7 @@ from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
+from pd_connector.transport.choice import FASTEST_BETWEEN_MACHINES, Choice, with_names
 from pd_connector.transport.registry import make_transports
 
 _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
@@ -90,6 +92,7 @@ class Loop:
         audits: AuditBook | None,
         port: int = 0,
         wrap: Callable[[Transport], Transport],
+        choice: Choice,
     ) -> None:
         self._config = config
         self._cache = cache
@@ -109,8 +112,9 @@ class Loop:
             keys = CurveKeys.derive(config.key) if config.key else None
             self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
             self._begin_to_compile()
-            made = make_transports(self._context, config, keys, self.buffers)
-            self._transports = [wrap(transport) for transport in made]
+            self._transports = [
+                wrap(transport) for transport in self._make_transports(keys, choice)
+            ]
             resources = RankResources(
                 config=config,
                 identity=identity,
@@ -122,6 +126,7 @@ class Loop:
                 wake=commands.wake,
                 steps=steps,
                 ranks=ranks,
+                choice=self.choice,
                 audits=audits,
             )
             if produces:
@@ -134,6 +139,19 @@ class Loop:
             self.close()
             raise
         self._update_gauges()
+
+    def _make_transports(self, keys: CurveKeys | None, choice: Choice) -> list[Transport]:
+        """The transports of the config. Without `nixl` where that was our own choice, and it cannot
+        be set up."""
+        self.choice = choice
+        try:
+            return make_transports(self._context, self._config, keys, self.buffers)
+        except TransportError as error:
+            if not choice.automatic or FASTEST_BETWEEN_MACHINES not in choice.names:
+                raise
+            self.choice = choice.failed(error)
+        config = with_names(self._config, self.choice.names)
+        return make_transports(self._context, config, keys, self.buffers)
 
     @property
     def host(self) -> str:

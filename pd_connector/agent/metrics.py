@@ -9,6 +9,8 @@ COUNTERS = {
     "received_transfers": "Transfers that arrived whole and verified, counted by each rank (consumer).",
     "received_chunks": "Chunks verified and placed (consumer).",
     "received_bytes": "Bytes of verified chunks as they were on the wire (consumer).",
+    "coded_transfers": "Transfers asked for with the codec, where it could be left out (consumer, `codec: auto`).",
+    "plain_transfers": "Transfers asked for in `raw`, because KV comes faster so than with the codec, or to measure it (consumer, `codec: auto`).",
     "pulled_pieces": "Pieces of pages copied straight from the producer's memory (consumer).",
     "sent_chunks": "Chunks posted to a transport, one descriptor each (producer).",
     "early_chunks": "Those of them posted while their prompt was still being computed (producer).",
@@ -22,12 +24,21 @@ COUNTERS_BY_CAUSE = {
     "audits": "Prompts that were computed here, and compared with KV received, by each rank; cause `passed` is the good one (consumer).",
     "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
     "second_prefills": "Prompts that a prefill engine was asked for again (consumer).",
+    "slower_sessions": "Sessions over tcp where nixl would be faster, by why not: `device`, `library`, `insecure_data`, `setup`, or `peer`, which does not offer it (producer, `transports: auto`).",
     "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",
     "lost_sessions": "Sessions with producers that ended (consumer).",
     "rejected_sessions": "Sessions refused to consumers (producer).",
     "stale_chunks": "Chunks that landed for no transfer, and were dropped (consumer).",
 }
+COUNTERS_BY_TRANSPORT = {
+    "sessions": "Sessions that began, by the transport that they took (producer).",
+}
+LABEL = {
+    **dict.fromkeys(COUNTERS_BY_CAUSE, "cause"),
+    **dict.fromkeys(COUNTERS_BY_TRANSPORT, "transport"),
+}
+"""The label of each counter that has one."""
 GAUGES = {
     "leased_pages": "Pages kept for consumers (producer).",
     "outgoing_transfers": "Transfers expected, offered or streaming (producer).",

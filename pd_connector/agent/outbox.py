@@ -117,13 +117,13 @@ class Outbox:
             if path.transport.copies and not path.read:
                 in_place = self._cache.in_place(send.route, send.chunk, send.pages)
             if in_place is not None:
-                found = checksum(in_place)
+                found = checksum(in_place, send.route.rules.sums_digest)
                 confirm()  # if the pages change from here on, the checksum tells
                 self._write(send, path, in_place, found, None, now)
                 return None
             send_slot, payload = self._gather(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            found = self._cache.last_checksum or self._checksum(payload, path)
+            found = self._cache.last_checksum or self._checksum(send, payload, path)
             if path.read:
                 return self._offer_slot(send, payload, found, send_slot, now)
             self._write(send, path, payload, found, send_slot, now)
@@ -194,9 +194,11 @@ class Outbox:
         if self._is_full(chunk.session):
             self._backpressured.add(chunk.session)
 
-    def _checksum(self, payload: memoryview, path: SendPath) -> bytes:
+    def _checksum(self, send: Send, payload: memoryview, path: SendPath) -> bytes:
         """That of a gathered chunk; empty if its transport authenticates every byte."""
-        return b"" if path.transport.authenticates and not path.read else checksum(payload)
+        if path.transport.authenticates and not path.read:
+            return b""
+        return checksum(payload, send.route.rules.sums_digest)
 
     def _gather(
         self, send: Send, path: SendPath, confirm: Callable[[], None]

@@ -230,7 +230,8 @@ class ProducerSide:
             case messages.Watch():
                 self._act(self._producer.watch(sender, message.transfer, now))
             case messages.Open():
-                routes = self._sessions[sender].routes
+                session = self._sessions[sender]
+                routes = session.routes if message.coded else session.plain
                 self._act(self._producer.open(sender, message, routes, now))
             case messages.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)

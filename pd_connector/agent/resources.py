@@ -14,6 +14,7 @@ from pd_connector.protocol.audit import AuditBook
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
+from pd_connector.transport.choice import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class RankResources:
         wake: makes the agent's thread look again; may be called by any thread.
         steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.
+        choice: how the transports were chosen.
         audits: what is known of producers; None where none has to be audited.
     """
 
@@ -40,4 +42,5 @@ class RankResources:
     wake: Callable[[], None]
     steps: EngineSteps
     ranks: Callable[[], Sequence[Peer]]
+    choice: Choice
     audits: AuditBook | None = None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a consumer's sessions with producers: dials them, hears them, looks after them, ends them."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
@@ -64,8 +63,7 @@ class SessionKeeper:
         ready = self._sessions.ready()
         self.only_pulses = bool(ready)
         for session in ready:
-            with self._ending_on_error(session, now):
-                self._receive(session, now)
+            self._attempt(self._receive, session, now)
 
     def _receive(self, session: OpenSession, now: float) -> None:
         for data in self._sessions.received(session):
@@ -119,7 +117,9 @@ class SessionKeeper:
         """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
         session alive."""
         agreed = session.agreed
-        if agreed is not None and self._cache.prepare(agreed.routes, gathers=False):
+        if agreed is None:
+            return
+        if self._cache.prepare((*agreed.routes, *agreed.plain), gathers=False):
             session.agreed = None
             self._act(self._consumer.session_up(session.source, agreed, now), now)
 
@@ -133,11 +133,9 @@ class SessionKeeper:
             else:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
         for session in self._sessions.compiling_sessions():
-            with self._ending_on_error(session, now):
-                self._establish(session, now)
+            self._attempt(self._establish, session, now)
         for session in self._sessions.due(now):
-            with self._ending_on_error(session, now):
-                self._look_after(session, now)
+            self._attempt(self._look_after, session, now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
             for session in self._sessions:
@@ -217,11 +215,12 @@ class SessionKeeper:
         self._act(down, now)
         self._sessions.end(session)  # last, because a `Cancel` may have been sent just now
 
-    @contextlib.contextmanager
-    def _ending_on_error(self, session: OpenSession, now: float) -> Iterator[None]:
+    def _attempt(
+        self, work: Callable[[OpenSession, float], None], session: OpenSession, now: float
+    ) -> None:
         """An error of one session ends that session, and nothing else."""
         try:
-            yield
+            work(session, now)
         except AbandonedError:
             raise
         except Exception:

@@ -155,13 +155,16 @@ class Connection:
         """Messages that wait. If there are `MAX_BATCH`, more may wait; otherwise ZeroMQ's descriptor
         tells of the next one."""
         arrived: list[bytes] = []
-        # Mostly there is just one, so that nobody asks first whether there is one.
-        with contextlib.suppress(zmq.Again):
+        try:  # mostly there is just one, so that nobody asks first whether there is one
             while len(arrived) < MAX_BATCH:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT)
-                arrived.append(frames[0] if len(frames) == 1 else b"")
+                frame = self.socket.recv(zmq.DONTWAIT, copy=False)
+                arrived.append(b"" if frame.more else frame.bytes)
+                while frame.more:
+                    frame = self.socket.recv(copy=False)
                 if not readable(self.socket):
                     break
+        except zmq.Again:
+            pass
         return arrived
 
     @property

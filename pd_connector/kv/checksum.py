@@ -2,9 +2,14 @@
 """The checksum of a chunk."""
 
 import hashlib
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
+
+SumsDigest = Literal["xxh3", "blake2b"]
+"""How the sums of a payload become its checksum."""
 
 COLUMNS = 256
 """Words of a row of the matrix that is summed."""
@@ -15,7 +20,7 @@ _BLOCK_ROWS = 256
 which find the rows in the core's cache."""
 
 
-def checksum(data: memoryview) -> bytes:
+def checksum(data: memoryview, digest: SumsDigest = "xxh3") -> bytes:
     """Checksum of a contiguous buffer: 8 bytes. It finds accidents; it does not stop forgery.
 
     The buffer is padded with zeros and read as a matrix of 64-bit little-endian words, 256 to a
@@ -25,6 +30,8 @@ def checksum(data: memoryview) -> bytes:
 
     Args:
         data: contiguous bytes, any length.
+        digest: of the sums. `xxh3` hashes those of 16 MiB in 4 us, `blake2b`, which schema 2 has,
+            in 100.
     """
     flat = np.frombuffer(data, dtype=np.uint8)
     whole = len(flat) // ROW_BYTES * ROW_BYTES
@@ -41,17 +48,24 @@ def checksum(data: memoryview) -> bytes:
         last = tail.view("<u8")
         rows = np.append(rows, last.sum(dtype=np.uint64))
         columns = columns + last
-    return digest_of(len(flat), rows, columns)
+    return digest_of(len(flat), rows, columns, digest)
 
 
-def digest_of(nbytes: int, rows: npt.NDArray[np.uint64], columns: npt.NDArray[np.uint64]) -> bytes:
+def digest_of(
+    nbytes: int,
+    rows: npt.NDArray[np.uint64],
+    columns: npt.NDArray[np.uint64],
+    digest: SumsDigest = "xxh3",
+) -> bytes:
     """The checksum, from the sums of a buffer of `nbytes` bytes: what kernels that sum on a device call.
 
     Args:
         rows: uint64 `[rows]`, the sum of each row of 256 words, modulo 2^64.
         columns: uint64 `[256]`, the sum of each column.
+        digest: see `checksum`.
     """
-    digest = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=8)
-    digest.update(rows.tobytes())
-    digest.update(columns.tobytes())
-    return digest.digest()
+    length = nbytes.to_bytes(8, "little")
+    hashed = xxhash.xxh3_64(length) if digest == "xxh3" else hashlib.blake2b(length, digest_size=8)
+    hashed.update(rows.tobytes())
+    hashed.update(columns.tobytes())
+    return hashed.digest()

@@ -108,7 +108,9 @@ class KernelPages:
         if sums is None:
             return None
         torch.from_numpy(np.frombuffer(filled, np.uint8)).copy_(payload, non_blocking=True)
-        return finish(sums, len(filled))  # waits for the sums, which come after the payload
+        return finish(
+            sums, len(filled), route.rules.sums_digest
+        )  # waits for the sums, which come after the payload
 
     def scatter_from_host(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: memoryview
@@ -127,7 +129,8 @@ class KernelPages:
         if launch is None:
             return None
         staged.copy_(as_tensor(np.frombuffer(payload, np.uint8)), non_blocking=True)
-        return finish(_run(scatter_pages, launch), len(payload))
+        sums = _run(scatter_pages, launch)
+        return finish(sums, len(payload), route.rules.sums_digest)
 
     def _staging(self, nbytes: int) -> torch.Tensor:
         """Memory of the device for one payload, the same for each: all is done when a call ends."""
@@ -224,7 +227,8 @@ class KernelPages:
 
 @contextlib.contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """A stream of a GPU's that nobody else has, for the calling thread; at the end its work is done."""
+    """Another stream of a GPU than the engine's, for the calling thread; at the end its work is
+    done."""
     if device.type != "cuda":
         yield
         return

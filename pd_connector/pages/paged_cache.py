@@ -63,7 +63,9 @@ class PagedCache:
         self._copies = BlockCopies(self._layers)
         self._device = self._layers.device
         on_gpu = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+        # Of high priority, so that a chunk's kernel does not queue behind a prefill's; and because
+        # torch lends 32 streams of the usual priority to everybody in turn, the engine included.
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if on_gpu else None
         wanted = on_gpu if by_kernels is None else by_kernels
         self._kernels = _kernels(self._layers.by_number, self._device) if wanted else None
 

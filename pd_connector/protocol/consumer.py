@@ -15,6 +15,7 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.audit import AuditBook, Comparison, Counterpart
+from pd_connector.protocol.codec_choice import CodecChoice
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
 from pd_connector.protocol.header import ChunkHeader
@@ -91,6 +92,11 @@ class Consumer:
     def producers(self) -> list[Counterpart]:
         """Ranks of producers with which sessions stand."""
         return [session.counterpart(source) for source, session in self._sessions.items()]
+
+    def codec_choice(self, source: Source) -> CodecChoice | None:
+        """What decides whether transfers of this producer are coded; None without a choice."""
+        session = self._sessions.get(source)
+        return session.choice if session else None
 
     def hold(
         self,

@@ -111,10 +111,11 @@ class Fetches:
             return self._grants.grant_free(now)
         if stream.burst:
             seconds = now - stream.first_landed
-            self._sessions[source].measured(stream.nbytes_after_first, seconds)
+            session = self._sessions[source]
+            session.measured(stream.nbytes_after_first, seconds, coded=stream.coded)
         if not incoming.received:
             return self._grants.grant_free(now)
-        known = tuple(self._sessions[source].routes for source in incoming.streams)
+        known = tuple(tuple(stream.routes) for stream in incoming.streams.values())
         if missing := uncovered(known, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
             return self.finish(incoming, Cause.GEOMETRY, detail, now)

@@ -11,6 +11,7 @@ from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.protocol.audit import Comparison, Counterpart
+from pd_connector.protocol.codec_choice import CodecChoice
 from pd_connector.protocol.header import ChunkHeader, header_of
 from pd_connector.protocol.last_words import LastWords
 from pd_connector.protocol.peers import Peer, Source
@@ -124,14 +125,20 @@ class ProducerSession:
     engine_id: str = ""
     model: bytes = b""  # digest of all that the producer says of its model
     told: str = ""  # the same in a few words
+    plain: Sequence[Route] = ()  # the same routes in `raw`, where there is a choice
+    choice: CodecChoice | None = None  # between the two
 
     def counterpart(self, source: Source) -> Counterpart:
         """What audits know the producer by."""
         return Counterpart(source, self.epoch, self.engine_id, self.model, self.told)
 
-    def header(self, load: Load, chunk: Chunk, checksum: bytes) -> ChunkHeader:
-        """What the header of this chunk must say."""
-        route = self.routes[chunk.route]
+    @property
+    def coded(self) -> bool:
+        """Whether the next transfer is coded."""
+        return self.choice is None or self.choice.coded
+
+    def header(self, load: Load, route: Route, chunk: Chunk, checksum: bytes) -> ChunkHeader:
+        """What the header of this chunk of a route must say."""
         return header_of(
             chunk,
             transfer=load.transfer,
@@ -142,8 +149,13 @@ class ProducerSession:
             checksum=checksum,
         )
 
-    def measured(self, nbytes: int, seconds: float) -> None:
+    def measured(self, nbytes: int, seconds: float, *, coded: bool = True) -> None:
         """A transfer that never waited for a prefill took this long, after its first chunk."""
-        if nbytes and seconds > 0:
-            rate = nbytes / seconds
+        if not nbytes or seconds <= 0:
+            return
+        rate = nbytes / seconds
+        if self.choice is not None:
+            self.choice.measured(coded=coded, wire_bytes_per_s=rate)
+            self.bytes_per_s = self.choice.wire_bytes_per_s
+        else:
             self.bytes_per_s = rate if self.bytes_per_s is None else (self.bytes_per_s + rate) / 2

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a consumer knows of one rank of a producer that sends it a part of a transfer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
+from pd_connector.plan.route import Route
 from pd_connector.protocol import messages
 from pd_connector.protocol.incoming import Load, ProducerSession
 
@@ -22,6 +24,8 @@ class IncomingStream:
     complete: bool = False  # the prefill has ended
     burst: bool = False  # it had ended before anything was sent
     slots: list[int] = field(default_factory=list)  # granted to it
+    coded: bool = True  # not all of it in `raw`
+    routes: Sequence[Route] = ()  # on which it comes
     chunk_bytes: int = 0  # at most
     planned: int = 0  # chunks
     missing: dict[int, Chunk] = field(default_factory=dict)  # those not in pages yet, by sequence
@@ -47,8 +51,10 @@ class IncomingStream:
         self, load: Load, session: ProducerSession, slot_bytes: int
     ) -> tuple[Cause, str] | None:
         """Plan chunks that fit the slots of both sides; returns why there is no plan, if so."""
+        self.coded = session.coded
+        self.routes = session.routes if self.coded else session.plain
         self.chunk_bytes = chunk_limit(
-            session.routes,
+            self.routes,
             load.stop_token - load.first_token,
             min(session.slot_bytes, slot_bytes),
             session.bytes_per_s,
@@ -57,7 +63,7 @@ class IncomingStream:
         )
         try:
             chunks = plan(
-                session.routes,
+                self.routes,
                 load.first_token,
                 load.stop_token,
                 self.chunk_bytes,
@@ -83,6 +89,7 @@ class IncomingStream:
             bytes_per_s=int(session.bytes_per_s or 0),
             direct=session.direct and not load.compares,  # it needs them in a slot
             provisional=True,
+            coded=self.coded,
         )
 
     def landed(self, nbytes: int, now: float) -> None:

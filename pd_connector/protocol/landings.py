@@ -60,7 +60,7 @@ class Landings:
         if problem:
             return self._fetches.finish(incoming, Cause.TRANSPORT, problem, now)
         load, session = incoming.load, self._sessions[source]
-        route = session.routes[chunk.route]
+        route = stream.routes[chunk.route]
         pages = load.pages_of(route, chunk)
         place = PlaceChunk(
             source=source,
@@ -74,7 +74,7 @@ class Landings:
             authentic=authentic,
             comparison=incoming.comparison,
         )
-        if wrong := place.problem(session.header(load, chunk, header.checksum)):
+        if wrong := place.problem(session.header(load, route, chunk, header.checksum)):
             return self._fetches.finish(incoming, *wrong, now)
         stream.landed(header.nbytes, now)
         return [place]

@@ -4,7 +4,8 @@
 Schema history (a peer one version back is accepted):
     1  whole pages between like caches; never released
     2  routes between unlike geometries, codecs, streaming, both directions
-    3  the constants of plans belong to the schema (`plan/rules.py`); leased pages have one kind of checksum
+    3  the constants of plans belong to the schema (`plan/rules.py`); leased pages have one kind of checksum;
+       payloads have one that hashes faster
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
 version. What both sides compute by themselves and must compute alike is part of the version, too: the
@@ -64,7 +65,7 @@ class Welcome(Message, frozen=True):
     """Producer: the session stands. `transport_address` is where its transport is reached.
 
     With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
-    it offers leased pages in the same way.
+    it offers leased pages in the same way. With `plain` it obeys `Open.coded`.
     """
 
     schema: Count
@@ -79,6 +80,7 @@ class Welcome(Message, frozen=True):
     direct: bool = False
     model: Fingerprint = b""  # empty in versions that did not say it
     facts: ModelFacts | None = None
+    plain: bool = False
 
 
 class Reject(Message, frozen=True):
@@ -110,7 +112,8 @@ class Open(Message, frozen=True):
     `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
     move, 0 if it was not measured. With `direct` the consumer can read the producer's pages.
-    With `provisional` it can wait as `Accept.provisional` asks.
+    With `provisional` it can wait as `Accept.provisional` asks. If it is not `coded`, all of it
+    comes in `raw`, which the producer must have said it can (`Welcome.plain`).
     """
 
     transfer: Name
@@ -124,6 +127,7 @@ class Open(Message, frozen=True):
     bytes_per_s: Count = 0
     direct: bool = False
     provisional: bool = False
+    coded: bool = True
 
 
 class Accept(Message, frozen=True):

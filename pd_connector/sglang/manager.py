@@ -153,7 +153,7 @@ class Manager(BaseKVManager):
             "prefill" if self.produces else "decode",
             self._config.host,
             self.agent.port,
-            ",".join(self._config.transports),
+            self.agent.transports,
             cache.geometry,
         )
         if self.produces:

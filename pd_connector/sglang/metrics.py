@@ -11,8 +11,10 @@ from pd_connector.agent.metrics import (
     BUCKETS_S,
     COUNTERS,
     COUNTERS_BY_CAUSE,
+    COUNTERS_BY_TRANSPORT,
     GAUGES,
     HISTOGRAMS,
+    LABEL,
     PREFIX,
 )
 from pd_connector.telemetry import Telemetry
@@ -38,9 +40,9 @@ class Metrics:
             name: Counter(PREFIX + name, text, ["rank"]).labels(label)
             for name, text in COUNTERS.items()
         }
-        self._by_cause = {
-            name: Counter(PREFIX + name, text, ["rank", "cause"])
-            for name, text in COUNTERS_BY_CAUSE.items()
+        self._labelled = {
+            name: Counter(PREFIX + name, text, ["rank", LABEL[name]])
+            for name, text in (COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT).items()
         }
         self._gauges = {
             name: Gauge(PREFIX + name, text, ["rank"], multiprocess_mode="mostrecent").labels(label)
@@ -66,8 +68,8 @@ class Metrics:
             if name in self._plain:
                 self._plain[name].inc(amount)
             else:
-                cause = dict(labels).get("cause", "")
-                self._by_cause[name].labels(self._label, cause).inc(amount)
+                label = dict(labels).get(LABEL[name], "")
+                self._labelled[name].labels(self._label, label).inc(amount)
         for name, seconds in snapshot.observations.items():
             for value in seconds:
                 self._histograms[name].observe(value)

@@ -209,6 +209,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.change_version(version)
 
+    def outgoing_transfers(self) -> int:
+        """Called by `extension.WorkerExtension`: transfers that consumers have yet to fetch."""
+        assert self._worker is not None
+        return self._worker.outgoing_transfers
+
     # Both sides
 
     def get_kv_connector_stats(self) -> PDStats | None:

@@ -22,3 +22,12 @@ class WorkerExtension:
         if not isinstance(connector, PDConnector):
             raise RuntimeError("this engine has no PDConnector, which weights are told to")
         connector.set_weights_version(version)
+
+    def outgoing_transfers(self) -> int:
+        """Transfers of this rank that decode engines have yet to fetch; 0 without a PDConnector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        from pd_connector.vllm.connector import PDConnector
+
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return connector.outgoing_transfers() if isinstance(connector, PDConnector) else 0

@@ -14,8 +14,10 @@ from pd_connector.agent.metrics import (
     BUCKETS_S,
     COUNTERS,
     COUNTERS_BY_CAUSE,
+    COUNTERS_BY_TRANSPORT,
     GAUGES,
     HISTOGRAMS,
+    LABEL,
     PREFIX,
 )
 from pd_connector.telemetry import Telemetry
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 class PDStats(KVConnectorStats):
     """One step's counts, observations and gauges, as plain data that vLLM can serialise.
 
-    `data` is `{"counts": [[name, cause, amount]], "observations": {name: [seconds]},
+    `data` is `{"counts": [[name, value of its label, amount]], "observations": {name: [seconds]},
     "gauges": {rank: {name: value}}}`.
     """
 
@@ -43,7 +45,7 @@ class PDStats(KVConnectorStats):
         if snapshot is None:
             return None
         counts = [
-            [name, dict(labels).get("cause", ""), amount]
+            [name, dict(labels).get(LABEL.get(name, ""), ""), amount]
             for (name, labels), amount in snapshot.counts.items()
         ]
         gauges = {rank: snapshot.gauges} if snapshot.gauges else {}
@@ -86,12 +88,11 @@ class PDPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, gauge, histogram = (metric_types[t] for t in (Counter, Gauge, Histogram))
-        by_cause = [*labelnames, "cause"]
         self._counters = {
             **{name: counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
             **{
-                name: counter(PREFIX + name, text, by_cause)
-                for name, text in COUNTERS_BY_CAUSE.items()
+                name: counter(PREFIX + name, text, [*labelnames, LABEL[name]])
+                for name, text in (COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT).items()
             },
         }
         self._gauges = {
@@ -109,8 +110,8 @@ class PDPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, cause, amount in transfer_stats_data["counts"]:
-            values = [*labels, cause] if name in COUNTERS_BY_CAUSE else labels
+        for name, label, amount in transfer_stats_data["counts"]:
+            values = [*labels, label] if name in LABEL else labels
             self._counters[name].labels(*values).inc(amount)
         for name, seconds in transfer_stats_data["observations"].items():
             for value in seconds:

@@ -5,8 +5,10 @@ It decides and holds no KV; commands travel to the workers with the next step. I
 with a request's parameters, the request is computed here as if it had none.
 """
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -79,6 +81,8 @@ class SchedulerSide:
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
         self._address = sealed(self._address._replace(peers=peers), self._config.key)
+        if self._config.address_file:
+            Path(self._config.address_file).write_text(json.dumps(self._address.fields()))
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""

@@ -110,7 +110,7 @@ class WorkerSide:
             transfer.kv_role,
             self._config.host,
             self._agent.port,
-            ",".join(self._config.transports),
+            self._agent.transports,
             cache.geometry,
         )
 
@@ -197,6 +197,12 @@ class WorkerSide:
         for told in (self._ready, self._unavailable, self._audits, self._unaudited):
             told.clear()
         return activity
+
+    @property
+    def outgoing_transfers(self) -> int:
+        """Transfers that consumers have yet to fetch from this rank."""
+        gauges = self._agent.telemetry.gauges() if self._agent else {}
+        return int(gauges.get("outgoing_transfers", 0))
 
     def close(self) -> None:
         if self._agent is not None:

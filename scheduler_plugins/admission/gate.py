@@ -125,6 +125,11 @@ class AdmissionGate:
         self._reload()
         return class_of(self._rules, headers) or self._default
 
+    def known_class(self, name: str) -> str:
+        """The class of this name, else the default class."""
+        self._reload()
+        return name if name in self._slos else self._default
+
     @property
     def on(self) -> bool:
         """Whether any class is promised anything. If not, `ask` need not be called."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 from pd_connector.tools.cli.bench_report import exit_codes
 from scheduler_plugins.bench import ablation, classes, order, overhead, overload, plot
+from scheduler_plugins.bench.routers import command as routers
 from scheduler_plugins.sim import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -43,6 +44,9 @@ Quick = Annotated[
 @app.callback()
 def group() -> None:
     """Benchmarks of the scheduler's policies, in simulation or with --engine in real engines."""
+
+
+app.add_typer(routers.app, name="router")
 
 
 @app.command()
@@ -243,6 +247,21 @@ def index(
     from scheduler_plugins.bench import prefixes
 
     _tell("The router's index", prefixes.compare(engines, blocks), json)
+
+
+@app.command("router-cpu")
+def router_cpu(
+    requests: Annotated[int, typer.Option(min=100, help="Short ones of each round.")] = 2000,
+    streams: Annotated[int, typer.Option(min=10, help="Long streams of each round.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; one worker and two in turn.")] = 3,
+    json: Json = None,
+) -> None:
+    """CPU time of the router for a request and a streamed event, with one worker and with two."""
+    from scheduler_plugins.bench import router_overhead
+
+    with exit_codes(Console(stderr=True)):
+        found = asyncio.run(router_overhead.compare(requests, streams, rounds))
+    _tell("CPU time of the router", found, json)
 
 
 def _tell(title: str, found: list[Comparison], json: Path | None) -> None:

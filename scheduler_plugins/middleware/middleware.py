@@ -37,6 +37,7 @@ from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.request_id import with_class, without_class
 from scheduler_plugins.qos.settings import QOS_KEY, settings_path
+from scheduler_plugins.qos.trust import router_key, signed_class
 
 PATHS = (
     "/v1/completions",
@@ -63,6 +64,8 @@ ADMITTED_PATHS = (*PATHS[:2], "/invocations", *POOLING_PATHS)
 """Endpoints for which time is predicted."""
 GUARDED = ("/v1/", "/v2/")
 """Endpoints that ask for the API key, if the server has one."""
+PAIR_CONNECTORS = ("PDConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector")
+"""Connectors with which prefill and decode run in two engines."""
 BODY_BYTES = 64 << 20
 """Larger bodies are answered with 413. The whole body is held while the class is written into it."""
 
@@ -80,6 +83,8 @@ class AdmissionMiddleware:
         """
         self._app = app
         self._gate = gate
+        self._router_key = router_key()
+        self._half = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -122,7 +127,7 @@ class AdmissionMiddleware:
         self, scope: Scope, path: str, body: dict[str, Any], receive: Receive, send: Send
     ) -> None:
         gate, headers = self._gate_of(scope), headers_of(scope)
-        qos = gate.class_of(headers)
+        qos, judged = self._class_of(gate, headers)
         pools = path in POOLING_PATHS
         if pools:
             scope = _with_request_id(scope, with_class(_request_id(headers), qos))
@@ -132,7 +137,7 @@ class AdmissionMiddleware:
         raw = json.dumps(body, separators=(",", ":")).encode()
         scope = _with_length(scope, len(raw))
         receive = _replayed(raw, receive)
-        if path not in ADMITTED_PATHS or not gate.on:
+        if path not in ADMITTED_PATHS or not gate.on or judged or self._half:
             await self._app(scope, receive, send)
             return
         ticket = gate.ask(qos, prompt_of(body), _rank(headers))
@@ -145,6 +150,16 @@ class AdmissionMiddleware:
             await self._app(scope, receive, answer.send)
         finally:
             answer.ended()
+
+    def _class_of(self, gate: AdmissionGate, headers: Mapping[str, str]) -> tuple[str, bool]:
+        """The request's class, and whether the router has let it in already.
+
+        With a router's key no header counts but the one that the router signed.
+        """
+        if not self._router_key:
+            return gate.class_of(headers), False
+        given = signed_class(headers, self._router_key)
+        return gate.known_class(given or ""), given is not None
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the settings when the server starts. The start fails if they cannot be used."""
@@ -168,7 +183,19 @@ class AdmissionMiddleware:
                 settings=settings_path(config),
                 cache_tokens=_cache_tokens(config),
             )
+            self._half = is_half_of_a_pair(config)
+            if self._half and self._gate.on:
+                _log.warning(
+                    "admission is off: this engine is one half of a prefill/decode pair, and sees only its own "
+                    "queue. The router judges both halves, by the same classes (router.yaml: classes)"
+                )
         return self._gate
+
+
+def is_half_of_a_pair(config: Any) -> bool:
+    """Whether the engine hands KV over to another one, or gets it from there."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return getattr(transfer, "kv_connector", None) in PAIR_CONNECTORS
 
 
 def _with_cache(told: EngineReport, config: Any) -> EngineReport:

@@ -2,19 +2,26 @@
 """`python -m scheduler_plugins.router --prefill URL... --decode URL...`"""
 
 import argparse
-import asyncio
 import dataclasses
 import logging
 import os
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scheduler_plugins.qos.trust import KEY_VARIABLE
+
 ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
+CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 
 # Everything else in RouterConfig is a number with a default, and becomes an option by its name.
 HELP = {
+    "workers": "processes that serve clients, on one port",
+    "members_interval_s": "pause between two looks at which engines dns+http:// and k8s+http:// stand for",
+    "front_queue": "requests of each class that may wait at the router; 0: all wait at the engines",
+    "engine_queue_s": "with --front-queue: prefill that every engine may have queued meanwhile",
     "port": "port to listen on, 0 for any free one",
     "connect_timeout_s": "time to open a connection to an engine",
     "first_byte_timeout_s": "longest wait for a stream's first byte",
@@ -40,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
     try:
         from scheduler_plugins.router.config import RouterConfig
+        from scheduler_plugins.router.loop import run
         from scheduler_plugins.router.server import serve
         from scheduler_plugins.router.settings_file import SettingsFile
     except ModuleNotFoundError as error:
@@ -54,13 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = given.pop("config")
     wanted = {name: value for name, value in given.items() if value is not None}
     wanted["admin_key"] = os.environ.get(ADMIN_KEY_VARIABLE, "")
+    wanted["client_key"] = os.environ.get(CLIENT_KEY_VARIABLE, "")
+    wanted["router_key"] = os.environ.get(KEY_VARIABLE, "")
     try:
         settings = SettingsFile(path, wanted) if path else None
         config = settings.current if settings else RouterConfig(**wanted)
     except ValueError as error:
         parser.error(str(error))
     try:
-        asyncio.run(serve(config, settings))
+        if config.workers > 1:
+            from scheduler_plugins.router.workers.keeper import keep
+
+            run(keep(config, settings))
+        else:
+            run(serve(config, settings))
+    except ssl.SSLError as error:
+        print(f"tls_cert, tls_key or engine_ca cannot be used: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
@@ -110,6 +128,31 @@ def _parser(config: type) -> argparse.ArgumentParser:
         help=f"port of the admin API; its key is in {ADMIN_KEY_VARIABLE}",
     )
     parser.add_argument("--admin-host", default="127.0.0.1", help="address of the admin API")
+    parser.add_argument(
+        "--exchange",
+        default="",
+        metavar="ADDRESS",
+        help="where to tell other routers what this one has sent, as tcp://0.0.0.0:9100",
+    )
+    parser.add_argument(
+        "--fellows",
+        nargs="+",
+        action="extend",
+        metavar="ADDRESS",
+        help=f"where other routers of these engines tell so; all have the same {KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        "--otlp",
+        default="",
+        metavar="URL",
+        help="where spans are sent, as http://127.0.0.1:4318/v1/traces (extra otel)",
+    )
+    for option, meaning in (
+        ("--tls-cert", f"certificate for clients; what they must know is in {CLIENT_KEY_VARIABLE}"),
+        ("--tls-key", "its key, if not in the same file"),
+        ("--engine-ca", "certificate that signed those of engines with https URLs"),
+    ):
+        parser.add_argument(option, default="", metavar="FILE", help=meaning)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--policy", default="conductor", metavar="NAME", help="which engines serve a request"

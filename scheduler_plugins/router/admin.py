@@ -94,13 +94,19 @@ async def _add(request: web.Request) -> web.StreamResponse:
 async def _remove(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
     url = _known(pool, asked.url).url
+    if not any(
+        url in side for side in (pool.config.prefill, pool.config.decode, pool.config.engine)
+    ):
+        raise ValueError(
+            f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
+        )
     pool.use(replace(pool.config, **_without(pool, url)))
     return _told(pool)
 
 
 async def _drain(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Drain), request.app[_POOL]
-    _known(pool, asked.url).draining = asked.drain
+    pool.drain(_known(pool, asked.url), asked.drain)
     return _told(pool)
 
 

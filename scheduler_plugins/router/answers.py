@@ -10,6 +10,8 @@ from typing import Any
 
 from multidict import CIMultiDict
 
+from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
+
 REQUEST_ID = "X-Request-Id"
 LONGEST_RETRY_S = 3600
 
@@ -36,6 +38,7 @@ NOT_FORWARDED = HOP_BY_HOP | {
     "cookie",
     "expect",
     "host",
+    CLASS_HEADER.lower(),  # the router's own word
 }
 NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
 

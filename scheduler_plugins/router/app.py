@@ -17,9 +17,9 @@ from scheduler_plugins.router.answers import (
     REQUEST_ID,
     error_body,
     headers_to_client,
-    headers_to_engine,
 )
 from scheduler_plugins.router.attempt import AllOverloadedError, UnavailableError
+from scheduler_plugins.router.backend import Backend, OneProcess, client_session
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.connections import (
     BodyBudget,
@@ -29,6 +29,7 @@ from scheduler_plugins.router.connections import (
     Reservation,
 )
 from scheduler_plugins.router.describe import TIMEOUT_HEADER, timeout_s
+from scheduler_plugins.router.doors import GUARDED, may_enter, passed_headers
 from scheduler_plugins.router.downstream import ClientGoneError
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
@@ -38,12 +39,16 @@ from scheduler_plugins.router.exchange import (
     exchange,
 )
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.page import EVENTS, LiveState, page
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
-from scheduler_plugins.router.proxy import ClientRequest, Shared
-from scheduler_plugins.router.reload import reloading
+from scheduler_plugins.router.proxy import ClientRequest
+from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
+from scheduler_plugins.router.workers.fellows import exchanging_alone
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +63,15 @@ MODELS = "/v1/models"
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> web.Application:
+_BACKEND = web.AppKey("backend", Backend)
+_LIVE = web.AppKey("live", LiveState)
+
+
+def create_app(
+    config: RouterConfig,
+    settings: SettingsFile | None = None,
+    backend: Backend | None = None,
+) -> web.Application:
     """The router as an aiohttp application. `server.RouterServer` serves it.
 
     It must be served with `handler_cancellation=True`: otherwise a client that disconnects would not
@@ -66,49 +79,69 @@ def create_app(config: RouterConfig, settings: SettingsFile | None = None) -> we
 
     Args:
         settings: the file that `config` came from, to be watched; None: it came from none.
+        backend: where engines come from; None: this process watches them itself.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
     app[CONNECTIONS] = ConnectionLimit(config.connections, config.header_timeout_s)
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
+    app[_BACKEND] = backend or OneProcess()
     app.cleanup_ctx.append(_engines)
     if settings is not None:
-        app.cleanup_ctx.append(lambda app: reloading(app[SHARED], settings))
+        app.cleanup_ctx.append(lambda app: _reloading(app, settings))
     app.router.add_post(body.COMPLETIONS, completions)
     app.router.add_post(body.CHAT, completions)
     app.router.add_get(MODELS, models)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
+    app[_LIVE] = LiveState()
+    app.router.add_get("/", page)
+    app.router.add_get(EVENTS, live)
     return app
 
 
 async def _engines(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    session = aiohttp.ClientSession(
-        # A connection per request: an engine ends an idle one at a moment the router cannot know,
-        # and a POST lost to that looks like a dying engine.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-    async with session:
-        pool = EnginePool(config, session, app[METRICS])
+    async with client_session(config) as session:
+        pool = app[_BACKEND].pool(config, session, app[METRICS])
         policy = create(config.policy, config.decode_policy)
         tokens = PromptTokens(session, pool.all_up, config.tokenizer)
-        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens)
+        tracing = Tracing(config.otlp)
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens, tracing)
         try:
+            app[_BACKEND].started(app[SHARED])
             await pool.start()
-            yield
+            if isinstance(pool, EnginePool):
+                async with exchanging_alone(config, pool):
+                    yield
+            else:
+                yield
         finally:
             await tokens.close()
             await pool.close()
+            await asyncio.to_thread(tracing.close)
+
+
+async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
+    shared = app[SHARED]
+
+    def use(config: RouterConfig) -> None:
+        use_settings(shared, config)
+        assert isinstance(shared.pool, EnginePool)
+        shared.pool.use(config)
+
+    async with reloading(settings, use):
+        yield
 
 
 @web.middleware
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error OpenAI's shape."""
     request.app[CONNECTIONS].headers_arrived(request)
+    if request.path.startswith(GUARDED) and not may_enter(request, request.app[CONFIG].client_key):
+        message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
+        return _last(_error(message, "authentication_error", 401))
     try:
         response: web.StreamResponse = await handler(request)
     except BodyTooLargeError:
@@ -163,11 +196,13 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         response = _error(str(error), "invalid_request_error", 400, error.param)
         response.headers[REQUEST_ID] = request_id
         return response, "bad_request"
-    headers = headers_to_engine(request.headers.items(), request_id)
+    headers = passed_headers(request, request_id, shared.config)
     client_request = ClientRequest(shared, request, headers, parsed)
     try:
         with request.app[CONNECTIONS].serving(request):
-            return await _within(client_request, limit_s, request_id)
+            found = await _within(client_request, limit_s, request_id)
+            client_request.trace.finish(found[1])
+            return found
     except UnavailableError as error:
         logger.warning("request %s: %s", request_id, error)
         response = _unavailable(error, shared.config, request_id)
@@ -185,6 +220,8 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         return _error(
             f"request {request_id} failed in the router", "internal_error", 500
         ), "internal_error"
+    finally:
+        client_request.trace.finish("failed")
 
 
 async def _within(
@@ -224,7 +261,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     shared = request.app[SHARED]
     config = shared.config
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    call = EngineCall("GET", MODELS, headers_to_engine(request.headers.items(), request_id))
+    call = EngineCall("GET", MODELS, passed_headers(request, request_id, config))
     timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
     failed: dict[BackendEngine, EngineFailedError] = {}
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
@@ -261,9 +298,14 @@ async def health(request: web.Request) -> web.StreamResponse:
     return web.json_response(state, status=200 if serves else 503)
 
 
+async def live(request: web.Request) -> web.StreamResponse:
+    """What the page shows, every second."""
+    return await request.app[_LIVE].stream(request, request.app[SHARED])
+
+
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
-    text = request.app[METRICS].render()
+    text = await request.app[_BACKEND].render(request.app[METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

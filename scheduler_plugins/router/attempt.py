@@ -60,6 +60,9 @@ class Attempt:
     fresh_tokens: int = 0
     """Prompt tokens that `prefill` is expected to compute."""
 
+    expected_s: float | None = None
+    """Predicted time to the first token; None: costs are not known."""
+
     @property
     def flow(self) -> str:
         if self.prefill is not None:

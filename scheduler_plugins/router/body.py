@@ -172,3 +172,11 @@ def _finite(digits: str) -> float:
     if math.isinf(number):
         raise ValueError(f"the number {digits[:40]} is out of range")
     return number
+
+
+def cached_tokens_in(answer: object) -> int | None:
+    """Prompt tokens that an engine found cached, as its answer says; None: it does not."""
+    found = answer
+    for name in ("usage", "prompt_tokens_details", "cached_tokens"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if type(found) is int and found >= 0 else None

@@ -20,9 +20,10 @@ _MOST_SOCKETS = 4096
 class EngineCaches:
     """Fills one index for all engines. Followers run on the event loop."""
 
-    def __init__(self) -> None:
-        self.prefixes = Prefixes()
+    def __init__(self, prefixes: Prefixes | None = None) -> None:
+        self.prefixes = prefixes or Prefixes()
         self._context: zmq.asyncio.Context | None = None
+        self._followers: dict[BackendEngine, EventFollower] = {}
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
 
     def follow(self, engine: BackendEngine, endpoint: str, replay: str | None) -> None:
@@ -32,20 +33,21 @@ class EngineCaches:
             endpoint: where they are published, as `tcp://10.0.0.1:5557`.
             replay: where missing ones are asked for; None: nowhere.
         """
-        if engine.follower is not None and engine.follower.endpoints == (endpoint, replay):
+        known = self._followers.get(engine)
+        if known is not None and known.endpoints == (endpoint, replay):
             return
         self.unfollow(engine)
         if self._context is None:
             self._context = zmq.asyncio.Context()
             self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
-        engine.follower = EventFollower(engine.name, endpoint, replay, self.prefixes, self._context)
-        self._tasks[engine] = asyncio.create_task(
-            engine.follower.run(), name=f"events of {engine.url}"
-        )
+        follower = EventFollower(engine.name, endpoint, replay, self.prefixes, self._context)
+        engine.follower = self._followers[engine] = follower
+        self._tasks[engine] = asyncio.create_task(follower.run(), name=f"events of {engine.url}")
 
     def unfollow(self, engine: BackendEngine) -> None:
         """Listen to the engine no more, and forget what it said."""
         engine.follower = None
+        self._followers.pop(engine, None)
         task = self._tasks.pop(engine, None)
         if task is not None:
             task.cancel()
@@ -53,8 +55,8 @@ class EngineCaches:
 
     def lost(self, engine: BackendEngine) -> None:
         """The engine ended, or may have: its cache is gone."""
-        if engine.follower is not None:
-            engine.follower.engine_lost()
+        if (follower := self._followers.get(engine)) is not None:
+            follower.engine_lost()
         self.prefixes.forget(engine.name)
 
     def removed(self, engine: BackendEngine) -> None:
@@ -69,10 +71,15 @@ class EngineCaches:
 
     def describe(self, engine: BackendEngine) -> dict[str, Any]:
         """What is known of the engine's cache, for `/health`."""
-        if engine.follower is not None:
-            return engine.follower.describe()
+        if (follower := self._followers.get(engine)) is not None:
+            return follower.describe()
         state = self.prefixes.state(engine.name)
         return {"source": state.source, "blocks": state.blocks}
+
+    def lag_s(self, engine: BackendEngine) -> float | None:
+        """Age of the engine's last batch of events when it was applied; None: none came."""
+        follower = self._followers.get(engine)
+        return None if follower is None else follower.lag_s
 
     async def close(self) -> None:
         """Listen to nobody any more."""

@@ -13,17 +13,17 @@ from scheduler_plugins.router.attempt import (
     Attempt,
     UnavailableError,
 )
+from scheduler_plugins.router.engine_set import Pool
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.pairing import Pairing
-from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.prefill import PrefillRefusedError
 
 
 class Candidates:
     """The engines that have not failed one request."""
 
-    def __init__(self, pool: EnginePool, attempts: int, body: Mapping[str, Any]) -> None:
+    def __init__(self, pool: Pool, attempts: int, body: Mapping[str, Any]) -> None:
         """`attempts`: engines that may accept the request and fail it."""
         self._pool = pool
         self._attempts = attempts

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of the router."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
@@ -10,9 +11,10 @@ from urllib.parse import urlsplit
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
+from scheduler_plugins.router.members import checked_name, is_name
 from scheduler_plugins.router.policies.registry import create
 
-COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections")
+COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 
 
@@ -30,6 +32,8 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose one."""
+    workers: int = 1
+    """Processes that serve clients, on one port."""
     kv_events: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
     tokenizer: str = ""
@@ -50,6 +54,30 @@ class RouterConfig:
     """Address of the admin API; other than loopback only with `admin_key`."""
     admin_key: str = field(default="", repr=False)
     """Key of the admin API."""
+    router_key: str = field(default="", repr=False)
+    """Secret of this router, its fellows and the engines: with it engines believe the class that the router gives a request
+    (`PD_ROUTER_KEY`)."""
+    exchange: str = ""
+    """Where this router tells others what it has sent to which engine, as `tcp://0.0.0.0:9100`; empty: nowhere."""
+    fellows: tuple[str, ...] = ()
+    """Where other routers of the same engines tell so."""
+    otlp: str = ""
+    """Where spans are sent (OTLP over HTTP), as `http://127.0.0.1:4318/v1/traces`; empty: nothing is traced."""
+    client_key: str = field(default="", repr=False)
+    """What clients' `Authorization: Bearer` must carry (`PD_ROUTER_CLIENT_KEY`); engines get `api_key` in its place. Empty: clients'
+    keys are passed on to the engines, which judge them."""
+    tls_cert: str = ""
+    """File with the certificate that clients are shown; empty: they speak plain HTTP."""
+    tls_key: str = ""
+    """File with its key, if not the same."""
+    engine_ca: str = ""
+    """File with the certificate that signed those of engines with `https` URLs; empty: what the system trusts."""
+    members_interval_s: float = 5.0
+    """Pause between two looks at which engines a name (`dns+http://`, `k8s+http://`) stands for."""
+    front_queue: int = 0
+    """Requests of each class that may wait at the router, while engines have enough to do; 0: they wait at the engines."""
+    engine_queue_s: float = 0.5
+    """With `front_queue`: prefill that every engine may have queued before requests wait at the router."""
     api_key: str = ""
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
@@ -110,6 +138,14 @@ class RouterConfig:
             raise ValueError(
                 f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
             )
+        self._check_exchange()
+        for name in ("tls_cert", "tls_key", "engine_ca"):
+            if (path := getattr(self, name)) and not Path(path).is_file():
+                raise ValueError(f"{name} {path}: no such file")
+        if self.tls_key and not self.tls_cert:
+            raise ValueError("tls_key: is given without tls_cert; give both, or none")
+        if self.front_queue < 0:
+            raise ValueError(f"front_queue {self.front_queue}: must be 0 or more")
         check_rules(self.routes, checked(self.classes))
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
@@ -123,10 +159,23 @@ class RouterConfig:
             if one.name in COUNTS and value < 1:
                 raise ValueError(f"{one.name} {value}: must be 1 or more")
 
+        if self.workers > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError(f"workers {self.workers}: more than 1 is possible on Linux only")
         if self.bodies_mib < self.body_mib:
             raise ValueError(
                 f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"
             )
+
+    def _check_exchange(self) -> None:
+        for name, addresses in (("exchange", (self.exchange,)), ("fellows", self.fellows)):
+            for address in filter(None, addresses):
+                host = urlsplit(address).hostname or ""
+                if not address.startswith("tcp://") or not host:
+                    raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
+                if not (self.router_key or _is_loopback(host)):
+                    raise ValueError(
+                        f"{name} {address}: only loopback without a key; set PD_ROUTER_KEY at all routers"
+                    )
 
     def _checked_events(self) -> dict[str, tuple[str, str | None]]:
         found = {}
@@ -163,6 +212,8 @@ def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
 
 def base_url(side: str, given: str) -> str:
     """The URL as engines are known by it. Raises ValueError: it is none; the message begins with `side`."""
+    if is_name(given):
+        return checked_name(side, given)
     url = given if "://" in given else f"http://{given}"
     wanted = f"{side} {given!r}: must look like http://host:port"
     try:

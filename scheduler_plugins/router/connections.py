@@ -5,6 +5,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 from aiohttp import web
 
@@ -94,12 +95,11 @@ class _Connection(asyncio.Protocol):
         self._admitted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._admitted = self._limit._opened(self)
         if not self._admitted:
-            transport.write(_BUSY % (len(_SAID), _SAID))
-            transport.close()
+            self._transport.write(_BUSY % (len(_SAID), _SAID))
+            self._transport.close()
             return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._limit.header_timeout_s, self.abort)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pd_connector.protocol.params import ProducerAddress
@@ -13,11 +13,18 @@ from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.circuit import Circuit
 from scheduler_plugins.router.describe import BLOCK_TOKENS
-from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.kinds import Kind
 from scheduler_plugins.router.load import EngineLoad, Loaded
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
+
+
+class Follower(Protocol):
+    """Follows an engine's KV events, here or in another process."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of the engine's blocks; 0 before it has said."""
 
 
 @dataclass(eq=False)
@@ -48,8 +55,6 @@ class BackendEngine(Loaded):
     """`address`, and those of its other data-parallel replicas where it is one of SGLang's."""
     bootstrap_port: int | None = None
     """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
-    in_flight: int = 0
-    """Requests open to it."""
     down_since: float | None = None
     """When it went down, on the event loop's clock."""
     refusing: bool = False
@@ -69,12 +74,17 @@ class BackendEngine(Loaded):
     """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
     free_kv: float = inf
     pull_prefix: bool = False
-    follower: EventFollower | None = field(default=None, repr=False)
+    follower: Follower | None = field(default=None, repr=False)
     """Receives its KV events; None: it sends none, as far as is known."""
 
     @property
     def name(self) -> str:
         return self.url
+
+    @property
+    def in_flight(self) -> int:
+        """Requests open to it."""
+        return self.load.open_exchanges
 
     @property
     def block_tokens(self) -> int:
@@ -147,12 +157,12 @@ class BackendEngine(Loaded):
     def serving(self) -> Iterator[None]:
         """Count one open request."""
         gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
-        self.in_flight += 1
+        self.load.opened(1)
         gauge.inc()
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.load.opened(-1)
             gauge.dec()
 
     @contextmanager
@@ -194,6 +204,8 @@ class BackendEngine(Loaded):
         for gauge in (known.engine_up, known.engine_in_flight):
             with suppress(KeyError):
                 gauge.remove(self.url, str(self.role))
+        with suppress(KeyError):
+            known.event_lag_s.remove(self.url)
         with suppress(KeyError):
             known.prefill_addressable.remove(self.url)
 

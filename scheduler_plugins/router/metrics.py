@@ -57,6 +57,12 @@ class Metrics:
             ["qos", "cause"],
             registry=self.registry,
         )
+        self.waiting = Gauge(
+            "pd_router:requests_waiting",
+            "Requests that wait at the router for engines that have enough to do.",
+            ["qos"],
+            registry=self.registry,
+        )
         self.resumed = Counter(
             "pd_router:resumed_streams",
             "Streams that went on at another engine after the one that answered was lost.",
@@ -81,6 +87,29 @@ class Metrics:
             buckets=FIRST_TOKEN_BUCKETS_S,
             registry=self.registry,
         )
+        self.expected_first_token_s = Histogram(
+            "pd_router:expected_time_to_first_token_seconds",
+            "What was predicted for disaggregated streams when their engines were chosen.",
+            buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.cached_tokens = Counter(
+            "pd_router:cached_tokens",
+            "Cached tokens of prompts: expected by the index, and actual by the engine's answer.",
+            ["what"],
+            registry=self.registry,
+        )
+        self.counted_prompt_tokens = Counter(
+            "pd_router:counted_prompt_tokens",
+            "Tokens of the prompts whose cached tokens were counted.",
+            registry=self.registry,
+        )
+        self.event_lag_s = Gauge(
+            "pd_router:kv_event_lag_seconds",
+            "Age of the last batch of KV events when it was applied.",
+            ["engine"],
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "pd_router:requests_in_flight",
             "Client requests being served.",
@@ -96,6 +125,16 @@ class Metrics:
             "pd_router:engine_up",
             "1 while an engine gets requests, 0 while it does not.",
             ["engine", "role"],
+            registry=self.registry,
+        )
+        self.workers = Gauge(
+            "pd_router:workers",
+            "Processes that serve clients; 0 where the router is one process.",
+            registry=self.registry,
+        )
+        self.worker_restarts = Counter(
+            "pd_router:worker_restarts",
+            "Processes that served clients and ended.",
             registry=self.registry,
         )
         self.prefill_addressable = Gauge(

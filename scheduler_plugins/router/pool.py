@@ -3,7 +3,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EngineFailedError,
     UnreachableError,
 )
+from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.members import MembersError, is_name, members
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.watch import EngineWatch
@@ -28,20 +31,34 @@ LEAVE_LOOK_S = 0.05
 """Pause between two looks whether an engine that leaves has no requests any more."""
 
 
-class EnginePool:
+class EnginePool(Pool):
     """All engines. One task per engine polls its health and probes prefill engines."""
 
     def __init__(
-        self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics
+        self,
+        config: RouterConfig,
+        session: aiohttp.ClientSession,
+        metrics: Metrics,
+        caches: EngineCaches | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            caches: filled with what engines have cached; None: new ones.
+            on_change: called when an engine, or what is known of one, has changed.
+        """
         self._config = config
         self._session = session
         self._metrics = metrics
-        self.caches = EngineCaches()
+        self.caches = caches or EngineCaches()
         """What engines have cached."""
+        self._on_change = on_change
         self._watches: dict[BackendEngine, EngineWatch] = {}
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
+        self._named: dict[str, tuple[str, ...]] = {}
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def config(self) -> RouterConfig:
@@ -52,9 +69,15 @@ class EnginePool:
     def engines(self) -> list[BackendEngine]:
         return list(self._watches)
 
+    @property
+    def prefixes(self) -> PrefixReader:
+        return self.caches.prefixes
+
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        await self._ask_names()
         self.use(self._config)
+        self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
         for watch in list(self._watches.values()):
             await watch.checked.wait()
 
@@ -70,7 +93,7 @@ class EnginePool:
             (Role.DECODE, config.decode),
             (None, config.engine),
         ):
-            wanted.update(dict.fromkeys((url, role) for url in urls))
+            wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
         for engine in self.engines:
             key = (engine.url, engine.role if engine.role_given else None)
             if key in wanted:
@@ -85,6 +108,28 @@ class EnginePool:
         for engine in self.engines:
             if found := config.kv_events.get(engine.url):
                 self.caches.follow(engine, *found)
+        self._on_change()
+
+    def _members(self, urls: Sequence[str]) -> Iterator[str]:
+        """The URLs, names replaced by the engines that they stand for."""
+        for url in urls:
+            yield from self._named.get(url, ()) if is_name(url) else (url,)
+
+    async def _follow_names(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.members_interval_s)
+            if await self._ask_names():
+                self.use(self._config)
+
+    async def _ask_names(self) -> bool:
+        """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
+        config, before = self._config, dict(self._named)
+        for url in filter(is_name, (*config.prefill, *config.decode, *config.engine)):
+            try:
+                self._named[url] = await members(url, self._session)
+            except MembersError as error:
+                logger.warning("%s; the engines known before stay", error)
+        return self._named != before
 
     def add(self, url: str, role: Role | None) -> BackendEngine:
         """Begin to watch an engine. It gets requests once it is up.
@@ -96,7 +141,9 @@ class EnginePool:
         engine = BackendEngine(url, role or Role.DECODE, self._metrics, role_given=known)
         if self._config.profile:
             engine.costs, engine.told_costs = load(Path(self._config.profile)), True
-        watch = EngineWatch(engine, lambda: self._config, self._session, self.caches)
+        watch = EngineWatch(
+            engine, lambda: self._config, self._session, self.caches, self._on_change
+        )
         self._watches[engine] = watch
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
@@ -124,6 +171,7 @@ class EnginePool:
             self.caches.removed(engine)
         engine.set_down(loop.time(), "removed", refusing=False)
         engine.forget_metrics()
+        self._on_change()
         logger.info("%s (%s) has left", engine.url, engine.role)
 
     def set_role(self, engine: BackendEngine, role: Role) -> None:
@@ -136,54 +184,50 @@ class EnginePool:
         watch = self._watches[engine]
         watch.probe_at = 0.0
         watch.wake.set()
+        self._on_change()
+
+    def drain(self, engine: BackendEngine, wanted: bool) -> None:
+        """Whether the engine gets no new requests, and goes on with those it has."""
+        engine.draining = wanted
+        self._on_change()
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._leaving.values()]
+        if self._following is not None:
+            tasks.append(self._following)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.caches.close()
 
+    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
+        engine.learn_prefill(tokens, cached, duration_s)
+        self._on_change()
+
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
-        """The engine has the KV of this prompt."""
         self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
 
     def describe(self) -> list[dict[str, Any]]:
-        """The state of every engine, for `/health`."""
         return [
             {**engine.describe(), "cache": self.caches.describe(engine)} for engine in self.engines
         ]
 
-    def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
-        """Engines of one side that may get a request, without those in `besides`.
-
-        Those that failed several requests in a row are left out for a while, unless there are no others.
-        """
-        able = [
-            e
-            for e in self.engines
-            if e.role is role and e.up and not e.draining and e not in besides
-        ]
-        now = asyncio.get_running_loop().time()
-        return [e for e in able if e.circuit.lets_pass(now)] or able
-
-    def all_up(self) -> list[BackendEngine]:
-        """Engines of both sides that may get a request."""
-        return [engine for engine in self.engines if engine.up]
-
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
         if engine not in self._watches:
             return  # it has left
+        if not isinstance(failure, UnreachableError):
+            note_circuit(engine, failure, self._metrics)
+        self.check(engine, failure)
+
+    def check(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A request to the engine failed, here or in another process. Look at the engine now."""
+        if engine not in self._watches:
+            return
         if isinstance(failure, UnreachableError):
             self._watches[engine].set_down(str(failure), refusing=failure.refused)
-        elif engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
-            self._metrics.circuit_opened.labels(engine.url, failure.cause).inc()
-            logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)
         self._watches[engine].wake.set()
 
     def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
-        """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
         if engine in self._watches and engine.address and seen and seen != engine.address:
             logger.warning("%s changed its address: probing it again", engine.url)
             engine.set_address(None, "its address changed")

@@ -12,6 +12,7 @@ import aiohttp
 
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engine_set import Pool
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.exchange import (
     EngineCall,
@@ -23,7 +24,6 @@ from scheduler_plugins.router.exchange import (
 )
 from scheduler_plugins.router.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class PrefillCopy:
         self,
         engine: BackendEngine,
         call: EngineCall,
-        pool: EnginePool,
+        pool: Pool,
         session: aiohttp.ClientSession,
         config: RouterConfig,
         tokens: int,
@@ -59,6 +59,8 @@ class PrefillCopy:
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
+        self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
+        """Called when the engine has answered, or has failed."""
         self._failed_at = 0.0
         self._answer: FirstLogprobs | None = None
         self._id = uuid.uuid4().hex
@@ -133,6 +135,7 @@ class PrefillCopy:
             self._ended()
 
     def _ended(self) -> None:
+        self.on_end(self.failure)
         self.engine.load.prefill_ended(self._id, asyncio.get_running_loop().time())
 
     async def _send(self) -> None:
@@ -149,12 +152,23 @@ class PrefillCopy:
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         self._answer = first_logprobs(answer)
+        self._count_hits(answer)
         self.engine.circuit.succeeded()
         self._pool.confirm(self.engine, body.address_in(answer))
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at
-            self.engine.learn_prefill(self._tokens, self._tokens - self._fresh_tokens, took_s)
+            cached = self._tokens - self._fresh_tokens
+            self._pool.learnt(self.engine, self._tokens, cached, took_s)
         self._prefilled()
+
+    def _count_hits(self, answer: object) -> None:
+        """Compare what the index expected to be cached with what the engine says was."""
+        told = body.cached_tokens_in(answer)
+        if told is not None:
+            known = self.engine.metrics
+            known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))
+            known.cached_tokens.labels("actual").inc(told)
+            known.counted_prompt_tokens.inc(self._tokens)
 
     def _prefilled(self) -> None:
         """The engine has the prompt in its cache now."""

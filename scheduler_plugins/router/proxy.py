@@ -6,16 +6,14 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from math import inf
-from random import Random
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from scheduler_plugins.admission.prompt import PromptMemory
+from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
+from scheduler_plugins.qos.trust import signed
 from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import (
     REQUEST_ID,
@@ -28,8 +26,6 @@ from scheduler_plugins.router.attempt import (
 )
 from scheduler_plugins.router.body import COMPLETIONS, encode, with_tokens
 from scheduler_plugins.router.candidates import Candidates
-from scheduler_plugins.router.circuit import RetryBudget
-from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.describe import describe
 from scheduler_plugins.router.downstream import Downstream
 from scheduler_plugins.router.engines import BackendEngine, Role
@@ -42,39 +38,21 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.front import QueueFullError, turn_of
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.kinds import Kind
-from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policies.base import Defer, Policy, Reject, Request, cached_tokens
-from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.policies.base import Defer, Reject, Request, cached_tokens
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 from scheduler_plugins.router.promises import kept_by, promised
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
 from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.resume import StreamRecord, resumable
-from scheduler_plugins.router.tokens import NOT_TOKENIZED, PromptTokens, Tokenized
+from scheduler_plugins.router.shared import Shared
+from scheduler_plugins.router.tokens import NOT_TOKENIZED, Tokenized
 from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Shared:
-    """What all requests of one router share."""
-
-    config: RouterConfig
-    """The settings for requests that come from now on."""
-    pool: EnginePool
-    session: aiohttp.ClientSession
-    metrics: Metrics
-    policy: Policy
-    tokens: PromptTokens
-    """The tokens of prompts."""
-    lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
-    """How many tokens a text has."""
-    retries: RetryBudget = field(default_factory=RetryBudget)
-    random: Random = field(default_factory=Random)
 
 
 class ClientRequest:
@@ -98,10 +76,15 @@ class ClientRequest:
         self._record = StreamRecord(parsed, request.path) if resumable(parsed) else None
         """What the client was sent of a stream that another engine could go on with."""
         self._request = self._described()
+        if self._config.router_key:
+            key = self._config.router_key.encode()
+            headers[CLASS_HEADER] = signed(self._request.qos, self._request_id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
         self._candidates = Candidates(shared.pool, shared.config.attempts, parsed)
         self._ids: list[int] | None = None
+        self.trace = shared.tracing.request(headers, request.path, self._request_id)
+        """Its spans; whoever serves it finishes them."""
 
     @property
     def begun(self) -> bool:
@@ -118,6 +101,8 @@ class ClientRequest:
         """
         self._shared.retries.request()
         await self._tokenize()
+        if self._config.front_queue:
+            await self._wait_for_turn()
         try:
             return await self._served()
         except (UnavailableError, AllOverloadedError) as error:
@@ -156,6 +141,25 @@ class ClientRequest:
                     logger.warning("request %s: no retry, the budget is used up", self._request_id)
                     break
         raise self._candidates.exhausted()
+
+    async def _wait_for_turn(self) -> None:
+        """Wait at the front while all prefill engines have enough to do, or no decode engine has room.
+
+        Raises:
+            QueueFullError, RejectedError: waiting makes no sense.
+        """
+        request, pool = self._request, self._shared.pool
+        turn = turn_of(request, pool, self._config.engine_queue_s)
+        late_s = self._shared.front.expected_s(turn, self._config.classes) - request.ttft_slo_s
+        if late_s > 0:
+            self._shared.metrics.rejected.labels(request.qos, "ttft").inc()
+            raise RejectedError(Reject("ttft", late_s))
+        try:
+            with self._shared.metrics.waiting.labels(request.qos).track_inprogress():
+                await self._shared.front.wait(turn, self._config)
+        except QueueFullError:
+            self._shared.metrics.rejected.labels(request.qos, "queue_full").inc()
+            raise
 
     def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
@@ -209,8 +213,10 @@ class ClientRequest:
         while (engines := self._candidates.able()) is not None:
             now = loop.time()
             able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
-            view = LiveView(able, shared.pool.caches.prefixes, now)
+            view = LiveView(able, shared.pool.prefixes, now)
             request = kept_by(self._request, engines.prefill, engines.decode)
+            # What the request has waited here is a part of what its class is promised.
+            request = request._replace(ttft_slo_s=request.ttft_slo_s - (now - self._arrived))
             if self._client.begun:
                 request = request._replace(ttft_slo_s=inf, tpot_slo_s=inf)  # it was let in
             decision = shared.policy.decide(request, view, now, shared.random)
@@ -226,7 +232,11 @@ class ClientRequest:
             prefill = _prefill_of(engines.prefill, decision.p)
             (blocks,) = view.match(self._request.hashes, [prefill])
             fresh_tokens = self._request.tokens - cached_tokens(self._request, prefill, blocks)
-            return Attempt(answering, prefill, "", fresh_tokens)
+            expected_s = None
+            if prefill.costs.known:
+                own_s = prefill.costs.prefill_s(request.tokens, request.tokens - fresh_tokens)
+                expected_s = now - self._arrived + prefill.queued_s(now) + own_s
+            return Attempt(answering, prefill, "", fresh_tokens, expected_s)
         return None
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
@@ -241,17 +251,22 @@ class ClientRequest:
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         prefill = attempt.prefill
         if prefill is None or prefill.address is None:
-            call = self._call(self._path, handoff.alone(self._asked(attempt.answering)))
+            call = self._call(
+                "decode",
+                attempt.answering,
+                self._path,
+                handoff.alone(self._asked(attempt.answering)),
+            )
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
         try:
             plan = await self._handoff(attempt.answering, prefill)
         except NotTokenizedError as error:
             return await self._responder.refuse(error), "client_error"
-        call = self._call(self._path, plan.decode)
+        call = self._call("decode", attempt.answering, self._path, plan.decode)
         copy = PrefillCopy(
             prefill,
-            self._call(plan.path, plan.prefill),
+            self._call("prefill", prefill, plan.path, plan.prefill),
             self._shared.pool,
             self._shared.session,
             self._shared.config,
@@ -259,6 +274,9 @@ class ClientRequest:
             attempt.fresh_tokens,
             self._request.hashes,
             lambda: self._candidates.other_prefill(prefill),
+        )
+        copy.on_end = lambda failure: self.trace.end(
+            "prefill", "" if failure is None else failure.cause
         )
         lender = copy if plan.lends_logprobs else None
         client_error = False
@@ -298,8 +316,11 @@ class ClientRequest:
             return self._body
         return {**self._body, **self._record.asks}
 
-    def _call(self, path: str, content: dict[str, Any]) -> EngineCall:
-        return EngineCall("POST", path, self._headers, encode(content))
+    def _call(
+        self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
+    ) -> EngineCall:
+        headers = self.trace.begin(part, engine.url, self._headers)
+        return EngineCall("POST", path, headers, encode(content))
 
     @asynccontextmanager
     async def _answer(
@@ -317,8 +338,11 @@ class ClientRequest:
         self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
     ) -> tuple[web.StreamResponse, str]:
         def served() -> None:
+            self.trace.answered()
             attempt.answering.circuit.succeeded()
             self._shared.pool.prefilled(attempt.answering, self._request.hashes)
+            if self._streams and attempt.expected_s is not None:
+                self._shared.metrics.expected_first_token_s.observe(attempt.expected_s)
 
         return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
 

@@ -3,11 +3,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.proxy import Shared
 from scheduler_plugins.router.settings_file import AT_START, SettingsError, SettingsFile
+from scheduler_plugins.router.shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -15,15 +17,27 @@ EVERY_S = 1.0
 """Pause between two looks at the file."""
 
 
-async def reloading(shared: Shared, settings: SettingsFile) -> AsyncIterator[None]:
-    """Watch the file for as long as the application runs (aiohttp's `cleanup_ctx`)."""
-    task = asyncio.create_task(_reload(shared, settings), name="watch the settings file")
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+@asynccontextmanager
+async def reloading(
+    settings: SettingsFile, use: Callable[[RouterConfig], None]
+) -> AsyncIterator[None]:
+    """Watch the file inside the block, and have what it says used."""
+    task = asyncio.create_task(_reload(settings, use), name="watch the settings file")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def _reload(shared: Shared, settings: SettingsFile) -> None:
+def use_settings(shared: Shared, config: RouterConfig) -> None:
+    """Requests that come from now on are served by these settings."""
+    old, shared.config = shared.config, config
+    if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
+        shared.policy = create(config.policy, config.decode_policy)
+
+
+async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -> None:
     first = settings.current
     while True:
         await asyncio.sleep(EVERY_S)
@@ -34,10 +48,7 @@ async def _reload(shared: Shared, settings: SettingsFile) -> None:
             continue
         if config is None:
             continue
-        old, shared.config = shared.config, config
-        if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
-            shared.policy = create(config.policy, config.decode_policy)
-        shared.pool.use(config)
+        use(config)
         later = [name for name in AT_START if getattr(config, name) != getattr(first, name)]
         if later:
             logger.warning("%s: hold once the router is started again", ", ".join(later))

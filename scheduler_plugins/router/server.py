@@ -11,8 +11,11 @@ from aiohttp import web
 
 from scheduler_plugins.router.admin import create_admin
 from scheduler_plugins.router.app import CONNECTIONS, SHARED, create_app
+from scheduler_plugins.router.backend import Backend
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.tls import for_clients
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +28,26 @@ class RouterServer:
     """The router listens inside the `async with` block. Leaving ends it; requests have
     `shutdown_timeout_s` to finish."""
 
-    def __init__(self, config: RouterConfig, settings: SettingsFile | None = None) -> None:
-        """`settings`: the file that `config` came from, to be watched."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        settings: SettingsFile | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            settings: the file that `config` came from, to be watched.
+            backend: where engines come from; not this process: others listen on the same port, too.
+        """
         self.config = config
-        self.app = create_app(config, settings)
+        self.app = create_app(config, settings, backend)
+        self._shares_port = backend is not None
         self.port = 0
         """The port it listens on."""
         self.admin_port = 0
         """The port of the admin API; 0: there is none."""
-        self._admin: web.AppRunner | None = None
+        self._admin: AdminServer | None = None
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
@@ -46,31 +60,33 @@ class RouterServer:
         """Raises OSError if the address cannot be listened on."""
         config, connections = self.config, self.app[CONNECTIONS]
         connections.limit = _possible(config.connections)
+        encrypted = for_clients(config)
         await self._runner.setup()
         assert self._runner.server is not None
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                connections.wrap(self._runner.server), config.host, config.port, backlog=1024
+                connections.wrap(self._runner.server),
+                config.host,
+                config.port,
+                backlog=1024,
+                ssl=encrypted,
+                ssl_handshake_timeout=config.header_timeout_s if encrypted else None,
+                reuse_port=self._shares_port or None,
             )
         except OSError:
             await self._runner.cleanup()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
         if config.admin_port is not None:
+            pool = self.app[SHARED].pool
+            assert isinstance(pool, EnginePool)
+            self._admin = AdminServer(config, pool)
             try:
-                await self._serve_admin(config.admin_port)
+                self.admin_port = await self._admin.start(config.admin_port)
             except OSError:
                 await self.close()
                 raise
         return self
-
-    async def _serve_admin(self, port: int) -> None:
-        admin = create_admin(self.app[SHARED].pool, self.config.admin_key)
-        self._admin = web.AppRunner(admin, access_log=None, shutdown_timeout=1.0)
-        await self._admin.setup()
-        await web.TCPSite(self._admin, self.config.admin_host, port).start()
-        self.admin_port = self._admin.addresses[0][1]
-        logger.info("Admin API on http://%s:%d", self.config.admin_host, self.admin_port)
 
     async def __aexit__(
         self,
@@ -85,19 +101,50 @@ class RouterServer:
         if self._listener is not None:
             self._listener.close()
         if self._admin is not None:
-            await self._admin.cleanup()
+            await self._admin.close()
+        await self._runner.cleanup()
+
+
+class AdminServer:
+    """The admin API on its port."""
+
+    def __init__(self, config: RouterConfig, pool: EnginePool) -> None:
+        self._config = config
+        app = create_admin(pool, config.admin_key)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, port: int) -> int:
+        """Listen; returns the port. Raises OSError."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._config.admin_host, port).start()
+        found: int = self._runner.addresses[0][1]
+        logger.info("Admin API on http://%s:%d", self._config.admin_host, found)
+        return found
+
+    async def close(self) -> None:
         await self._runner.cleanup()
 
 
 async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
+    ended = on_signals()
+    async with RouterServer(config, settings) as server:
+        say_running(config, server.port)
+        await ended.wait()
+
+
+def on_signals() -> asyncio.Event:
+    """Set once SIGINT or SIGTERM has come."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    async with RouterServer(config, settings) as server:
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        logger.info("Running on http://%s:%d", host, server.port)
-        await ended.wait()
+    return ended
+
+
+def say_running(config: RouterConfig, port: int) -> None:
+    """The line in the log that tells where clients are served."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    logger.info("Running on %s://%s:%d", "https" if config.tls_cert else "http", host, port)
 
 
 def _possible(wanted: int) -> int:

@@ -15,7 +15,7 @@ from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.router.config import COUNTS, RouterConfig
 
-AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s")
+AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s", "workers")
 """Limits that hold as they were when the router started."""
 
 
@@ -94,12 +94,13 @@ class SettingsFile(Watched[RouterConfig]):
 
 
 def _limits(given: Mapping[str, float]) -> dict[str, float]:
-    known = {one.name for one in fields(RouterConfig) if one.name.endswith("_s")} | {*COUNTS}
+    whole = {*COUNTS, "front_queue"}
+    known = {one.name for one in fields(RouterConfig) if one.name.endswith("_s")} | whole
     found: dict[str, float] = {}
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"limits: {name!r} is no limit; known are {', '.join(sorted(known))}")
-        if name in COUNTS and value != int(value):
+        if name in whole and value != int(value):
             raise ValueError(f"limits: {name} {value}: must be a whole number")
-        found[name] = int(value) if name in COUNTS else float(value)
+        found[name] = int(value) if name in whole else float(value)
     return found

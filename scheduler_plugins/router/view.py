@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scheduler_plugins.router.describe import BLOCK_TOKENS
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, Role
 
 
@@ -16,7 +16,7 @@ class LiveView:
     def __init__(
         self,
         engines: Mapping[Role, Sequence[EngineView]],
-        prefixes: Prefixes,
+        prefixes: PrefixReader,
         now_s: float,
     ) -> None:
         """`engines`: those that may serve this attempt, by the part they may do."""

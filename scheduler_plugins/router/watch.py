@@ -46,8 +46,14 @@ class EngineWatch:
         config: Callable[[], RouterConfig],
         session: aiohttp.ClientSession,
         caches: EngineCaches,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`config`: the settings now; they may be read again."""
+        """Begin nothing yet.
+
+        Args:
+            config: the settings now; they may be read again.
+            on_change: called when something may have been learnt of the engine.
+        """
         self.engine = engine
         self.wake = asyncio.Event()
         """Set to have the engine checked at once."""
@@ -61,6 +67,7 @@ class EngineWatch:
         self._config = config
         self._session = session
         self._caches = caches
+        self._on_change = on_change
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -70,6 +77,7 @@ class EngineWatch:
             except Exception:
                 # The watch must outlive any surprise, or its engine stays as it is for ever.
                 logger.exception("checking %s failed", self.engine.url)
+            self._on_change()
             self.checked.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config().health_interval_s):
@@ -125,6 +133,8 @@ class EngineWatch:
             logger.debug("%s: no load: %s", engine.url, failure)
         if told is None:
             return
+        if (lag_s := self._caches.lag_s(engine)) is not None:
+            engine.metrics.event_lag_s.labels(engine.url).set(lag_s)
         apply(engine, told, asyncio.get_running_loop().time())
         if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
             # Without events blocks are of text, as long as `BLOCK_TOKENS` tokens.
@@ -263,6 +273,7 @@ class EngineWatch:
         engine = self.engine
         now = asyncio.get_running_loop().time()
         if engine.set_down(now, reason, refusing=refusing):
+            self._on_change()
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
             if not refusing:
                 self._caches.lost(engine)

@@ -407,7 +407,9 @@ def test_a_load_can_be_dropped_at_any_moment(ranks: Ranks, moment: str, transpor
 
 def test_config_defaults_are_what_an_agent_starts_with(ranks: Ranks):
     rank = ranks({})
-    assert rank.agent._loop._config == Config()
+    # All but what this machine has decided.
+    config = msgspec.structs.replace(rank.agent._loop._config, transports=Config().transports)
+    assert config == Config()
     assert rank.gauge("landing_slots") == 0
     assert TOKENS
 

@@ -83,7 +83,7 @@ def test_a_checksum_that_came_is_checked_also_where_bytes_are_authentic(
     ranks: Ranks,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox.Outbox, "_checksum", lambda self, payload, path: b"wrong")
+    monkeypatch.setattr(outbox.Outbox, "_checksum", lambda self, send, payload, path: b"wrong")
     assert load(ranks, SEALED)[2] is Cause.CHECKSUM
 
 

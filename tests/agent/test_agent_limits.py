@@ -12,7 +12,7 @@ from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, r
 from support.children import Children, children, nursery
 
 from pd_connector.agent import loop, session_keeper
-from pd_connector.agent.commands import Hold
+from pd_connector.agent.commands import Drop, Hold
 from pd_connector.control import addresses
 from pd_connector.errors import Cause
 from pd_connector.protocol.peers import Peer, Source
@@ -115,6 +115,7 @@ def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
         consumer.agent.submit(Hold(f"request {number}", f"{number}", (peer,), watch=True))
         until(lambda: side.unhurried, "only answers to heartbeats come")
         assert_serves(producer, consumer, f"good {number}")  # by a command, and chunks after it
+        consumer.agent.submit(Drop(f"request {number}", Cause.ABORTED))
 
 
 def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):

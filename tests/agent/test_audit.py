@@ -133,7 +133,7 @@ def test_who_fails_loses_its_session_and_is_believed_no_more(start: Any, transpo
     assert audited.cause == Cause.AUDIT
     assert "layer 1, page 2, K: KV is 0.50" in audited.detail
     until(lambda: consumer.count("lost_sessions", cause="audit"), "the session to end")
-    assert consumer.gauge("distrusted_producers") == 1
+    until(lambda: consumer.gauge("distrusted_producers") == 1, "the gauge, which follows the step")
     for transfer, compares in (("late", False), ("again", True)):
         found = load(consumer, producer, transfer, compares=compares)
         assert found.cause == Cause.AUDIT

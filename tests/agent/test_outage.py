@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import SHORT, Ranks, ranks
+from support.agents import SHORT, Ranks, ranks, until
 
 from pd_connector.agent import outage
 from pd_connector.agent.metrics import GAUGES
@@ -102,7 +102,7 @@ def test_an_agent_that_reaches_nobody_shows_it_until_kv_arrives(
     producer.offer("t", [5])
     consumer.load(producer.source, "t", [2])
     assert consumer.loaded("t").cause is None
-    assert consumer.gauge(FAILING_GAUGE) == 0
+    until(lambda: consumer.gauge(FAILING_GAUGE) == 0, "the gauge, which follows the step")
 
 
 # Two machines, as far as the network is concerned.

@@ -23,7 +23,7 @@ MOST_WRITES = 3
 class Cache:
     """Gathers zeros."""
 
-    checksum = b""
+    last_checksum = b""
 
     def gather(
         self, route: Any, chunk: Any, pages: Any, slot: memoryview, fence: Any

@@ -29,11 +29,13 @@ from triton.runtime.jit import JITFunction
 from pd_kernels.attention import paged_call as paged_call_module
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.launch import known_constants
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.tuning import tuned
 from pd_kernels.attention.work_partition import RowShape
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -73,6 +75,7 @@ def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
         )
     )
     JITFunction.run = warm
+    known_constants.clear()  # configs are changed below
     try:
         launched = call()
     finally:
@@ -95,9 +98,11 @@ def counts(kernel: Any) -> dict[str, int]:
     loop = loop_over_tiles(sass)
     widths = [int(bits or 32) // 8 for bits in re.findall(ASYNCHRONOUS, loop)]
     return found | {
+        "loop instructions": loop.count("\n"),
         "spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop)),
         "loop loads": sum(widths),
         "wide loop loads": sum(width for width in widths if width == 16),
+        "groups a turn": loop.count("LDGDEPBAR"),
         "groups under way": min((int(most, 16) for most in re.findall(WAIT, loop)), default=0),
     }
 
@@ -122,7 +127,9 @@ def loop_over_tiles(sass: str) -> str:
 
 
 def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
-    return DecodePlan.of(*(batch.rows, batch.costs, 2, workers, batch.height, batch.width, DEVICE))
+    return DecodePlan.of(
+        *(batch.rows, batch.costs, 2, workers, batch.height, batch.width, DEVICE), batch.paired
+    )
 
 
 def paged_call(
@@ -178,6 +185,12 @@ def unpipelined_call() -> Launched:
         return paged_call()
 
 
+def tuned_call(call: Callable[[], Launched], **settings: bool) -> Launched:
+    """Another setting of an A/B switch."""
+    with tuned(**settings):
+        return call()
+
+
 def plan_call() -> Launched:
     lengths = torch.ones(256, dtype=torch.int32)
     plan = DecodePlan.of(RowShape(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
@@ -201,6 +214,16 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "paged, two stages": unpipelined_call,
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
+    "mla, 16 heads, fp8": functools.partial(mla_call, 16, coded=True),
+    "mla, 128 heads, unpaired": functools.partial(
+        tuned_call, functools.partial(mla_call, 128), pairing=False
+    ),
+    "mla, 128 heads, large tiles": functools.partial(
+        tuned_call, functools.partial(mla_call, 128), small_tiles=False
+    ),
+    "paged, fp8 as bfloat16": functools.partial(
+        tuned_call, functools.partial(paged_call, dtype=FP8), half_codes=False
+    ),
     "paged, dim 80": functools.partial(paged_call, dim=80),
     "paged, dim 256, 8 queries, fp8": functools.partial(
         paged_call, dim=256, queries=8, heads=64, dtype=FP8, page=64

@@ -102,7 +102,8 @@ def by_reference(batch: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
     plan = DecodePlan.of(
-        *(batch.rows, batch.costs, len(batch.lengths), workers, batch.height, batch.width, CPU)
+        *(batch.rows, batch.costs, len(batch.lengths), workers, batch.height, batch.width, CPU),
+        batch.paired,
     )
     launch_plan(plan, batch.lengths)
     return plan

@@ -10,7 +10,18 @@ import pytest
 
 import pd_connector
 
-ABSENT = ("torch", "numba", "llvmlite", "triton", "vllm", "sglang", "transformers", "nixl", "ucxx")
+ABSENT = (
+    "torch",
+    "numba",
+    "llvmlite",
+    "triton",
+    "vllm",
+    "sglang",
+    "ray",
+    "transformers",
+    "nixl",
+    "ucxx",
+)
 ROOMS = ("kv", "plan", "protocol", "control")
 ROUTER = ("scheduler_plugins.router.body", "scheduler_plugins.router.policies.registry")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-ENGINES = ("vllm", "sglang", "torch", "transformers", "nixl", "ucxx", "triton")
+ENGINES = ("vllm", "sglang", "ray", "torch", "transformers", "nixl", "ucxx", "triton")
 
 
 def python(code, cwd, *arguments):

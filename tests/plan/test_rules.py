@@ -81,7 +81,7 @@ def test_routes_and_plans_of_a_schema_stay_as_they_were(schema: int) -> None:
     assert digest_of(RULES[schema]) == DIGESTS[schema]
 
 
-@pytest.mark.parametrize("name", sorted(PlanRules.__dataclass_fields__))
+@pytest.mark.parametrize("name", sorted({*PlanRules.__dataclass_fields__} - {"sums_digest"}))
 def test_every_constant_shows_in_the_plans(name: str) -> None:
     """So that the digests would notice a change of any of them."""
     other = replace(RULES[3], **{name: getattr(RULES[3], name) * 2})

@@ -53,7 +53,7 @@ class Loading:
         slots = list(self.slots)
         for chunk in self.chunks.values():
             slot = slots.pop(0)
-            header = self.session.header(self.load, chunk, b"sum")
+            header = self.session.header(self.load, ROUTES[chunk.route], chunk, b"sum")
             (place,) = self.consumer.landed(header, slot, memoryview(bytes(header.nbytes)), 2.0)
             assert isinstance(place, PlaceChunk)
             actions = self.consumer.placed(place, None, "", 2.0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pd_connector.agent.agent import Agent, Outcome
+from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
@@ -283,6 +284,8 @@ class Ranks:
         finally:
             for rank in self._started:
                 rank.agent.close()
+        if COMPILER._work.begun:  # a thread, for as long as the machine takes
+            COMPILER.wait()
         until(self._all_gone, "descriptors and threads gone")
 
     def _all_gone(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
+from pd_kernels.attention.tuning import tuning
 from pd_kernels.attention.work_partition import RowShape, TileCosts
 
 MAX_HEIGHT = 64
@@ -25,6 +26,7 @@ class KernelConfig(NamedTuple):
         programs: programs that fit on a multiprocessor.
         depth: pieces of a split row that are merged at a time.
         part: lines of a merge part.
+        columns: elements of each of these lines, a power of two.
     """
 
     tile: int
@@ -33,6 +35,7 @@ class KernelConfig(NamedTuple):
     programs: int
     depth: int
     part: int
+    columns: int
 
     @property
     def registers(self) -> int:
@@ -63,6 +66,20 @@ class DecodeCall:
     """Names of the attributes that are caches."""
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """All that checks and launch options depend on. Calls with the same key are checked once:
+        an eager step of a model makes dozens of them."""
+        caches = [getattr(self, name) for name in self.caches]
+        return (
+            tuning(),
+            self.query.device,
+            self.causal,
+            *((each.shape, each.stride(), each.dtype) for each in (self.query, *caches)),
+            *((each.shape, each.stride(), each.dtype) for each in (self.table, self.lengths)),
+            *(each.data_ptr() % 16 for each in caches),
+        )
+
+    @property
     def kv_heads(self) -> int:
         raise NotImplementedError
 
@@ -91,21 +108,42 @@ class DecodeCall:
         return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
 
     @property
+    def blocks(self) -> int:
+        """Blocks of `height` lines that the lines of a KV head need."""
+        return -(-self.lines // self.height)
+
+    @property
+    def query_strides(self) -> tuple[int, int, int]:
+        """Strides of sequence, query and head, the same however torch states those of axes of
+        length 1: a batch of one sequence must not be compiled anew."""
+        sequence, query, head = self.query.stride()[:3]
+        one = [size == 1 for size in self.query.shape[:3]]
+        each = int(self.query.shape[1:].numel())
+        return each if one[0] else sequence, 0 if one[1] else query, 0 if one[2] else head
+
+    @property
+    def paired(self) -> int:
+        """Blocks of lines that run side by side: a worker is so many programs. 1 where each block
+        is a row of its own."""
+        return self.blocks if tuning().pairing else 1
+
+    @property
     def rows(self) -> RowShape:
         """The shape of the rows, for which the plan must be made."""
-        heads = self.kv_heads * -(-self.lines // self.height)
+        heads = self.kv_heads * self.blocks // self.paired
         return RowShape(heads, self.config.tile, queries=self.query.shape[1], window=0)
 
     def plan(self, max_batch: int | None = None) -> DecodePlan:
         """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by
         default, as many)."""
-        workers = self.config.programs * multiprocessors(self.query.device)
+        programs = self.config.programs * multiprocessors(self.query.device)
         batch = len(self.query) if max_batch is None else max_batch
         return DecodePlan.of(
             rows=self.rows,
             costs=self.costs,
             batch=batch,
-            workers=workers,
+            workers=max(1, programs // self.paired),
+            paired=self.paired,
             height=self.height,
             dim=self.width,
             device=self.query.device,
@@ -116,15 +154,17 @@ class DecodeCall:
         parameters."""
         config = self.config
         return {
-            "HEADS": self.rows.heads,
+            "HEADS": self.kv_heads * self.blocks,
+            "PAIRED": self.paired,
             "LINES": self.lines,
             "HEIGHT": self.height,
             "GROUP": self.group,
             "TILE": config.tile,
             "CAUSAL": self.causal and self.query.shape[1] > 1,
-            "QUERY": self.query.stride()[:3],
+            "QUERY": self.query_strides[1:],
             "DEPTH": config.depth,
             "PART": config.part,
+            "COLUMNS": config.columns,
             "WITH_LSE": with_lse,
             "STAGES": config.stages,
             "num_warps": config.warps,

@@ -15,6 +15,10 @@ import triton
 from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
 
+LEAST_BATCH = 256
+"""The planning kernel is compiled for the room of a plan, not for the batch at hand, and at least
+for so many sequences: no batch of a running engine waits for a compiler."""
+
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
@@ -28,13 +32,13 @@ class DecodePlan:
         costs: by which the work ranges are balanced.
         ranges: int32 `[workers, 8]`, a `WorkRange` per worker.
         boundaries: int64 `[batch + workers + 1]`, scratch of the planning kernel.
-        counters: int32 `[workers, 4]`. Per-worker counters for the split row that starts there:
-            pieces arrived, merge parts claimed, workers done, unused. All are zero whenever no
-            kernel runs.
-        partials: float32 `[workers, 2, height, dim]`, split-KV partials: a worker has two split
-            rows at most. Slot 0 is for the row that it continues, slot 1 for the row that it leaves
-            to others.
-        weights: float32 `[workers, 2, height]`, the base-2 log-sum-exp of each line of the
+        counters: int32 `[paired, workers, 4]`. Per-program counters for the split row that starts
+            there: pieces arrived, merge parts claimed, workers done, unused. All are zero whenever
+            no kernel runs.
+        partials: float32 `[paired, workers, 2, height, dim]`, split-KV partials: a worker has two
+            split rows at most. Slot 0 is for the row that it continues, slot 1 for the row that it
+            leaves to others.
+        weights: float32 `[paired, workers, 2, height]`, the base-2 log-sum-exp of each line of the
             partials.
     """
 
@@ -56,6 +60,7 @@ class DecodePlan:
         height: int,
         dim: int,
         device: torch.device,
+        paired: int = 1,
     ) -> "DecodePlan":
         """Allocate a plan, not yet filled. Callers use `plan_paged_decode` or `plan_mla_decode`.
 
@@ -63,28 +68,37 @@ class DecodePlan:
             rows: the shape of the rows.
             costs: by which the work ranges are balanced.
             batch: the most sequences it will be filled for.
-            workers: programs of the launch.
+            workers: how many share the work.
             height: lines of a row, padded.
             dim: elements of a line of the result.
             device: of the caches.
+            paired: programs of a worker, one for each block of lines (`DecodeCall.paired`).
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
 
         return cls(
             rows=rows,
             costs=costs,
             ranges=zeros(workers, FIELDS, dtype=torch.int32),
             boundaries=zeros(batch + workers + 1, dtype=torch.int64),
-            counters=zeros(workers, COUNTERS, dtype=torch.int32),
-            partials=torch.empty(workers, 2, height, dim, dtype=torch.float32, device=device),
-            weights=torch.empty(workers, 2, height, dtype=torch.float32, device=device),
+            counters=zeros(paired, workers, COUNTERS, dtype=torch.int32),
+            partials=floats(paired, workers, 2, height, dim),
+            weights=floats(paired, workers, 2, height),
         )
 
     @property
     def workers(self) -> int:
         return int(self.ranges.shape[0])
+
+    @property
+    def room(self) -> int:
+        """The most sequences of a batch."""
+        return int(self.boundaries.numel()) - self.workers - 1
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -111,9 +125,8 @@ class DecodePlan:
             >>> plan.ranges[-1, 2].item()  # the last worker ends behind row 3: 2 sequences of 2 KV heads
             4
         """
-        most = self.boundaries.numel() - self.workers - 1
-        if not 0 < lengths.numel() <= most:
-            raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {most}")
+        if not 0 < lengths.numel() <= self.room:
+            raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {self.room}")
         if lengths.is_cuda:
             with torch.cuda.device(lengths.device):
                 launch_plan(self, lengths)
@@ -145,7 +158,7 @@ def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
         row_cost=plan.costs.row,
         partial_cost=plan.costs.partial,
         TILE=plan.rows.tile,
-        BATCH=triton.next_power_of_2(lengths.numel()),
+        BATCH=triton.next_power_of_2(max(LEAST_BATCH, plan.room)),
         WORKERS=triton.next_power_of_2(plan.workers + 1),
         num_warps=8,
     )

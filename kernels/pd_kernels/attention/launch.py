@@ -13,6 +13,10 @@ Phases = tuple[tuple[bool, bool], ...]
 
 ONE_LAUNCH: Phases = ((True, True),)
 
+_MOST_KNOWN = 4_096
+known_constants: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""Compile-time arguments of calls that were launched, by `DecodeCall.key`."""
+
 
 def launch(
     kernel: Any,
@@ -35,8 +39,14 @@ def launch(
         own: the arguments that only this kernel takes, by the names of its parameters.
     """
     ranges, counters, partials, weights = scratch
+    key = (type(batch), batch.key, lse is not None)
+    constants = known_constants.get(key)
+    if constants is None:
+        if len(known_constants) >= _MOST_KNOWN:
+            known_constants.clear()
+        constants = known_constants[key] = batch.constants(with_lse=lse is not None)
     for work, merge in phases:
-        kernel[(ranges.shape[0],)](
+        kernel[(len(ranges) * constants["PAIRED"],)](
             query=batch.query,
             table=batch.table,
             lengths=batch.lengths,
@@ -46,9 +56,11 @@ def launch(
             counters=counters,
             partials=partials,
             weights=weights,
+            workers=len(ranges),
+            query_stride=batch.query_strides[0],
             table_stride=batch.table.stride(0),
             max_polls=MAX_POLLS,
-            **batch.constants(with_lse=lse is not None),
+            **constants,
             **own,
             WORK=work,
             MERGE=merge,

@@ -4,8 +4,10 @@
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig
+from pd_kernels.attention.tuning import tuning
 from pd_kernels.attention.work_partition import TileCosts
 
 LATENT = 512
@@ -30,11 +32,16 @@ merge. Not yet measured on a GPU."""
 def config_of(lines: int, coded: bool) -> KernelConfig:
     """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet
     tuned on a GPU."""
-    if coded or lines > MAX_HEIGHT:  # bound by products or decoding, not by memory: large tiles
-        return KernelConfig(64, 8, 3, 1, 32, 1)
+    # A long row of 16 lines is split among all workers: 16 parts would leave most of them idle.
+    columns = max(128, LATENT * lines // MAX_HEIGHT) if tuning().column_merge else LATENT
+    columns = min(LATENT, triton.next_power_of_2(columns))
+    if coded or lines > MAX_HEIGHT:  # bound by products or decoding more than by memory
+        if tuning().small_tiles:
+            return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
+        return KernelConfig(64, 8, 3, 1, 32, 1, columns)
     if lines > MAX_HEIGHT // 2:
-        return KernelConfig(32, 8, 5, 1, 32, 1)
-    return KernelConfig(64, 8, 5, 1, 32, 1)
+        return KernelConfig(32, 8, 5, 1, 32, 1, columns)
+    return KernelConfig(64, 8, 5, 1, 32, 1, columns)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,12 @@ from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
-from pd_kernels.attention.split_merge import finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.split_merge import (
+    finish_row,
+    merge_split_rows,
+    own_scratch,
+    result_lines,
+)
 from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
@@ -26,7 +31,7 @@ _SLICE = tl.constexpr(LATENT // 4)
 _CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and their scales
 
 
-@triton.jit(do_not_specialize=["table_stride", "scale", "max_polls"])
+@triton.jit(do_not_specialize=["workers", "table_stride", "scale", "max_polls"])
 def latent_attention(
     query,
     cache,
@@ -38,38 +43,45 @@ def latent_attention(
     counters,
     partials,
     weights,
+    workers,
+    query_stride,  # of a sequence
     table_stride,
     scale,
     max_polls,
     HEADS: tl.constexpr,  # rows of a sequence
+    PAIRED: tl.constexpr,  # blocks of lines that run side by side
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,  # heads
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    QUERY: tl.constexpr,  # strides of sequence, query, head
+    QUERY: tl.constexpr,  # strides of query, head
     CACHE: tl.constexpr,  # strides of page, token
     CODED: tl.constexpr,  # FlashMLA's FP8 layout
     DEPTH: tl.constexpr,  # pieces merged at a time
     PART: tl.constexpr,  # lines of a merge part
+    COLUMNS: tl.constexpr,  # elements of each of them
     WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows
 ):
     QUERIES: tl.constexpr = LINES // GROUP
-    worker = tl.program_id(0)
+    worker, block = tl.program_id(0) // PAIRED, tl.program_id(0) % PAIRED
+    counters, partials, weights = own_scratch(
+        counters, partials, weights, block * workers, HEIGHT, _LATENT
+    )
     work_range = ranges + worker * _FIELDS
     if WORK:
         for done in tl.range(0, rows_of(work_range), disable_licm=True):
             line = tl.arange(0, HEIGHT)
             row, start, stop, length, _ = current_piece(
-                work_range, done, lengths, HEADS, QUERIES, 0, TILE
+                work_range, done, lengths, HEADS // PAIRED, QUERIES, 0, TILE
             )
-            sequence, _, number = result_lines(row, line, HEADS, LINES, HEIGHT)
-            place = number // GROUP * QUERY[1] + number % GROUP * QUERY[2]
-            place = (place + sequence.to(tl.int64) * QUERY[0])[:, None]
+            sequence, _, number = result_lines(row * PAIRED + block, line, HEADS, LINES, HEIGHT)
+            place = number // GROUP * QUERY[0] + number % GROUP * QUERY[1]
+            place = (place + sequence.to(tl.int64) * query_stride)[:, None]
             exists = (number < LINES)[:, None]
             column, rope = tl.arange(0, _SLICE)[None, :], tl.arange(0, _ROPE)[None, :]
             own = query + place
@@ -97,7 +109,7 @@ def latent_attention(
             weight = top + tl.log2(total)
             # Read again instead of kept during the loop, whose products take nearly all registers.
             row, start, stop, length, tiles = current_piece(
-                work_range, done, lengths, HEADS, QUERIES, 0, TILE
+                work_range, done, lengths, HEADS // PAIRED, QUERIES, 0, TILE
             )
             finish_row(
                 partials=partials,
@@ -107,7 +119,7 @@ def latent_attention(
                 lse=lse,
                 work_range=work_range,
                 worker=worker,
-                row=row,
+                row=row * PAIRED + block,
                 start=start,
                 whole=(start == 0) & (stop == tiles),
                 results=(result_0 * share, result_1 * share, result_2 * share, result_3 * share),
@@ -128,15 +140,17 @@ def latent_attention(
             lse=lse,
             work_range=work_range,
             worker=worker,
+            block=block,
             max_polls=max_polls,
             HEADS=HEADS,
+            PAIRED=PAIRED,
             LINES=LINES,
             HEIGHT=HEIGHT,
             GROUP=GROUP,
             DIM=_LATENT,
-            BLOCK=_LATENT,
             DEPTH=DEPTH,
             PART=PART,
+            COLUMNS=COLUMNS,
             WITH_LSE=WITH_LSE,
         )
 

@@ -92,16 +92,32 @@ def attend(
     Raises:
         ValueError: the arguments are not supported, or the plan was made for other rows.
     """
-    batch.check()
-    if rows and RowShape(*rows) != batch.rows:
-        raise ValueError(f"plan for {RowShape(*rows)}: must be for {batch.rows}")
+    key = (type(batch), batch.key, *rows)
+    if key not in _checked:
+        _check(batch, rows)
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked.add(key)
     wanted = lse if lse.numel() else None
     if not batch.query.is_cuda:
         reference(batch, out, wanted)
     elif batch.query.numel():
-        batch.check_kernel()
         with torch.cuda.device(batch.query.device):
             launch(batch, out, wanted, scratch or batch.plan().fill(batch.lengths).tensors)
+
+
+_MOST_CHECKED = 4_096
+_checked: set[tuple[Any, ...]] = set()
+"""Keys of calls that have passed."""
+
+
+def _check(batch: DecodeCall, rows: list[int]) -> None:
+    """Raise ValueError if a call is not supported, or its plan was made for other rows."""
+    batch.check()
+    if rows and RowShape(*rows) != batch.rows:
+        raise ValueError(f"plan for {RowShape(*rows)}: must be for {batch.rows}")
+    if batch.query.is_cuda and batch.query.numel():
+        batch.check_kernel()
 
 
 def operator(name: str, run: Callable[..., None]) -> Any:

@@ -2,12 +2,14 @@
 """The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.mods import Mod
+from pd_kernels.attention.tuning import tuning
 from pd_kernels.attention.work_partition import RowShape, TileCosts
 
 FP8 = torch.float8_e4m3fn
@@ -21,11 +23,13 @@ def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
     """Launch options for rows of `height` lines of `dim` elements. Their registers and shared
     memory are checked by compiling ahead of time; they are not yet tuned on a GPU."""
     block = triton.next_power_of_2(dim)
-    tile, part = max(32, min(128, 8_192 // block)), max(1, 512 // block)
+    tile = max(32, min(128, 8_192 // block))
+    # A row of few lines is one part of whole lines: a single program would merge it.
+    depth, part = (32, 1) if tuning().column_merge else (16, max(1, 512 // block))
     if height > 32:  # asynchronous products (wgmma), which need one buffer more
-        return KernelConfig(tile, 4, 4, 2, 16, part)
+        return KernelConfig(tile, 4, 4, 2, depth, part, block)
     programs = 3 if block <= 128 and height == 16 else 2
-    return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, 16, part)
+    return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, depth, part, block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +59,27 @@ class PagedCall(DecodeCall):
     mask_mod: Mod | None
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        return (*super().key, self.window)
+
+    @property
     def kv_heads(self) -> int:
         return int(self.keys.shape[2])
 
     @property
     def width(self) -> int:
         return int(self.query.shape[3])
+
+    @property
+    def words(self) -> bool:
+        """Whether the kernel reads FP8 codes as words of two, see `paged_codes`. Rows of 64 lines
+        take asynchronous products, whose operands lie in shared memory as bfloat16."""
+        if not tuning().half_codes or self.keys.dtype != FP8 or self.height > 32:
+            return False
+        return all(
+            cache.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in cache.stride()[:3])
+            for cache in (self.keys, self.values)
+        )
 
     @property
     def config(self) -> KernelConfig:

@@ -14,15 +14,21 @@ import triton.language as tl
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.paged_codes import attend_codes
+from pd_kernels.attention.paged_tile import token_places, visible_scores
 from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
-from pd_kernels.attention.split_merge import finish_row, merge_split_rows, result_lines
+from pd_kernels.attention.split_merge import (
+    finish_row,
+    merge_split_rows,
+    own_scratch,
+    result_lines,
+)
 from pd_kernels.attention.work_partition import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
-_LOG2E = tl.constexpr(LOG2E)
 
 
-@triton.jit(do_not_specialize=["table_stride", "scale", "value_scale", "max_polls"])
+@triton.jit(do_not_specialize=["workers", "table_stride", "scale", "value_scale", "max_polls"])
 def paged_attention(
     query,
     keys,
@@ -37,11 +43,14 @@ def paged_attention(
     weights,
     score_args,
     mask_args,
+    workers,
+    query_stride,  # of a sequence
     table_stride,
     scale,  # of scores, with K's scale
     value_scale,
     max_polls,
     HEADS: tl.constexpr,  # rows of a sequence
+    PAIRED: tl.constexpr,  # blocks of lines that run side by side
     LINES: tl.constexpr,  # per KV head
     HEIGHT: tl.constexpr,  # lines of a row, padded
     GROUP: tl.constexpr,  # query heads per KV head
@@ -51,20 +60,25 @@ def paged_attention(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
-    QUERY: tl.constexpr,  # strides of sequence, query, head
+    QUERY: tl.constexpr,  # strides of query, head
     KEY: tl.constexpr,  # strides of page, token, head
     VALUE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
+    ATTEND: tl.constexpr,  # the loop over tiles: `attend_tiles` or `attend_codes`
     DEPTH: tl.constexpr,  # pieces merged at a time
     PART: tl.constexpr,  # lines of a merge part
+    COLUMNS: tl.constexpr,  # elements of each of them
     WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows
 ):
     QUERIES: tl.constexpr = LINES // GROUP
-    worker = tl.program_id(0)
+    worker, block = tl.program_id(0) // PAIRED, tl.program_id(0) % PAIRED
+    counters, partials, weights = own_scratch(
+        counters, partials, weights, block * workers, HEIGHT, DIM
+    )
     work_range = ranges + worker * _FIELDS
     if WORK:
         # Without licm: values that no iteration changes are computed again in each. Kept in
@@ -73,16 +87,16 @@ def paged_attention(
             line = tl.arange(0, HEIGHT)
             column = tl.arange(0, BLOCK)
             row, start, stop, length, _ = current_piece(
-                work_range, done, lengths, HEADS, QUERIES, WINDOW, TILE
+                work_range, done, lengths, HEADS // PAIRED, QUERIES, WINDOW, TILE
             )
-            sequence, head, number = result_lines(row, line, HEADS, LINES, HEIGHT)
+            sequence, head, number = result_lines(row * PAIRED + block, line, HEADS, LINES, HEIGHT)
             unseen = first_tile(length, QUERIES, WINDOW, TILE)
             exists = number < LINES
-            place = number // GROUP * QUERY[1] + (head * GROUP + number % GROUP) * QUERY[2]
-            place += sequence.to(tl.int64) * QUERY[0]
+            place = number // GROUP * QUERY[0] + (head * GROUP + number % GROUP) * QUERY[1]
+            place += sequence.to(tl.int64) * query_stride
             mask = exists[:, None] & (column < DIM)[None, :]
             lines = tl.load(query + place[:, None] + column[None, :], mask=mask, other=0.0)
-            result, top, total = _attend(
+            result, top, total = ATTEND(
                 lines=lines,
                 keys=keys + head.to(tl.int64) * KEY[2],
                 values=values + head.to(tl.int64) * VALUE[2],
@@ -111,7 +125,7 @@ def paged_attention(
             result = result * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
             row, start, stop, length, tiles = current_piece(
-                work_range, done, lengths, HEADS, QUERIES, WINDOW, TILE
+                work_range, done, lengths, HEADS // PAIRED, QUERIES, WINDOW, TILE
             )
             finish_row(
                 partials=partials,
@@ -121,7 +135,7 @@ def paged_attention(
                 lse=lse,
                 work_range=work_range,
                 worker=worker,
-                row=row,
+                row=row * PAIRED + block,
                 start=start,
                 whole=(start == 0) & (stop == tiles),
                 results=(result,),
@@ -142,21 +156,23 @@ def paged_attention(
             lse=lse,
             work_range=work_range,
             worker=worker,
+            block=block,
             max_polls=max_polls,
             HEADS=HEADS,
+            PAIRED=PAIRED,
             LINES=LINES,
             HEIGHT=HEIGHT,
             GROUP=GROUP,
             DIM=DIM,
-            BLOCK=BLOCK,
             DEPTH=DEPTH,
             PART=PART,
+            COLUMNS=COLUMNS,
             WITH_LSE=WITH_LSE,
         )
 
 
 @triton.jit
-def _attend(
+def attend_tiles(
     lines,
     keys,
     values,
@@ -205,12 +221,7 @@ def _attend(
     for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < length
-        if PAGE % TILE == 0:
-            page = tl.load(pages + tile // (PAGE // TILE)).to(tl.int64)
-            within = tile % (PAGE // TILE) * TILE + tl.arange(0, TILE)
-        else:
-            page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
-            within = token % PAGE
+        page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         mask = inside[:, None]
         if DIM < BLOCK:
             mask = mask & (column < DIM)[None, :]
@@ -220,20 +231,10 @@ def _attend(
         # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0)
         score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
-        seen = inside[None, :]
-        if CAUSAL:
-            seen = seen & (token[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (token[None, :] > position[:, None] - WINDOW)
-        if SCORE_MOD is not None or MASK_MOD is not None:
-            real = tl.minimum(token, length - 1)[None, :]
-            asked = tl.maximum(position, 0)[:, None]
-            if SCORE_MOD is not None:
-                score = SCORE_MOD(score, sequence, head[:, None], asked, real, score_args)
-                score = score * _LOG2E
-            if MASK_MOD is not None:
-                seen = seen & MASK_MOD(sequence, head[:, None], asked, real, mask_args)
-        score = tl.where(seen, score, float("-inf"))
+        score = visible_scores(
+            score, token, inside, position, length, sequence, head, score_args, mask_args,
+            CAUSAL, WINDOW, SCORE_MOD, MASK_MOD,
+        )  # fmt: skip
         share, before, top, total = softmax_step(score, top, total, 1)
         result = result * before[:, None]
         result = tl.dot(share.to(lines.dtype), value.to(lines.dtype), result)
@@ -270,4 +271,5 @@ def launch_paged(
         VALUE=batch.values.stride()[:3],
         SCORE_MOD=score.kernel if score else None,
         MASK_MOD=mask.kernel if mask else None,
+        ATTEND=attend_codes if batch.words else attend_tiles,
     )

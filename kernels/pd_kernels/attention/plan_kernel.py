@@ -47,8 +47,7 @@ def partition_rows(
 ):
     """Write a `WorkRange` per worker, as `work_partition.partition` defines it.
 
-    Runs as one program. BATCH and WORKERS are `batch` and `workers + 1`, rounded up to powers of
-    two.
+    Runs as one program. BATCH and WORKERS are powers of two, at least `batch` and `workers + 1`.
     """
     sequence = tl.arange(0, BATCH)
     length = tl.load(lengths + sequence * stride, mask=sequence < batch, other=0)

@@ -4,7 +4,7 @@
 
 A worker writes the partial of a split row to its slot and then counts it as arrived. When a worker
 has finished its whole range, it looks whether all pieces of its split rows have arrived. If so, it
-claims merge parts (some lines of the result each) until none is left, and counts itself as done.
+claims merge parts (some columns of some lines each) until none is left, and counts itself as done.
 
 The worker whose piece arrives last always finds all pieces there. So every part is merged even if
 no other worker is running: nobody depends on co-resident programs. Polling for late pieces
@@ -38,6 +38,13 @@ _LN2 = tl.constexpr(1 / LOG2E)
 
 
 @triton.jit
+def own_scratch(counters, partials, weights, before, HEIGHT: tl.constexpr, DIM: tl.constexpr):
+    """The scratch of one block of lines, behind that of the `before` programs of other blocks."""
+    slots = before * (2 * HEIGHT)
+    return counters + before * _COUNTERS, partials + slots.to(tl.int64) * DIM, weights + slots
+
+
+@triton.jit
 def result_lines(row, line, HEADS: tl.constexpr, LINES: tl.constexpr, HEIGHT: tl.constexpr):
     """Where lines of a row belong: sequence, KV head, and number among that head's LINES lines.
 
@@ -54,6 +61,7 @@ def store_lines(
     lse,
     row,
     line,
+    column,
     results,
     weight,
     HEADS: tl.constexpr,
@@ -70,6 +78,7 @@ def store_lines(
         lse: float32 `[batch, query, query head]`.
         row: number of the row.
         line: which of its lines.
+        column: which element of a line is the first of `results`.
         results: their elements, side by side in one or several tensors, float32 `[lines, BLOCK]`.
         weight: their base-2 log-sum-exp.
     """
@@ -79,16 +88,17 @@ def store_lines(
     query = sequence.to(tl.int64) * QUERIES + number // GROUP
     index = query * (HEADS // BLOCKS * GROUP) + head * GROUP + number % GROUP
     exists = (number < LINES) & (line < HEIGHT)
-    _store(out, index, results, exists, DIM)
+    _store(out, index, column, results, exists, DIM)
     if WITH_LSE:
         tl.store(lse + index, weight * _LN2, mask=exists)
 
 
 @triton.jit
-def _store(out, index, results, exists, DIM: tl.constexpr):
-    """Write lines of DIM elements to the lines `index` of `out`, if they exist."""
+def _store(out, index, first_column, results, exists, DIM: tl.constexpr):
+    """Write elements, from `first_column` on, of the lines `index` of `out`, which have DIM
+    elements, where they exist."""
     BLOCK: tl.constexpr = results[0].shape[1]
-    column = tl.arange(0, BLOCK)[None, :]
+    column = first_column + tl.arange(0, BLOCK)[None, :]
     for number in tl.static_range(len(results)):
         place = out + index.to(tl.int64)[:, None] * DIM + number * BLOCK + column
         mask = exists[:, None] & (number * BLOCK + column < DIM)
@@ -131,6 +141,7 @@ def finish_row(
             lse=lse,
             row=row,
             line=line,
+            column=0,
             results=results,
             weight=weight,
             HEADS=HEADS,
@@ -143,7 +154,7 @@ def finish_row(
     else:
         leaves = (start == 0).to(tl.int32)  # slot 1: the row goes on with the next worker
         place = (worker * 2 + leaves) * HEIGHT + line
-        _store(partials, place, results, line < HEIGHT, DIM)
+        _store(partials, place, 0, results, line < HEIGHT, DIM)
         tl.store(weights + place, weight)
         first = tl.where(leaves > 0, worker, tl.load(work_range + FIRST_WORKER))
         tl.debug_barrier()  # all threads have stored before one thread counts the arrival
@@ -159,15 +170,17 @@ def merge_split_rows(
     lse,
     work_range,
     worker,
+    block,
     max_polls,
     HEADS: tl.constexpr,
+    PAIRED: tl.constexpr,
     LINES: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
     """Help to merge the split rows of a worker that has finished its range, see `merge_row`.
@@ -187,7 +200,7 @@ def merge_split_rows(
             counters=counters,
             out=out,
             lse=lse,
-            row=row,
+            row=row * PAIRED + block,
             first=first,
             last=last,
             max_polls=max_polls,
@@ -196,9 +209,9 @@ def merge_split_rows(
             HEIGHT=HEIGHT,
             GROUP=GROUP,
             DIM=DIM,
-            BLOCK=BLOCK,
             DEPTH=DEPTH,
             PART=PART,
+            COLUMNS=COLUMNS,
             WITH_LSE=WITH_LSE,
         )
 
@@ -219,14 +232,15 @@ def merge_row(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,  # pieces that are merged at a time
     PART: tl.constexpr,  # lines of a part
+    COLUMNS: tl.constexpr,  # elements of each of these lines
     WITH_LSE: tl.constexpr,
 ):
     """Help to merge a row whose pieces workers `first` to `last` have, and count this worker as
     done with it."""
-    FILLED: tl.constexpr = min(HEIGHT, LINES)
+    STRIPS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = (min(HEIGHT, LINES) + PART - 1) // PART * STRIPS
     pieces = last - first + 1
     counter = counters + first * _COUNTERS
     arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
@@ -236,16 +250,18 @@ def merge_row(
         polls += 1
     if arrived == pieces:
         part = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
-        while part * PART < FILLED:
-            line = part * PART + tl.arange(0, PART)
+        while part < PARTS:
+            line = part // STRIPS * PART + tl.arange(0, PART)
+            column = part % STRIPS * COLUMNS
             result, weight = _merged(
-                partials, weights, first, pieces, line, HEIGHT, DIM, BLOCK, DEPTH, PART
+                partials, weights, first, pieces, line, column, HEIGHT, DIM, COLUMNS, DEPTH, PART
             )
             store_lines(
                 out=out,
                 lse=lse,
                 row=row,
                 line=line,
+                column=column,
                 results=(result,),
                 weight=weight,
                 HEADS=HEADS,
@@ -270,17 +286,19 @@ def _merged(
     first,
     pieces,
     line,
+    first_column,
     HEIGHT: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Merge some lines of a row: the result, float32 `[PART, BLOCK]`, and its weight, `[PART]`."""
-    column = tl.arange(0, BLOCK)
+    """Merge some columns of some lines of a row: the result, float32 `[PART, COLUMNS]`, and the
+    lines' weight, `[PART]`."""
+    column = first_column + tl.arange(0, COLUMNS)
     top = tl.full((PART,), float("-inf"), tl.float32)
     total = tl.zeros((PART,), tl.float32)
-    result = tl.zeros((PART, BLOCK), tl.float32)
+    result = tl.zeros((PART, COLUMNS), tl.float32)
     for begin in range(0, pieces, DEPTH):
         piece = begin + tl.arange(0, DEPTH)
         # The worker of the first piece left the row to others: slot 1. All others continued it:

@@ -16,6 +16,8 @@ from pd_kernels.attention import (
     plan_mla_decode,
     plan_paged_decode,
 )
+from pd_kernels.attention.decode_call import MAX_HEIGHT
+from pd_kernels.attention.tuning import tuned
 from pd_kernels.bench import decode_baselines, decode_cases
 from pd_kernels.bench.decode_cases import (
     FP8,
@@ -167,17 +169,20 @@ def _paged(
         sets = _sets(lengths, heads, page, cache)
         calls, fill = paged_calls(sets)
         took[cache] = seconds(calls, REPLAYS)
+        make = functools.partial(paged_calls, sets)
         told = params | {"cache": str(cache).removeprefix("torch.")}
         read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
         bar = BANDWIDTH_BAR if large and cache == BF16 else None
         yield throughput("paged_decode", told, read / took[cache] / 1e9, copy / 1e9, bar)
+        if page == PAGES[0]:
+            yield from _switched("half_codes" if cache == FP8 else "column_merge", told, make)
         if cache == BF16 and page == PAGES[0]:
             yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
             theirs_s = _seconds("FlashInfer", decode_baselines.flashinfer_calls, sets)
             if theirs_s:
                 bar = FLASHINFER_BARS[len(set(lengths)) == 1]
                 yield duration("paged_decode / FlashInfer", told, took[cache], theirs_s, bar)
-        del sets, calls, fill
+        del sets, calls, fill, make
     yield duration("fp8 / bfloat16", params, took[FP8], took[BF16], FP8_BAR if large else None)
 
 
@@ -224,12 +229,26 @@ def _latent(
     calls, fill = latent_calls(sets)
     ours_s = seconds(calls, REPLAYS)
     yield throughput("mla_decode", params, read / ours_s / 1e9, copy / 1e9, None)
+    many = heads * queries > MAX_HEIGHT
+    switches = {"pairing": many, "small_tiles": many or coded, "column_merge": len(lengths) == 1}
+    for switch in (name for name, concerned in switches.items() if concerned):
+        yield from _switched(switch, params, functools.partial(latent_calls, sets))
     if not coded:
         yield duration("planning / mla_decode", params, seconds([fill]), ours_s, None)
         theirs_s = _seconds("sgl-flash-mla", decode_baselines.flash_mla_calls, sets, SCALE)
         if theirs_s:
             bar = MLA_BAR if heads == 16 else MANY_HEADS_BAR
             yield duration("mla_decode / FlashMLA", params, ours_s, theirs_s, bar)
+
+
+def _switched(
+    switch: str, params: dict[str, Param], make: Callable[[], tuple[Calls, Any]]
+) -> Iterator[Comparison]:
+    """Compare both settings of an A/B switch (`Tuning`), one after the other."""
+    on_s = seconds(make()[0], REPLAYS)
+    with tuned(**{switch: False}):
+        off_s = seconds(make()[0], REPLAYS)
+    yield duration(f"{switch}: on / off", params, on_s, off_s, None)
 
 
 _absent: set[str] = set()

@@ -21,6 +21,7 @@ from pd_connector.tools.bench.handoff.measure import HandoffFindings
 from pd_connector.tools.cli.bench_chaos import chaos
 from pd_connector.tools.cli.bench_core import audit, codec, overhead, peers, reshard, wire
 from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
+from pd_connector.tools.cli.bench_serve import serve
 from pd_connector.tools.launch.netns import available
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 
@@ -138,7 +139,7 @@ def handoff(
         raise typer.Exit(NOT_MEASURED)
 
 
-for _command in (wire, reshard, codec, overhead, audit, peers, chaos):
+for _command in (serve, wire, reshard, codec, overhead, audit, peers, chaos):
     app.command()(_command)
 
 

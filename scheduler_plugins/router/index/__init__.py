@@ -3,6 +3,6 @@
 
 In reading order: `hashes` (what a block is called), `table` (a hash table of 64-bit keys), `blocks` (`BlockIndex`: blocks by
 engine, and how much of a prompt each has), `events` (what engines say of their caches), `held` (one engine's events,
-applied), `sequence` (which events are missing), `recent` (a guess, for engines that say nothing), `prefixes` (all of it, as
+applied), `batch_numbers` (which events are missing), `recent` (a guess, for engines that say nothing), `prefixes` (all of it, as
 policies ask for it), `follower` (the only I/O: receives events over ZeroMQ).
 """

@@ -4,31 +4,136 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isqrt
 
 import numpy as np
 
 from scheduler_plugins.router.index.hashes import Hashes
-from scheduler_plugins.router.index.table import HashTable
+from scheduler_plugins.router.index.table import (
+    FEW,
+    Allocate,
+    HashTable,
+    TableReader,
+    private_words,
+)
 
 _WORD = 64
 _ALL = (1 << _WORD) - 1
 _UNKNOWN = -1
-_LOOKS = 128
-"""A prompt of more than twice as many blocks is looked up at so many places first, and then where engines differ."""
+_AT_ONCE = 1024
+"""A prompt of so many blocks is looked up as a whole."""
+_LOOKS = 192
+"""A longer one is looked up at so many places first, and then where engines differ."""
+_FINE = 40
+"""A stretch of so many blocks is looked up as a whole, in a longer one every so many."""
 
 
-class BlockIndex:
-    """One table for all engines: a block's row has a bit for each engine that has it.
+class BlockReader:
+    """Says how much of a prompt each engine has. The table may belong to another process, which changes it meanwhile.
 
-    So a prompt's blocks are looked up once, not once for each engine. Nothing here is promised to be true: whoever
-    fills the index may be late or wrong, and a wrong answer costs time only.
+    Nothing here is promised to be true: whoever fills the table may be late or wrong, and a wrong answer costs time only.
     """
 
-    def __init__(self) -> None:
-        self._table = HashTable()
-        self._numbers: dict[str, int] = {}
+    def __init__(self, table: TableReader, numbers: dict[str, int]) -> None:
+        """`numbers`: the bit of each engine in a row of the table."""
+        self._reader = table
+        self._numbers = numbers
+
+    def match(self, hashes: Hashes, engines: Sequence[str]) -> list[int]:
+        """Leading blocks of a prompt that each engine has.
+
+        Of a long prompt not every block is looked up. Caches evict the end of a prompt first, so an engine that has a
+        block has those before it. Where it has not, the number may be too large.
+
+        Args:
+            hashes: of the prompt's blocks, in order.
+            engines: names; those that were never added have nothing.
+        """
+        numbers = [self._numbers.get(engine, _UNKNOWN) for engine in engines]
+        count, found = len(hashes), dict.fromkeys(numbers, 0)
+        unknown = found.pop(_UNKNOWN, None) is not None
+        if count and found:
+            span, stride = count, 1 if count <= _AT_ONCE else -(-count // _LOOKS)
+            found = self._further(hashes, found, span, stride)
+            while stride > 1:
+                span, stride = stride, 1 if stride <= _FINE else isqrt(stride)
+                found = self._further(hashes, found, span, stride)
+        if unknown:
+            found[_UNKNOWN] = 0
+        return [found[number] for number in numbers]
+
+    def _further(
+        self, hashes: Hashes, known: dict[int, int], span: int, stride: int
+    ) -> dict[int, int]:
+        """Look at every `stride`-th of the `span` blocks that follow those each engine is known to have."""
+        by_blocks: dict[int, list[int]] = {}
+        for number, blocks in known.items():
+            by_blocks.setdefault(blocks, []).append(number)
+        parts = [
+            np.arange(at + stride - 1, min(at + span, len(hashes)), stride) for at in by_blocks
+        ]
+        where = np.concatenate(parts)
+        which = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        fallen = self._fallen(hashes[where], which, list(map(_bits, by_blocks.values())))
+        found = {
+            number: at + stride * len(part)
+            for (at, several), part in zip(by_blocks.items(), parts, strict=True)
+            for number in several
+        }
+        begins = (where - (stride - 1)).tolist()
+        found.update((number, begins[row]) for number, row in fallen.items())
+        return found
+
+    def _fallen(
+        self, hashes: Hashes, which: np.ndarray[tuple[int], np.dtype[np.int64]], wanted: list[int]
+    ) -> dict[int, int]:
+        """The first of these blocks that each engine has not; engines that have all are left out.
+
+        Args:
+            which: for each block the index of the engines in `wanted` that it is looked up for.
+            wanted: sets of engines, no engine in two of them, as bits.
+        """
+        reader = self._reader
+        slots = reader.find(hashes)
+        absent = slots < 0
+        rows = reader.rows
+        found: dict[int, int] = {}
+        for word in range(reader.words):
+            masks = np.array([one >> _WORD * word & _ALL for one in wanted], np.uint64)
+            lacking = ~rows[slots, word]
+            lacking[absent] = _ALL
+            lacking &= masks[which]
+            lacked = np.bitwise_or.accumulate(lacking)
+            # Where a bit comes for the first time, its engine lacks a block for the first time.
+            (changes,) = (lacked[1:] != lacked[:-1]).nonzero()
+            before = 0
+            for row in (0, *(changes + 1).tolist()) if len(lacked) else ():
+                bits = int(lacked[row])
+                fresh, before = bits & ~before, bits
+                while fresh:
+                    lowest = fresh & -fresh
+                    found[word * _WORD + lowest.bit_length() - 1] = row
+                    fresh ^= lowest
+        return found
+
+
+class BlockIndex(BlockReader):
+    """One table for all engines: a block's row has a bit for each engine that has it.
+
+    So a prompt's blocks are looked up once, not once for each engine.
+    """
+
+    def __init__(self, allocate: Allocate = private_words) -> None:
+        """`allocate`: where the table lies; other processes may read it there."""
+        self.table = HashTable(allocate=allocate)
+        super().__init__(self.table, {})
         self._free: list[int] = []
         self._counts: dict[str, int] = {}
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The bit of each engine in a row of the table."""
+        return dict(self._numbers)
 
     @property
     def engines(self) -> Sequence[str]:
@@ -38,15 +143,15 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Bytes that the table takes."""
-        return self._table.nbytes
+        return self.table.nbytes
 
     def add(self, engine: str) -> None:
         """Know an engine. It has no blocks. One that is known already stays as it is."""
         if engine in self._numbers:
             return
         number = self._free.pop() if self._free else len(self._numbers)
-        if number >= _WORD * self._table.words:
-            self._table.widen(self._table.words + 1)
+        if number >= _WORD * self.table.words:
+            self.table.widen(self.table.words + 1)
         self._numbers[engine] = number
         self._counts[engine] = 0
 
@@ -60,7 +165,7 @@ class BlockIndex:
         """The engine has no blocks any more."""
         if self._counts[engine]:
             word, bit = self._place(engine)
-            self._table.rows[:, word] &= ~bit
+            self.table.rows[:, word] &= ~bit
             self._counts[engine] = 0
 
     def blocks(self, engine: str) -> int:
@@ -70,93 +175,37 @@ class BlockIndex:
     def store(self, engine: str, hashes: Hashes) -> None:
         """The engine has these blocks now. Those that it had already stay."""
         if len(hashes):
-            self._set(engine, self._table.claim(hashes), had=False)
+            self._set(engine, self.table.claim(hashes), had=False)
 
     def remove(self, engine: str, hashes: Hashes) -> None:
         """The engine has these blocks no more. Those that it had not do not matter."""
-        slots = self._table.find(hashes)
+        slots = self.table.find(hashes)
         self._set(engine, slots[slots >= 0], had=True)
-
-    def match(self, hashes: Hashes, engines: Sequence[str]) -> list[int]:
-        """Leading blocks of a prompt that each engine has.
-
-        Of a long prompt not every block is looked up. Caches evict the end of a prompt first, so an engine that has a
-        block has those before it. Where it has not, the number may be too large.
-
-        Args:
-            hashes: of the prompt's blocks, in order.
-            engines: names; those that were never added have nothing.
-        """
-        numbers = [self._numbers.get(engine, _UNKNOWN) for engine in engines]
-        count, wanted = len(hashes), _bits(numbers)
-        if not count or not wanted:
-            return [0] * len(numbers)
-        stride = max(1, count // _LOOKS)
-        looked = np.arange(stride - 1, count, stride)
-        ends = dict.fromkeys(numbers, len(looked))
-        ends.update(self._fallen(hashes[looked], np.zeros(len(looked), np.int64), [wanted]))
-        if stride > 1:
-            ends = self._refined(hashes, stride, ends)
-        ends[_UNKNOWN] = 0
-        return [ends[number] for number in numbers]
-
-    def _refined(self, hashes: Hashes, stride: int, ends: dict[int, int]) -> dict[int, int]:
-        """From the first look that an engine missed to its first block that is missing."""
-        by_end: dict[int, list[int]] = {}
-        for number, end in ends.items():
-            by_end.setdefault(end * stride, []).append(number)
-        parts = [np.arange(at, min(at + stride, len(hashes))) for at in by_end]
-        where = np.concatenate(parts)
-        which = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        fallen = self._fallen(hashes[where], which, list(map(_bits, by_end.values())))
-        found = {
-            number: int(part[-1]) + 1 if len(part) else len(hashes)
-            for part, several in zip(parts, by_end.values(), strict=True)
-            for number in several
-        }
-        found.update({number: int(where[row]) for number, row in fallen.items()})
-        return found
-
-    def _fallen(
-        self, hashes: Hashes, which: np.ndarray[tuple[int], np.dtype[np.int64]], wanted: list[int]
-    ) -> dict[int, int]:
-        """The first of these blocks that each engine has not; engines that have all are left out.
-
-        Args:
-            which: for each block the index of the engines in `wanted` that it is looked up for.
-            wanted: sets of engines, no engine in two of them, as bits.
-        """
-        words = self._table.words
-        masks = np.array(
-            [[one >> _WORD * word & _ALL for word in range(words)] for one in wanted], np.uint64
-        )
-        slots = self._table.find(hashes)
-        rows = self._table.rows[slots]
-        rows[slots < 0] = 0
-        rows |= ~masks[which]
-        everyone = np.bitwise_or.reduce(masks, axis=0)
-        having = np.bitwise_and.accumulate(np.concatenate((everyone[None], rows)), axis=0)
-        fell = having[:-1] & ~having[1:]
-        found: dict[int, int] = {}
-        for row in np.flatnonzero(fell.any(axis=1)).tolist():
-            for word, bits in enumerate(fell[row].tolist()):
-                while bits:
-                    lowest = bits & -bits
-                    found[word * _WORD + lowest.bit_length() - 1] = row
-                    bits ^= lowest
-        return found
 
     def _set(
         self, engine: str, slots: np.ndarray[tuple[int], np.dtype[np.int64]], *, had: bool
     ) -> None:
         """Turn the engine's bit over in those of the rows that have it, or have it not."""
         word, bit = self._place(engine)
-        column = self._table.rows[:, word]
+        if len(slots) <= FEW:
+            self._set_few(engine, slots.tolist(), word, int(bit), had=had)
+            return
+        column = self.table.rows[:, word]
         changed = slots[((column[slots] & bit) != 0) == had]
         if len(changed) > 1:
             changed = np.unique(changed)
         column[changed] ^= bit
         self._counts[engine] += -len(changed) if had else len(changed)
+
+    def _set_few(self, engine: str, slots: list[int], word: int, bit: int, *, had: bool) -> None:
+        table, changed = self.table, 0
+        cells, rows, words = table.cells, table.capacity, table.words
+        for slot in slots:
+            at = rows + slot * words + word
+            if bool(cells[at] & bit) is had:
+                cells[at] ^= bit
+                changed += 1
+        self._counts[engine] += -changed if had else changed
 
     def _place(self, engine: str) -> tuple[int, np.uint64]:
         number = self._numbers[engine]

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence as Frames
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from scheduler_plugins.router.index.batch_numbers import BatchNumbers, Step
 from scheduler_plugins.router.index.events import END_SEQUENCE, Batch, EventError, decode
 from scheduler_plugins.router.index.prefixes import Prefixes
-from scheduler_plugins.router.index.sequence import Sequence, Step
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,15 @@ class EventFollower:
         self.engine = engine
         self.first: int | None = None
         """Number of the first batch that is known without a hole up to now; None: none came yet."""
+        self.lag_s: float | None = None
+        """Age of the last batch when it was applied, by the two machines' clocks; None: none came yet."""
         self.dropped = 0
         """How often its part was dropped, because events were lost."""
         self._endpoint = endpoint
         self._replay_endpoint = replay
         self._prefixes = prefixes
         self._context = context
-        self._sequence = Sequence()
+        self._numbers = BatchNumbers()
 
     @property
     def endpoints(self) -> tuple[str, str | None]:
@@ -79,7 +82,7 @@ class EventFollower:
     def engine_lost(self) -> None:
         """The engine ended, or may have: what it had cached is gone, and it counts from 0 again."""
         self._prefixes.forget(self.engine)
-        self._sequence.restart()
+        self._numbers.restart()
         self.first = None
 
     def describe(self) -> dict[str, Any]:
@@ -109,7 +112,7 @@ class EventFollower:
             while True:
                 await self._received(await events.recv_multipart())
 
-    async def _received(self, frames: Frames[bytes]) -> None:
+    async def _received(self, frames: Sequence[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
             logger.debug("%s sent a message of %d frames: no KV events", self.engine, len(frames))
             return
@@ -120,14 +123,14 @@ class EventFollower:
             logger.warning("%s: batch %d: %s", self.engine, number, error)
             self._lost()
             return
-        step = self._sequence.step(number, batch.ts)
+        step = self._numbers.step(number, batch.ts)
         if step is Step.RESTART:
             logger.info("%s has restarted: its events count from 0 again", self.engine)
             self.engine_lost()
-            step = self._sequence.step(number, batch.ts)
+            step = self._numbers.step(number, batch.ts)
         if step is Step.REPLAY:
             await self._replay()
-            step = self._sequence.step(number, batch.ts)
+            step = self._numbers.step(number, batch.ts)
         if step is not Step.SKIP:
             self._apply(number, batch)
 
@@ -139,7 +142,7 @@ class EventFollower:
             asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
             asking.connect(self._replay_endpoint)
-            start = self._sequence.next_number.to_bytes(_NUMBER_BYTES, "big")
+            start = self._numbers.next_number.to_bytes(_NUMBER_BYTES, "big")
             with suppress(TimeoutError, EventError):
                 async with asyncio.timeout(REPLAY_TIMEOUT_S) as limit:
                     await asking.send_multipart((b"", start))
@@ -148,19 +151,20 @@ class EventFollower:
                             break
                         limit.reschedule(asyncio.get_running_loop().time() + REPLAY_TIMEOUT_S)
                         number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])
-                        if self._sequence.step(number, batch.ts) in (Step.APPLY, Step.REPLAY):
+                        if self._numbers.step(number, batch.ts) in (Step.APPLY, Step.REPLAY):
                             self._apply(number, batch)
 
     def _apply(self, number: int, batch: Batch) -> None:
         """Apply a batch. If some before it are missing, they will not come any more."""
-        if number > self._sequence.next_number:
+        if number > self._numbers.next_number:
             if self.first is not None:
                 self._lost()
             self.first = number
         elif self.first is None:
             self.first = number
         self._prefixes.told(self.engine, batch)
-        self._sequence.applied(number, batch.ts)
+        self.lag_s = max(0.0, time.time() - batch.ts)
+        self._numbers.applied(number, batch.ts)
 
     def _lost(self) -> None:
         """Events are missing for good."""

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
-from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.events import Batch
 from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
 from scheduler_plugins.router.index.held import HeldBlocks
 from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
+from scheduler_plugins.router.index.table import Allocate, private_words
 
 NO_HASHES: Hashes = np.empty(0, np.uint64)
 
@@ -35,8 +36,8 @@ class PromptKeys(Sequence[bytes]):
             extras: what else KV depends on, for its first blocks (`hashes.prompt_extras`).
         """
         self.tokens = tokens
+        self.extras = tuple(extras)
         self._digests = tuple(text)
-        self._extras = extras
         self._by_size: dict[int, Hashes] = {}
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class PromptKeys(Sequence[bytes]):
             return NO_HASHES
         found = self._by_size.get(block_tokens)
         if found is None:
-            found = block_hashes(self.tokens, block_tokens, self._extras)
+            found = block_hashes(self.tokens, block_tokens, self.extras)
             self._by_size[block_tokens] = found
         return found
 
@@ -83,16 +84,78 @@ class PartState(NamedTuple):
     unknown: int  # blocks it told of that could not be placed
 
 
-class Prefixes:
+class PrefixReader:
+    """Says how much of a prompt each engine has."""
+
+    def __init__(self, held: BlockReader, recent: BlockReader, by_events: Container[str]) -> None:
+        """`by_events`: names of the engines that `held` is to be asked for."""
+        self._held_blocks, self._recent_blocks, self._by_events = held, recent, by_events
+
+    def match(
+        self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
+    ) -> list[int]:
+        """Leading blocks of a prompt that each engine has, in blocks of that engine.
+
+        Args:
+            text_tokens: tokens that a hash of text stands for, about.
+        """
+        found = [0] * len(engines)
+        for index, hashes, which in self._questions(prompt, engines, now_s):
+            matched = index.match(hashes, [engines[n].name for n in which])
+            for n, blocks in zip(which, matched, strict=True):
+                if hashes is prompt.text:
+                    blocks = blocks * text_tokens // max(1, engines[n].block_tokens)
+                found[n] = blocks
+        return found
+
+    def _questions(
+        self, prompt: PromptKeys, engines: Sequence[EngineKeys], now_s: float
+    ) -> list[tuple[BlockReader, Hashes, list[int]]]:
+        """One for each index and each size of blocks: engines alike are asked for together."""
+        grouped: dict[tuple[bool, int], list[int]] = {}
+        for n, engine in enumerate(engines):
+            held = prompt.tokens is not None and engine.name in self._by_events
+            if not held:
+                self._forget(engine.name, now_s)
+            size = engine.block_tokens if prompt.tokens is not None else 0
+            grouped.setdefault((held, size), []).append(n)
+        return [
+            (
+                self._held_blocks if held else self._recent_blocks,
+                prompt.blocks(size) if size else prompt.text,
+                which,
+            )
+            for (held, size), which in grouped.items()
+        ]
+
+    def _forget(self, engine: str, now_s: float) -> None:
+        """Forget what is too old of what was only guessed."""
+
+
+class Prefixes(PrefixReader):
     """What every engine has cached: by its events where it sends some, else by what it was sent.
 
     An engine with events may have a guess as well: prompts that nobody tokenized are known by their text only.
     """
 
-    def __init__(self) -> None:
-        self._held_index, self._recent_index = BlockIndex(), BlockIndex()
+    def __init__(
+        self, held_memory: Allocate = private_words, recent_memory: Allocate = private_words
+    ) -> None:
+        """The memories of the two tables; other processes may read them."""
+        self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
         self._held: dict[str, HeldBlocks] = {}
         self._recent: dict[str, RecentBlocks] = {}
+        super().__init__(self._held_index, self._recent_index, self._held)
+
+    @property
+    def by_events(self) -> frozenset[str]:
+        """Engines whose events have come."""
+        return frozenset(self._held)
+
+    @property
+    def tables(self) -> tuple[BlockIndex, BlockIndex]:
+        """What engines told, and what is guessed."""
+        return self._held_index, self._recent_index
 
     @property
     def nbytes(self) -> int:
@@ -155,42 +218,14 @@ class Prefixes:
         known = engine in self._recent
         return PartState("recent", self._recent_index.blocks(engine) if known else 0, 0)
 
-    def match(
-        self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
-    ) -> list[int]:
-        """Leading blocks of a prompt that each engine has, in blocks of that engine.
+    def forget_old(self, now_s: float) -> None:
+        """Forget what is too old of what was only guessed."""
+        for engine in self._recent:
+            self._forget(engine, now_s)
 
-        Args:
-            text_tokens: tokens that a hash of text stands for, about.
-        """
-        found = [0] * len(engines)
-        for index, hashes, which in self._questions(prompt, engines, now_s):
-            matched = index.match(hashes, [engines[n].name for n in which])
-            for n, blocks in zip(which, matched, strict=True):
-                if hashes is prompt.text:
-                    blocks = blocks * text_tokens // max(1, engines[n].block_tokens)
-                found[n] = blocks
-        return found
-
-    def _questions(
-        self, prompt: PromptKeys, engines: Sequence[EngineKeys], now_s: float
-    ) -> list[tuple[BlockIndex, Hashes, list[int]]]:
-        """One for each index and each size of blocks: engines alike are asked for together."""
-        grouped: dict[tuple[bool, int], list[int]] = {}
-        for n, engine in enumerate(engines):
-            held = prompt.tokens is not None and engine.name in self._held
-            if not held and (recent := self._recent.get(engine.name)):
-                recent.forget(now_s)
-            size = engine.block_tokens if prompt.tokens is not None else 0
-            grouped.setdefault((held, size), []).append(n)
-        return [
-            (
-                self._held_index if held else self._recent_index,
-                prompt.blocks(size) if size else prompt.text,
-                which,
-            )
-            for (held, size), which in grouped.items()
-        ]
+    def _forget(self, engine: str, now_s: float) -> None:
+        if recent := self._recent.get(engine):
+            recent.forget(now_s)
 
 
 def _recent_keys(engine: EngineKeys, prompt: PromptKeys) -> Hashes:

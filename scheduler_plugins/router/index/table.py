@@ -8,31 +8,140 @@ load of a half or more, and a look-up of thousands of keys is a few calls of num
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+BUCKET = 8
+"""Slots of a bucket: one line of the processor's cache, so that a bucket is looked at as a whole."""
+FEW = 12
+"""So many keys are looked up one by one, which is faster than a dozen calls of numpy."""
+_WORD = (1 << 64) - 1
 _LOAD_AFTER = 0.5
 """Share of the slots that are taken after the table was made anew."""
 _LOAD_MOST = 0.72
-_SMALLEST = 64
+_SMALLEST = 8 * BUCKET
+_AT_ONCE = 1 << 16
+"""Keys that are placed together when the table is made anew: it bounds the memory that this takes."""
 _HALF, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 Keys = NDArray[np.uint64]
 Slots = NDArray[np.int64]
+Allocate = Callable[[int], Keys]
+"""Gives an array of so many zeros."""
 
 
-class HashTable:
-    """Open addressing with double hashing. A row of zeros counts as absent; its slot is used again.
+def private_words(count: int) -> Keys:
+    """Words in this process's own memory."""
+    return np.zeros(count, np.uint64)
+
+
+class TableReader:
+    """Looks keys up in a table that may belong to another process, which changes it meanwhile.
+
+    A key's slots are those of its bucket, then those of another bucket, and so on (double hashing). The slots of a
+    bucket are taken in order, and a taken slot stays taken, so a bucket whose last slot is free ends the search.
+    """
+
+    def __init__(self, block: Keys, slots: int, words: int, mix: int) -> None:
+        """Read where `HashTable` writes.
+
+        Args:
+            block: the table's memory: the keys of all slots, then their rows.
+            slots, words, mix: as the writer's `capacity`, `words` and `mix`.
+        """
+        self.mix = mix
+        self._use(block, slots, words)
+
+    def _use(self, block: Keys, slots: int, words: int) -> None:
+        self.cells = block.data.cast("B").cast("Q") if len(block) else memoryview(b"").cast("Q")
+        """The same memory: the keys, then the rows, word by word."""
+        self._keys = block[:slots].reshape(-1, BUCKET)
+        self.rows = block[slots : slots * (1 + words)].reshape(slots, words)
+        """Shape (slots, words)."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return int(self._keys.size)
+
+    @property
+    def words(self) -> int:
+        """64-bit words of a row."""
+        return int(self.rows.shape[1])
+
+    def find(self, keys: Keys) -> Slots:
+        """The slots of these keys; -1 for those that never came. The row may be zero.
+
+        Args:
+            keys: shape (n,); none is 0.
+        """
+        if len(keys) <= FEW:
+            return np.array([self._find_one(key) for key in keys.tolist()], np.int64)
+        mixed = keys * np.uint64(self.mix)
+        buckets = self._first(mixed)
+        found = np.full(len(keys), -1, np.int64)
+        pending: Slots | None = None
+        while len(keys):
+            lines = self._keys[buckets]
+            (hits,) = (lines == keys[:, None]).ravel().nonzero()
+            which = hits // BUCKET
+            slots = buckets[which] * BUCKET + hits % BUCKET
+            full = lines[:, -1] != 0
+            full[which] = False
+            (go_on,) = full.nonzero()
+            if pending is None:
+                found[which], pending = slots, go_on
+            else:
+                found[pending[which]], pending = slots, pending[go_on]
+            keys, mixed = keys[go_on], mixed[go_on]
+            buckets = (buckets[go_on] + self._steps(mixed)) % len(self._keys)
+        return found
+
+    def _find_one(self, key: int) -> int:
+        """As `find`, for one key."""
+        cells, buckets, bucket = self.cells, len(self._keys), -1
+        mixed = key * self.mix & _WORD
+        while buckets:
+            bucket = self._next(bucket, mixed, buckets)
+            for slot in range(bucket * BUCKET, (bucket + 1) * BUCKET):
+                at = cells[slot]
+                if at == key:
+                    return slot
+                if not at:
+                    return -1
+        return -1
+
+    def _next(self, bucket: int, mixed: int, buckets: int) -> int:
+        """The bucket after this one on a key's way; the first one after -1."""
+        if bucket < 0:
+            return (mixed >> 32) * buckets >> 32
+        return (bucket + ((mixed & 0xFFFFFFFF) * (buckets - 1) >> 32) + 1) % buckets
+
+    def _first(self, mixed: Keys) -> Slots:
+        """The bucket to look at first: the upper half of the mixed key, scaled to the buckets without a division."""
+        scaled: Keys = (mixed >> _HALF) * np.uint64(len(self._keys)) >> _HALF
+        return scaled.view(np.int64)
+
+    def _steps(self, mixed: Keys) -> Slots:
+        """How far to go from one bucket to the next: at least 1."""
+        scaled: Keys = (mixed & _LOWER) * np.uint64(len(self._keys) - 1) >> _HALF
+        return scaled.view(np.int64) + 1
+
+
+class HashTable(TableReader):
+    """The table, as its one writer has it. A row of zeros counts as absent; its slot is used again.
 
     Slots are valid until the next `claim`.
     """
 
-    def __init__(self, words: int = 1) -> None:
+    def __init__(self, words: int = 1, allocate: Allocate = private_words) -> None:
         """`words`: 64-bit words of a row."""
         # Secret, so that nobody can choose keys that collide.
-        self._mix = np.uint64(secrets.randbits(64) | 1)
+        self.mix = secrets.randbits(64) | 1
+        self._memory = allocate
         self._used = 0
         self._allocate(_SMALLEST, words)
 
@@ -41,37 +150,13 @@ class HashTable:
         """Bytes that it takes."""
         return self._keys.nbytes + self.rows.nbytes + self._taken.nbytes
 
-    @property
-    def capacity(self) -> int:
-        """Slots."""
-        return len(self._keys)
-
-    def find(self, keys: Keys) -> Slots:
-        """The slots of these keys; -1 for those that never came. The row may be zero.
-
-        Args:
-            keys: shape (n,); none is 0.
-        """
-        mixed = keys * self._mix
-        slots = self._first(mixed)
-        at = self._keys[slots]
-        same = at == keys
-        found = np.where(same, slots, -1)
-        pending = np.flatnonzero((at != 0) & ~same)
-        slots, keys, steps = slots[pending], keys[pending], self._steps(mixed[pending])
-        while len(pending):
-            slots = (slots + steps) % self.capacity
-            at = self._keys[slots]
-            same = at == keys
-            found[pending[same]] = slots[same]
-            go_on = np.flatnonzero((at != 0) & ~same)
-            pending, keys, steps, slots = pending[go_on], keys[go_on], steps[go_on], slots[go_on]
-        return found
-
     def claim(self, keys: Keys) -> Slots:
         """The slots of these keys, new ones with a row of zeros. A key may come twice."""
         if self._used + len(keys) > _LOAD_MOST * self.capacity:
             self._rebuild(len(keys), self.words)
+        if len(keys) <= FEW:
+            given = set[int]()
+            return np.array([self._claim_one(key, given) for key in keys.tolist()], np.int64)
         slots = self.find(keys)
         absent = np.flatnonzero(slots < 0)
         if len(absent):
@@ -82,14 +167,35 @@ class HashTable:
             self._taken[present] = False
         return slots
 
+    def _claim_one(self, key: int, given: set[int]) -> int:
+        """As `claim`, for one key. `given`: slots that this call has given out."""
+        cells, buckets, bucket, free = self.cells, len(self._keys), -1, -1
+        mixed = key * self.mix & _WORD
+        while True:
+            bucket = self._next(bucket, mixed, buckets)
+            for slot in range(bucket * BUCKET, (bucket + 1) * BUCKET):
+                at = cells[slot]
+                if at and at != key:
+                    if free < 0 and slot not in given and self._is_zero(slot):
+                        free = slot
+                    continue
+                if not at:
+                    if free < 0:
+                        free = slot
+                        self._used += 1
+                    slot = free
+                    cells[slot] = key
+                given.add(slot)
+                return slot
+
+    def _is_zero(self, slot: int) -> bool:
+        words, first = self.words, self.capacity + slot * self.words
+        return not self.cells[first] and (words == 1 or not any(self.cells[first : first + words]))
+
     def put(self, keys: Keys, values: Keys | int) -> None:
         """Set the first words of these keys' rows. Of a key that comes twice, the last value stays."""
         slots = self.claim(keys)
         self.rows[slots, 0] = values
-
-    @property
-    def words(self) -> int:
-        return int(self.rows.shape[1])
 
     def widen(self, words: int) -> None:
         """Give every row `words` words; those that are added are zero."""
@@ -99,50 +205,46 @@ class HashTable:
         """Slots for keys that are distinct and absent: the first on their way that is empty or has a row of zeros."""
         found = np.empty(len(keys), np.int64)
         pending = np.arange(len(keys))
-        mixed = keys * self._mix
-        slots, steps = self._first(mixed), self._steps(mixed)
+        mixed = keys * np.uint64(self.mix)
+        buckets, flat, lanes = self._first(mixed), self._keys.reshape(-1), np.arange(BUCKET)
         while len(pending):
-            before = self._keys[slots]
-            free = (before == 0) | ~self.rows[slots].any(axis=1)
+            lines = buckets[:, None] * BUCKET + lanes
+            free = (self._keys[buckets] == 0) | ~self.rows[lines].any(axis=2)
             # Zero rows of keys that were placed in this very call are not free.
-            free &= ~self._taken[slots]
-            self._keys[slots[free]] = keys[free]
+            free &= ~self._taken[lines]
+            fits = free.any(axis=1)
+            slots = (buckets * BUCKET + free.argmax(axis=1))[fits]
+            before = flat[slots]
+            flat[slots] = keys[fits]
             # Of several keys that wanted one slot, the last one written has it.
-            won = free & (self._keys[slots] == keys)
+            won = flat[slots] == keys[fits]
             self._used += int(np.count_nonzero(won & (before == 0)))
             self._taken[slots[won]] = True
-            found[pending[won]] = slots[won]
-            lost = ~won
-            pending, keys, steps = pending[lost], keys[lost], steps[lost]
-            slots = (slots[lost] + steps) % self.capacity
+            placed = np.zeros(len(pending), np.bool_)
+            placed[np.flatnonzero(fits)[won]] = True
+            found[pending[placed]] = slots[won]
+            # Whoever found no room goes on to the next bucket; whoever lost a slot looks at this one again.
+            moved = (buckets + self._steps(mixed)) % len(self._keys)
+            buckets = np.where(fits, buckets, moved)
+            left = ~placed
+            pending, keys, mixed, buckets = pending[left], keys[left], mixed[left], buckets[left]
         self._taken[found] = False
         return found
-
-    def _first(self, mixed: Keys) -> Slots:
-        """Where to look first: the upper half of the mixed key, scaled to the capacity without a division."""
-        scaled: Keys = (mixed >> _HALF) * np.uint64(self.capacity) >> _HALF
-        return scaled.view(np.int64)
-
-    def _steps(self, mixed: Keys) -> Slots:
-        """How far to go from one slot to the next: at least 1."""
-        scaled: Keys = (mixed & _LOWER) * np.uint64(self.capacity - 1) >> _HALF
-        return scaled.view(np.int64) + 1
 
     def _rebuild(self, more: int, words: int) -> None:
         """Make the table anew for what it holds and `more` keys, without rows of zeros."""
         held = np.flatnonzero(self.rows.any(axis=1))
-        keys, rows = self._keys[held], self.rows[held]
+        keys, rows = self._keys.reshape(-1)[held], self.rows[held]
         self._allocate(int((len(held) + more) / _LOAD_AFTER), words)
-        if len(keys):
-            self.rows[self._insert(keys), : rows.shape[1]] = rows
+        for at in range(0, len(keys), _AT_ONCE):
+            part = slice(at, at + _AT_ONCE)
+            self.rows[self._insert(keys[part]), : rows.shape[1]] = rows[part]
 
     def _allocate(self, capacity: int, words: int) -> None:
-        # A prime, so that every step visits every slot.
-        capacity = _prime_from(max(_SMALLEST, capacity))
-        self._keys = np.zeros(capacity, np.uint64)
-        self.rows = np.zeros((capacity, words), np.uint64)
-        """Shape (slots, words)."""
-        self._taken = np.zeros(capacity, np.bool_)  # slots that one call has given out
+        # A prime, so that every step visits every bucket.
+        slots = BUCKET * _prime_from(-(-max(_SMALLEST, capacity) // BUCKET))
+        self._use(self._memory(slots * (1 + words)), slots, words)
+        self._taken = np.zeros(slots, np.bool_)  # slots that one call has given out
         self._used = 0
 
 

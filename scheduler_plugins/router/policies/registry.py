@@ -40,6 +40,7 @@ PREFILL: dict[str, Callable[[], Rule]] = {
     "kv_cost": KvCostPrefill,
     "conductor": Conductor,
     "conductor_2x": Conductor.twice,
+    "least_delay": Conductor.least_delay,
     "on_demand": OnDemand,
 }
 """This package's rules for the prefill side: the names of `--policy`."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
+WORD = 1
+"""The id of every generated token."""
 
 
 def answer(
@@ -32,11 +34,18 @@ def answer(
     }
 
 
-def event(body: Mapping[str, Any], path: str, name: str, *, last: bool) -> bytes:
-    """One token of a stream."""
+def event(
+    body: Mapping[str, Any], path: str, name: str, prompt: Sequence[int] | None, *, last: bool
+) -> bytes:
+    """One token of a stream. `prompt`: its ids, for the first one."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
     choice |= {"delta": {"content": " word"}} if path == CHAT else {"text": " word"}
-    return _sent({**_head(body, path, name), "choices": [choice]})
+    content = {**_head(body, path, name), "choices": [choice]}
+    if body.get("return_token_ids"):
+        choice["token_ids"] = [WORD]
+        if prompt is not None:
+            (content if path == CHAT else choice)["prompt_token_ids"] = prompt
+    return _sent(content)
 
 
 def usage_event(body: Mapping[str, Any], path: str, name: str, usage: Mapping[str, Any]) -> bytes:
@@ -61,4 +70,4 @@ def _head(body: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
 
 
 def _sent(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

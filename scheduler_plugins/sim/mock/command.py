@@ -51,6 +51,8 @@ async def _serve(given: argparse.Namespace) -> int:
             network=Network(bytes_per_s=given.bytes_per_s),
             kv_events=given.kv_events,
             kv_replay=given.kv_replay,
+            sglang=given.sglang,
+            decode_apart=given.decode_apart,
         )
     )
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -90,4 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-events", default="", metavar="ENDPOINT", help="ZMQ, as vLLM publishes"
     )
     parser.add_argument("--kv-replay", default="", metavar="ENDPOINT", help="ZMQ, of missed events")
+    parser.add_argument(
+        "--sglang", action="store_true", help="describe itself as SGLang's server does"
+    )
+    parser.add_argument(
+        "--decode-apart", action="store_true", help="decode beside prefills, as two engines would"
+    )
     return parser

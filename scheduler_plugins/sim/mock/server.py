@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -16,7 +16,6 @@ from aiohttp import web
 from pd_connector.kv.geometry import MAX_LAYERS, Shard
 from pd_connector.protocol.params import (
     ProducerAddress,
-    TransferParams,
     description,
     parse,
     response,
@@ -45,6 +44,8 @@ KV = "/mock/kv"
 _KV_WAIT_S = 300.0
 _KEPT_KV = 10_000
 _DEFAULT_MAX_TOKENS = 16
+_SHUTDOWN_S = 0.5
+"""Streams that are open at the end are cut off after this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,10 @@ class MockSettings:
     kv_events: str = ""
     """ZMQ endpoint of its KV events, such as `tcp://127.0.0.1:5557`; empty: none."""
     kv_replay: str = ""
+    sglang: bool = False
+    """It describes itself as SGLang's server does."""
+    decode_apart: bool = False
+    """A machine of its own decodes, beside prefills: one address for a prefill and a decode engine."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class _Model:
 class MockEngine:
     """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills for others
     and decodes for others, as an engine with PDConnector does; a decode engine asks the prefill
-    engine's `/mock/kv/ID` when the KV is there, and waits as long as its transfer would take.
+    engine's `/mock/kv/ID` when the KV is there, and waits as long as its transfer would take. With
+    SGLang's `bootstrap_room` it is the prefill engine if `bootstrap_port` is its own port.
     """
 
     def __init__(self, settings: MockSettings) -> None:
@@ -94,7 +100,7 @@ class MockEngine:
             self.cache,
             settings.costs,
             page_size=settings.block_tokens,
-            decode_apart=False,
+            decode_apart=settings.decode_apart,
             kv_tokens=settings.kv_tokens,
         )
         self.clock = ClockedEngine(self._engine, settings.speed)
@@ -120,10 +126,15 @@ class MockEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get(KV + "/{transfer}", self._kv)
+        if settings.sglang:
+            for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+                app.router.add_get(path, self._described)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post(COMPLETIONS, self._complete)
         app.router.add_post(CHAT, self._complete)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, settings.host, settings.port, backlog=1024)
         await site.start()
@@ -147,6 +158,12 @@ class MockEngine:
         model = {"id": self.settings.model, "object": "model", "owned_by": "mock"}
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _described(self, request: web.Request) -> web.Response:
+        name = self.settings.model
+        return web.json_response(
+            {"model_path": name, "served_model_name": name, "is_generation": True, "tp_size": 1}
+        )
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         given = body.get("prompt")
@@ -167,9 +184,10 @@ class MockEngine:
             "prefix_cache_queries_total": self._asked,
             "prefix_cache_hits_total": self._found,
         }
-        return web.Response(
-            text="".join(f"vllm:{row}{name} {value}\n" for row, value in rows.items())
-        )
+        text = "".join(f"vllm:{row}{name} {value}\n" for row, value in rows.items())
+        size, blocks = self.settings.block_tokens, self.settings.cache_blocks
+        cache = f'block_size="{size}",engine="0",num_gpu_blocks="{blocks}"'
+        return web.Response(text=f"{text}vllm:cache_config_info{{{cache}}} 1.0\n")
 
     async def _kv(self, request: web.Request) -> web.Response:
         """Answers when the KV of a transfer is computed: its tokens, and the seconds of prefill
@@ -203,16 +221,25 @@ class MockEngine:
             max_tokens=int(most),
         )
         generation = None
+        room = body.get("bootstrap_room")
         try:
             if params is not None and params.do_remote_decode:
-                return await self._prefill_for_others(body, request.path, waiting, params)
-            if params is not None and params.do_remote_prefill:
-                await self._fetch(params)
+                transfer = params.transfer_id or waiting.id
+                return await self._prefill_for_others(body, request.path, waiting, transfer)
+            if room is not None and body.get("bootstrap_port") == self.port:
+                return await self._prefill_for_others(body, request.path, waiting, str(room))
+            if room is not None:
+                host, port = body.get("bootstrap_host"), body.get("bootstrap_port")
+                await self._fetch(f"http://{host}:{port}{KV}/{room}")
+                generation = self.clock.receive(waiting)
+            elif params is not None and params.do_remote_prefill:
+                source = f"{params.remote_host}:{params.remote_port}"
+                await self._fetch(f"http://{source}{KV}/{params.remote_request_id}")
                 generation = self.clock.receive(waiting)
             else:
                 generation = self.clock.prefill(waiting, hands_over=False)
             if body.get("stream"):
-                return await self._stream(request, body, generation)
+                return await self._stream(request, body, ids, generation)
             async for _ in self._progress(generation):
                 pass
             usage = usage_of(len(ids), waiting.max_tokens, self._count(generation))
@@ -222,9 +249,8 @@ class MockEngine:
                 self.clock.cancel(generation)
 
     async def _prefill_for_others(
-        self, body: Mapping[str, Any], path: str, waiting: Waiting, params: TransferParams
+        self, body: Mapping[str, Any], path: str, waiting: Waiting, transfer: str
     ) -> web.Response:
-        transfer = params.transfer_id or waiting.id
         generation = self.clock.prefill(waiting, hands_over=True)
         try:
             async for _ in self._progress(generation):
@@ -240,10 +266,9 @@ class MockEngine:
         kv = response(self._address, transfer=transfer, pages=(), tokens=waiting.tokens)
         return web.json_response(answer(body, path, 1, usage, kv))
 
-    async def _fetch(self, params: TransferParams) -> None:
-        """Wait as long as the KV would need to arrive."""
+    async def _fetch(self, url: str) -> None:
+        """Wait as long as the KV would need to arrive from there."""
         assert self._session is not None
-        url = f"http://{params.remote_host}:{params.remote_port}{KV}/{params.remote_request_id}"
         async with self._session.get(url) as answer:
             found = await answer.json()
             if answer.status != 200:
@@ -256,21 +281,27 @@ class MockEngine:
         await asyncio.sleep(moved_s / self.clock.speed)
 
     async def _stream(
-        self, request: web.Request, body: Mapping[str, Any], generation: Generation
+        self,
+        request: web.Request,
+        body: Mapping[str, Any],
+        ids: Sequence[int],
+        generation: Generation,
     ) -> web.StreamResponse:
         streamed = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         sent, name = 0, f"cmpl-{generation.request.id}"
         async for tokens in self._progress(generation):
             if not sent:
                 await streamed.prepare(request)
+            last = generation.request.max_tokens - 1
             events = [
-                event(body, request.path, name, last=n + 1 == generation.request.max_tokens)
+                event(body, request.path, name, None if n else ids, last=n == last)
                 for n in range(sent, tokens)
             ]
             sent = tokens
             await streamed.write(b"".join(events))
+        cached = self._count(generation)
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = usage_of(generation.request.tokens, sent, self._count(generation))
+            usage = usage_of(generation.request.tokens, sent, cached)
             await streamed.write(usage_event(body, request.path, name, usage))
         await streamed.write(DONE)
         await streamed.write_eof()

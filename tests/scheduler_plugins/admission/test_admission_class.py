@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from admission_fakes import Bench
@@ -12,8 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.middleware import middleware
+from scheduler_plugins.qos.trust import HEADER, KEY_VARIABLE, signed
 
 PREMIUM = [("X-Customer-Tier", "premium")]
+LATE = {"prompt": list(range(5000))}
+"""Takes five seconds to compute, and premium users are promised one."""
 
 
 @pytest.fixture
@@ -142,3 +146,36 @@ def test_a_second_key_does_not_lead_past_the_class(bench: Bench) -> None:
     """vLLM reads the first of several headers: so must we, or the body would pass as it is."""
     twice = [("authorization", "Bearer k1"), ("authorization", "Bearer wrong")]
     assert _is_touched(bench, twice, ["k1"])
+
+
+def test_with_a_routers_key_only_the_routers_word_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    bench = Bench(tmp_path)
+    bench.board.write()
+    given = [("X-Request-Id", "r1"), (HEADER, signed("premium", "r1", b"k"))]
+    assert bench.post(LATE, headers=given).status == 200, "the router has judged it"
+    assert bench.server.last_body["vllm_xargs"] == {"qos": "premium"}
+    for headers in (PREMIUM, [*PREMIUM, (HEADER, signed("premium", "r1", b"x"))]):
+        bench.post({"prompt": "a"}, headers=headers)
+        assert bench.server.last_body["vllm_xargs"] == {"qos": "free"}, "the default class"
+    unknown = [("X-Request-Id", "r1"), (HEADER, signed("gold", "r1", b"k"))]
+    bench.post({"prompt": "a"}, headers=unknown)
+    assert bench.server.last_body["vllm_xargs"] == {"qos": "free"}
+
+
+def test_without_a_key_the_routers_header_is_nothing(bench: Bench) -> None:
+    bench.board.write()
+    bench.post({"prompt": "a"}, headers=[(HEADER, signed("premium", "", b""))])
+    assert bench.server.last_body["vllm_xargs"] == {"qos": "free"}
+    assert bench.post(LATE, headers=PREMIUM).status == 429, "this engine judges itself"
+
+
+@pytest.mark.parametrize(
+    ("connector", "half"), [("PDConnector", True), ("LMCacheConnectorV1", False), (None, False)]
+)
+def test_half_of_a_pair_does_not_judge(connector: str | None, half: bool) -> None:
+    transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+    config = SimpleNamespace(kv_transfer_config=transfer)
+    assert middleware.is_half_of_a_pair(config) is half

@@ -173,6 +173,54 @@ def test_the_router_hands_over_between_mocks() -> None:
     run(scenario())
 
 
+def test_two_mocks_hand_over_as_sglang_s_router_asks() -> None:
+    async def scenario() -> None:
+        async with engine(sglang=True) as p, engine(sglang=True) as d:
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{p.port}/server_info") as answer:
+                    assert (await answer.json())["model_path"] == "mock"
+                room = {
+                    "bootstrap_host": "127.0.0.1",
+                    "bootstrap_port": p.port,
+                    "bootstrap_room": 7,
+                }
+                asked = {"prompt": TEXT, "max_tokens": 5, "stream": True, **room}
+                _, raw = await asyncio.gather(
+                    ask(session, p.port, **asked), ask(session, d.port, **asked)
+                )
+            assert raw.count(b" word") == 5
+            assert p._engine.busy_s > 0
+            assert d._engine.busy_s == 0.0, "the decode engine computed no prompt"
+
+    run(scenario())
+
+
+def test_a_stream_goes_on_at_another_mock_when_its_engine_dies() -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            p = await stack.enter_async_context(engine())
+            d = [await stack.enter_async_context(engine(speed=1.0)) for _ in range(2)]
+            config = RouterConfig(
+                prefill=(f"http://127.0.0.1:{p.port}",),
+                decode=tuple(f"http://127.0.0.1:{one.port}" for one in d),
+                port=0,
+            )
+            router = await stack.enter_async_context(RouterServer(config))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            body = {"model": "mock", "prompt": TEXT, "max_tokens": 200, "stream": True}
+            url = f"http://127.0.0.1:{router.port}/v1/completions"
+            async with session.post(url, json=body) as answer:
+                got = await answer.content.readuntil(b"\n\n")
+                (busy,) = [one for one in d if one.clock.running]
+                await busy.close()
+                got += await answer.content.read()
+            assert got.count(b" word") == 200
+            assert got.endswith(b"data: [DONE]\n\n")
+            assert b"token_ids" not in got, "the client did not ask for them"
+
+    run(scenario())
+
+
 def test_a_client_that_leaves_leaves_nothing_behind() -> None:
     async def scenario() -> None:
         async with engine(speed=1.0) as mock, aiohttp.ClientSession() as session:

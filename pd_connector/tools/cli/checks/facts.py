@@ -61,6 +61,8 @@ class Transports:
     ucx_devices: tuple[str, ...] | None = None
     """Lines `transport device` of `ucx_info -d`; None if that program is not there."""
     rdma_devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    """What moves memory between machines without the processors: RDMA devices, NVLink's channels."""
     interfaces: tuple[str, ...] = ()
 
 

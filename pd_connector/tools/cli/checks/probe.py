@@ -21,6 +21,7 @@ from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Softwar
 from pd_connector.tools.cli.checks.network import configured_host
 from pd_connector.tools.cli.checks.network_probe import network
 from pd_connector.tools.cli.checks.software import PLUGIN
+from pd_connector.transport.choice import this_machine
 from pd_connector.transport.tcp.cipher import fast_aes
 
 DISTRIBUTIONS = (
@@ -166,6 +167,7 @@ def _transports(software: Software) -> Transports:
         ucxx=attempt(_UCXX_TRIAL) if ucxx else None,
         ucx_devices=_ucx_devices(),
         rdma_devices=_entries(Path("/sys/class/infiniband")),
+        devices=this_machine().devices,
         interfaces=_entries(Path("/sys/class/net")),
     )
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What KV can travel over from here, and what UCX's variables make of it."""
 
+from pd_connector.config import Config
 from pd_connector.tools.cli.checks.facts import Facts, Trial
 from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.transport.choice import Machine, choose
 
 AREA = "transports"
 # Names, or beginnings of names, of UCX transports that reach another machine.
@@ -13,6 +15,7 @@ def check(facts: Facts) -> list[Finding]:
     """All findings of this area."""
     seen = facts.transports
     findings = [
+        automatic(facts),
         Finding(AREA, "shm", Status.OK, "engines of one user on one machine"),
         tcp(facts),
         nixl(facts),
@@ -21,6 +24,19 @@ def check(facts: Facts) -> list[Finding]:
     if seen.nixl is None and seen.ucxx is None:
         return findings
     return [*findings, devices(facts), *ucx_tls(facts), *ucx_net_devices(facts)]
+
+
+def automatic(facts: Facts) -> Finding:
+    """What `transports: auto` takes here, and why no faster transport between machines."""
+    seen = facts.transports
+    machine = Machine(seen.devices, seen.nixl is not None)
+    plain = choose(Config(), machine)
+    trusted = choose(Config(insecure_data=True), machine)
+    found = ", ".join(plain.names)
+    if plain.names == trusted.names:
+        return Finding(AREA, "auto", Status.OK, found, plain.advice)
+    found += f"; with `insecure_data: true` {', '.join(trusted.names)}"
+    return Finding(AREA, "auto", Status.OK, found, plain.advice)
 
 
 def tcp(facts: Facts) -> Finding:

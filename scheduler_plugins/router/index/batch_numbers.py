@@ -22,7 +22,7 @@ class Step(Enum):
     """The engine has started anew: forget its blocks, then look at the batch again."""
 
 
-class Sequence:
+class BatchNumbers:
     """The numbers of one engine's batches."""
 
     def __init__(self) -> None:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""One tile of a paged sequence: where its tokens lie, and which of its scores count. Device
+functions only, shared by the loops over tiles."""
+
+import triton
+import triton.language as tl
+
+from pd_kernels.attention.online_softmax import LOG2E
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def token_places(pages, tile, token, inside, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Page (int64) and place within the page of each token of a tile.
+
+    Args:
+        pages: the sequence's row of the block table.
+        token: the tile's tokens, `[TILE]`.
+        inside: which of them exist; the pages of others are not read.
+    """
+    if PAGE % TILE == 0:
+        page = tl.load(pages + tile // (PAGE // TILE)).to(tl.int64)
+        within = tile % (PAGE // TILE) * TILE + tl.arange(0, TILE)
+    else:
+        page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
+        within = token % PAGE
+    return page, within
+
+
+@triton.jit
+def visible_scores(
+    score,
+    token,
+    inside,
+    position,
+    length,
+    sequence,
+    head,
+    score_args,
+    mask_args,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+):
+    """Scores in powers of 2, float32 `[HEIGHT, TILE]`, with -inf for tokens that a line does not
+    see.
+
+    Args:
+        score: natural ones if there is a SCORE_MOD, otherwise in powers of 2.
+        token, inside: the tile's tokens, and which of them exist, `[TILE]`.
+        position: place of each line's query in the sequence, `[HEIGHT]`.
+        length: tokens of the sequence.
+        sequence, head: what mods are told: the sequence, and the query head of each line.
+        score_args, mask_args: the mods' own arguments.
+    """
+    seen = inside[None, :]
+    if CAUSAL:
+        seen = seen & (token[None, :] <= position[:, None])
+    if WINDOW > 0:
+        seen = seen & (token[None, :] > position[:, None] - WINDOW)
+    if SCORE_MOD is not None or MASK_MOD is not None:
+        real = tl.minimum(token, length - 1)[None, :]
+        asked = tl.maximum(position, 0)[:, None]
+        if SCORE_MOD is not None:
+            score = SCORE_MOD(score, sequence, head[:, None], asked, real, score_args)
+            score = score * _LOG2E
+        if MASK_MOD is not None:
+            seen = seen & MASK_MOD(sequence, head[:, None], asked, real, mask_args)
+    return tl.where(seen, score, float("-inf"))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Ray Serve LLM asks a connector of a prefill/decode application.
+
+Ray makes one backend in each replica, and calls:
+
+    setup                      before the engine starts: may change the engine's arguments
+    replica_metadata           once a prefill replica's engine has started: its address
+    prepare_prefill_request    for each request, in the decode replica, with the prefill replica's
+    prepare_decode_request     address
+
+Both requests are sent at the same time, so that KV passes while the prompt is being computed.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
+    BaseConnectorBackend,
+    clamp_request_to_single_token,
+)
+from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
+
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config, is_loopback
+from pd_connector.protocol.params import (
+    ProducerAddress,
+    decode_params,
+    parse_address,
+    prefill_params,
+)
+from pd_connector.ray.published import PublishedAddress
+
+logger = logging.getLogger("ray.serve")
+
+WORKER_EXTENSION = "pd_connector.vllm.extension.WorkerExtension"
+_NODE = "ray_node_id"
+_NOT_FOR_PREFILL: Mapping[str, Any] = {
+    "best_of": None,
+    "echo": False,
+    "logprobs": None,
+    "min_tokens": 0,  # more than the one token that a prefill generates is an error
+    "n": 1,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+    "top_logprobs": None,
+    "use_beam_search": False,
+}
+"""Fields that do not change a prompt's KV, and what they are in a prefill request. A field that a
+request does not have is left out."""
+
+
+class PDConnectorBackend(BaseConnectorBackend):
+    """Ray's backend for `"kv_connector": "PDConnector"`."""
+
+    requires_peer_binding = True
+    concurrent_handoff = True
+
+    def __init__(self, llm_config: Any) -> None:
+        super().__init__(llm_config)
+        self._published: PublishedAddress | None = None
+        self._engine_id = ""
+        self._node_id = ""
+        self._refused: set[str] = set()
+        self.config = Config()
+
+    def setup(self) -> None:
+        """Give the engine an id and an address of its own.
+
+        Raises:
+            ConfigError: a config key of `kv_connector_extra_config` is wrong; its name is in the
+                message.
+        """
+        replica = serve.get_replica_context().replica_id
+        transfer = self.kv_transfer_config
+        extra = transfer.get("kv_connector_extra_config") or {}
+        transfer["kv_connector_extra_config"] = extra
+        self.config = Config.load(extra)
+        named = "host" in extra or os.environ.get(HOST_VARIABLE)
+        if not named and (self.config.key or self.config.insecure):
+            extra["host"] = ray.util.get_node_ip_address()
+            self.config = Config.load(extra)
+        # Replicas share one config, so an id that it has is no engine's own.
+        name = transfer.get("engine_id") or replica.deployment_id.name
+        self._engine_id = transfer["engine_id"] = f"{name}-{replica.unique_id}"
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._published = PublishedAddress()
+        extra["address_file"] = self._published.path
+        if not self.llm_config.engine_kwargs.get("worker_extension_cls"):
+            self.llm_config.update_engine_kwargs(worker_extension_cls=WORKER_EXTENSION)
+
+    def replica_metadata(self) -> dict[str, Any]:
+        """The address of this replica's engine, for decode replicas.
+
+        Raises:
+            NoAddressError: the engine has not written it.
+        """
+        assert self._published is not None
+        return {**self._published.read().fields(), _NODE: self._node_id}
+
+    def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
+        """The same prompt with one token to generate, whose KV the prefill replica keeps."""
+        shaped = request.model_copy(deep=True)
+        clamp_request_to_single_token(shaped)
+        for field, value in _NOT_FOR_PREFILL.items():
+            if hasattr(shaped, field):
+                setattr(shaped, field, value)
+        wanted = self.address_of(peer) is not None
+        shaped.kv_transfer_params = prefill_params(self._transfer(request)) if wanted else None
+        return shaped
+
+    def prepare_decode_request(
+        self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any
+    ) -> Any:
+        """The client's request, with the place where its prompt's KV will be."""
+        shaped = request.model_copy(deep=True)
+        address = self.address_of(peer)
+        found = None if address is None else decode_params(address, self._transfer(request))
+        shaped.kv_transfer_params = found
+        return shaped
+
+    def address_of(self, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
+        """Where a prefill replica's engine is reached from here; None where it cannot be, which is
+        logged once for each."""
+        address = parse_address(dict(peer)) if peer else None
+        if address is None:
+            self._refuse(str(peer)[:80], "it has published no address of PDConnector's")
+            return None
+        elsewhere = peer is not None and peer.get(_NODE) != self._node_id
+        if not self.config.permits(address.host):
+            detail = f"its address is {address.host}, and this replica has no key"
+        elif elsewhere and is_loopback(address.host):
+            detail = f"it is on another node, and its address is {address.host}: it has no key"
+        else:
+            return address
+        self._refuse(
+            address.engine_id,
+            f"{detail}. Set {KEY_VARIABLE} to the same secret on every node (`pd-connector key` "
+            "makes one), or `insecure: true` on both sides if the network is trusted",
+        )
+        return None
+
+    def _refuse(self, engine: str, why: str) -> None:
+        if engine not in self._refused:
+            self._refused.add(engine)
+            logger.error("prefill replica %s: %s. Its prompts are computed here", engine, why)
+
+    def _transfer(self, request: Any) -> str:
+        """The name of a request's KV: the same whenever it is asked for the same request.
+
+        It begins with Serve's request id, which is in the logs of both replicas. A client may choose
+        that one twice; the rest tells such requests apart.
+        """
+        own = f"{self._engine_id} {request.request_id}".encode("utf-8", "replace")
+        rest = hashlib.sha256(own).hexdigest()[:16]
+        seen = get_serve_request_id() or ""
+        plain = "".join(c for c in seen[:128] if c.isascii() and c.isprintable())
+        return f"{plain}.{rest}"

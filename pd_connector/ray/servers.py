@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two deployments of a prefill/decode application.
+
+Ray's own decode server gives a request up when its prefill fails (`_concurrent_decode` in Ray's
+`pd_server.py`), and waits without end for a prefill replica (`choose_replica`). Here the decode
+replica computes the prompt itself in both cases, and counts it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    ErrorResponse,
+)
+from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
+from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import (
+    PDDecodeServer,
+    PDOrchestratorMixin,
+    PDPrefillServer,
+)
+from ray.serve._private.http_util import session_id_from_headers
+from ray.serve.metrics import Counter
+
+from pd_connector.ray.backend import PDConnectorBackend
+from pd_connector.ray.binding import BindingPatience
+
+logger = logging.getLogger("ray.serve")
+
+_POLL_S = 0.2
+_SHARE_OF_SHUTDOWN = 0.8
+"""The part of `graceful_shutdown_timeout_s` in which leases may end; Serve kills the replica after it."""
+
+
+class ConcurrentDecode:
+    """Answers requests with the KV of a prefill replica, or without it."""
+
+    _prefill_handle: Any
+    _patience: BindingPatience | None = None
+    _outcomes: Counter | None = None
+
+    async def _pd_handle_request(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """Send a request to both engines, and pass on what the decode engine answers."""
+        method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
+        cause = why_alone(request)
+        if cause is not None:
+            async for chunk in self._alone(method, request, raw_request_info, cause):
+                yield chunk
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            prefill = getattr(self._prefill_of(raw_request_info), method)
+            selection = await self._bind(stack, prefill, request)
+            if selection is None:
+                answer = self._alone(method, request, raw_request_info, "unbound")
+            elif self._backend().address_of(selection.replica_metadata) is None:
+                await stack.aclose()  # its place is free for others
+                answer = self._alone(method, request, raw_request_info, "unreachable")
+            else:
+                answer = self._together(method, prefill, selection, request, raw_request_info)
+            async with contextlib.aclosing(answer):
+                async for chunk in answer:
+                    yield chunk
+
+    def _prefill_of(self, raw_request_info: Any) -> Any:
+        """The handle of the prefill deployment, with what this request's headers say of its routing."""
+        handle = self._prefill_handle
+        adapter = serve.get_multiplexed_model_id()
+        if adapter:
+            handle = handle.options(multiplexed_model_id=adapter)
+        if raw_request_info is not None:
+            session = session_id_from_headers(raw_request_info.headers)
+            if session:
+                handle = handle.options(session_id=session)
+        return handle
+
+    async def _bind(
+        self, stack: contextlib.AsyncExitStack, prefill: Any, request: Any
+    ) -> Any | None:
+        """A prefill replica with room for the request, kept until the stack ends; None: there is none
+        in time."""
+        if self._patience is None:
+            self._patience = BindingPatience(self._backend().config.connect_timeout_s)
+        wait_s = self._patience.take_s()
+        if wait_s == 0.0:
+            return None
+        try:
+            async with asyncio.timeout(wait_s):
+                selection = await stack.enter_async_context(prefill.choose_replica(request))
+        except Exception as error:  # none in time, too many wait already, the deployment failed
+            self._patience.failed()
+            logger.warning("no prefill replica within %.1f s: %r", wait_s, error)
+            return None
+        self._patience.bound()
+        return selection
+
+    async def _together(
+        self, method: str, prefill: Any, selection: Any, request: Any, raw_request_info: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Both engines at the same time. Where the prefill fails before the first token has come, the
+        request begins anew, alone."""
+        backend = self._backend()
+        peer = selection.replica_metadata
+        shaped = backend.prepare_prefill_request(request=request, peer=peer)
+        decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
+        response = prefill.dispatch(selection, shaped, raw_request_info)
+        failed = asyncio.create_task(_why_failed(response), name="pd-prefill")
+        local = self._local(method, decode, raw_request_info)
+        try:
+            first = asyncio.ensure_future(anext(local, None))
+            try:
+                await asyncio.wait({first, failed}, return_when=asyncio.FIRST_COMPLETED)
+                why = failed.result() if failed.done() else None
+                if why is None:
+                    chunk = await first
+            finally:
+                await _end(first)
+            if why is None:
+                self._count("handed_over")
+                while chunk is not None:
+                    yield chunk
+                    chunk = await anext(local, None)
+                return
+            logger.warning(
+                "prefill replica %s failed (%s): request %s is computed here",
+                selection.replica_id,
+                why,
+                request.request_id,
+            )
+        finally:
+            await local.aclose()
+            # Ray wants a dispatched response to be read to its end.
+            await asyncio.shield(failed)
+        async for chunk in self._alone(method, request, raw_request_info, "prefill_failed"):
+            yield chunk
+
+    async def _alone(
+        self, method: str, request: Any, raw_request_info: Any, cause: str
+    ) -> AsyncGenerator[Any, None]:
+        """The decode engine computes the prompt, too."""
+        self._count(cause)
+        alone = request.model_copy(deep=True)
+        alone.kv_transfer_params = None  # what a client says of transfers is not trusted
+        local = self._local(method, alone, raw_request_info)
+        async with contextlib.aclosing(local):
+            async for chunk in local:
+                yield chunk
+
+    async def _local(
+        self, method: str, request: Any, raw_request_info: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The answer of this replica's engine."""
+        ask = getattr(super(PDOrchestratorMixin, self), method)
+        answer = await ask(request, raw_request_info)
+        try:
+            async for chunk in answer:
+                yield chunk
+        finally:
+            await answer.aclose()
+
+    def _backend(self) -> PDConnectorBackend:
+        backend = self._get_connector_backend()  # type: ignore[attr-defined]
+        assert isinstance(backend, PDConnectorBackend), f"{backend}: wanted PDConnector's"
+        return backend
+
+    def _count(self, outcome: str) -> None:
+        if self._outcomes is None:
+            type(self)._outcomes = Counter(
+                "pd_connector_serve_requests",
+                "Requests of a decode replica, by where their prompt was computed: `handed_over` by a "
+                "prefill replica, any other outcome is why the decode replica did it.",
+                tag_keys=("outcome",),
+            )
+        assert self._outcomes is not None
+        self._outcomes.inc(1, tags={"outcome": outcome})
+
+
+def why_alone(request: Any) -> str | None:
+    """Why one transfer cannot carry this request's KV; None if it can."""
+    if any((getattr(request, name, None) or 1) > 1 for name in ("n", "best_of")):
+        return "several_answers"
+    if getattr(request, "use_beam_search", False):
+        return "beam_search"
+    # Logprobs of the prompt come from computing it, which received KV replaces.
+    if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
+        return "prompt_logprobs"
+    if isinstance(request, ChatCompletionRequest):
+        return None
+    prompt = request.prompt
+    if getattr(request, "prompt_embeds", None) is not None or not prompt:
+        return "no_tokens"
+    several = isinstance(prompt, list) and len(prompt) > 1
+    return "batch" if several and not all(type(token) is int for token in prompt) else None
+
+
+async def _why_failed(response: AsyncIterator[Any]) -> str | None:
+    """Read a prefill's answer to its end; returns why it failed, or None."""
+    try:
+        async for chunk in response:
+            if isinstance(chunk, ErrorResponse):
+                return str(chunk.error.message)
+    except Exception as error:  # the replica died, or its node did
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+async def _end(task: "asyncio.Future[Any]") -> None:
+    """Cancel a task that has not ended, and wait until it has."""
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+class LeaseKeeper:
+    """A prefill replica that ends only when its KV has been fetched, or Serve waits no longer."""
+
+    async def __del__(self) -> None:
+        """Serve calls and awaits this when it stops a replica whose requests have ended."""
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            await _leases_end(engine)
+        await super().__del__()  # type: ignore[misc]
+
+
+async def _leases_end(engine: Any) -> None:
+    """Wait until no decode replica fetches KV of this engine."""
+    config = serve.get_replica_context()._deployment_config
+    end = time.monotonic() + _SHARE_OF_SHUTDOWN * config.graceful_shutdown_timeout_s
+    while time.monotonic() < end:
+        try:
+            if not any(await engine.collective_rpc("outgoing_transfers")):
+                return
+        except Exception as error:  # the engine has died, or has a worker extension without this
+            logger.warning("stopping without knowing what is still to be fetched: %r", error)
+            return
+        await asyncio.sleep(_POLL_S)
+    logger.warning(
+        "stopping although decode replicas have not fetched all KV: they compute the rest"
+    )
+
+
+class PrefillServer(LeaseKeeper, PDPrefillServer):
+    """Ray's prefill server."""
+
+
+class DecodeServer(ConcurrentDecode, PDDecodeServer):
+    """Ray's decode server."""
+
+
+class DPPrefillServer(PrefillServer, DPServer):
+    """Ray's prefill server with data-parallel engines."""
+
+
+class DPDecodeServer(DecodeServer, DPServer):
+    """Ray's decode server with data-parallel engines."""

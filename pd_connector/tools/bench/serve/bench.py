@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench serve` is going to do, and doing it: stacks started, measured and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pd_connector.config import KEY_VARIABLE
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
+from pd_connector.tools.bench.serve.measure import Measurement, Plan, ServeFindings
+from pd_connector.tools.bench.serve.stack import (
+    RIVAL_ROUTER,
+    OurStack,
+    RivalStack,
+    StackSetup,
+    router_version,
+)
+from pd_connector.tools.bench.serve.trace import Line, read
+from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
+from pd_connector.tools.launch.netns import Bed, available
+from pd_connector.tools.launch.service import log_folder
+
+TESTED_VERSION = "0.1.17"
+PAGE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class ServeBench:
+    """One comparison of our stack with vLLM's own.
+
+    Args:
+        trace: file in Mooncake's form.
+        peer_env: virtual environment with the rival's router.
+        link_mbit: rate of the link between the engines.
+        plan: what is measured.
+    """
+
+    trace: Path
+    peer_env: Path
+    link_mbit: float
+    plan: Plan
+
+    def check(self) -> str:
+        """The rival's version. Raises BenchError naming what is missing, and what to do."""
+        version = router_version(self.peer_env)
+        if not version:
+            env = self.peer_env
+            raise BenchError(
+                f"no {RIVAL_ROUTER} in {env} (--peer-env): make an environment of its own with "
+                f"`python3 -m venv {env} && {env}/bin/pip install {RIVAL_ROUTER}=={TESTED_VERSION}`"
+            )
+        for module, mend in (
+            ("vllm", "install vLLM, or use the environment that has it"),
+            ("nixl", "the rival needs it: pip install 'pd-connector[nixl]'"),
+            ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"),
+        ):
+            if importlib.util.find_spec(module) is None:
+                raise BenchError(f"{module} is not installed: {mend}")
+        if reason := available():
+            raise BenchError(
+                f"no network namespaces here ({reason}): run it as root with iproute2 installed"
+            )
+        return version
+
+    def measure(self, console: Console) -> ServeFindings:
+        """Measure everything; no process and no namespace is left, whatever happens.
+
+        Raises:
+            PDConnectorError: nothing could be measured, or not what was meant to be.
+        """
+        lines = read(self.trace, self.plan.requests * self.plan.rounds)
+        logs = log_folder()
+        console.print(f"logs in {logs}", highlight=False)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(terminate_as_interrupt())
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
+            setup = StackSetup(
+                str(write_model(Path(folder))),
+                _longest(lines, self.plan.scale),
+                logs,
+                stack.enter_context(Bed(self.link_mbit)).namespaces,
+                MADE_UP_WEIGHTS,
+            )
+            ours = OurStack(setup, {KEY_VARIABLE: secrets.token_hex(32)})
+            rival = RivalStack(setup, self.peer_env)
+            services = [*ours.services, *rival.services]
+            try:
+                for group in ([*ours.engines, *rival.engines], [ours.router, rival.router]):
+                    for service in group:
+                        service.start()
+                    wait_all(group, console=console)
+                rival.rest()
+
+                def say(line: str) -> None:
+                    console.print(line, markup=False, highlight=False)
+
+                return Measurement(ours, rival, lines, self.plan, say).measure()
+            finally:
+                stop_services(services)
+
+
+def _longest(lines: Sequence[Line], scale: float) -> int:
+    """Tokens of the longest request, in whole pages, with a page to spare."""
+    longest = max((line.input_length + line.output_length) / scale for line in lines)
+    return (int(longest) // PAGE_TOKENS + 2) * PAGE_TOKENS

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine, a decode engine and a router in front of them: ours, and vLLM's own."""
+
+from __future__ import annotations
+
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pd_connector.tools.bench.machine import cpu_seconds
+from pd_connector.tools.launch import RouterProcess, Service, VllmEngine
+from pd_connector.tools.launch.engine import Role
+from pd_connector.tools.launch.netns import Namespace
+
+RIVAL_ROUTER = "vllm-router"
+OUR_SCHEDULER = ("--scheduler-cls", "scheduler_plugins.vllm.PrefixAwareScheduler")
+OURS = "ours"
+RIVAL = "vLLM's own"
+PARTS = {
+    OURS: "PDConnector (codec auto), pd-router, PrefixAwareScheduler",
+    RIVAL: "NixlConnector, vllm-router, vLLM's scheduler",
+}
+"""What the stacks are made of, by name."""
+
+_PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+
+
+@dataclass(frozen=True)
+class StackSetup:
+    """What both stacks have in common.
+
+    Args:
+        model: folder of the model.
+        max_model_len: tokens of the longest request.
+        logs: folder for logs.
+        namespaces: where prefill and decode engines run.
+        args: further arguments of all engines.
+        env: further variables of all engines.
+    """
+
+    model: str
+    max_model_len: int
+    logs: Path
+    namespaces: tuple[Namespace, Namespace]
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class VllmRouterProcess(Service):
+    """vLLM's router, from an environment of its own."""
+
+    def __init__(self, environment: Path, prefill: str, decode: str, log_path: Path) -> None:
+        super().__init__(RIVAL_ROUTER, "127.0.0.1", None, log_path)
+        self._program = str(program(environment))
+        self._engines = ["--prefill", prefill, "--decode", decode]
+        self._metrics_port = self.reserve()
+
+    def command(self) -> list[str]:
+        address = ["--host", self.host, "--port", str(self.port)]
+        address += ["--prometheus-port", str(self._metrics_port)]
+        # There is one engine of each role: policies that look at prompts would only cost time.
+        mode = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+        return [self._program, *address, *mode, *self._engines]
+
+    def phase(self) -> str:
+        return "waiting for the engines"
+
+
+class Stack(ABC):
+    """Engines with a router; starting and stopping is up to the caller."""
+
+    name: str
+
+    def __init__(self, prefill: VllmEngine, decode: VllmEngine, router: Service) -> None:
+        self.engines = (prefill, decode)
+        self.router = router
+        self._pids: list[int] = []
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """All of it, engines first: a router looks for its engines when it starts."""
+        return (*self.engines, self.router)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the whole stack, as they were when it became ready."""
+        if not self._pids:
+            families = [one.family for one in self.services if one.family]
+            self._pids = [process.pid for family in families for process in family.members()]
+        return self._pids
+
+    def cpu_seconds(self) -> float:
+        """CPU time that all of it has used."""
+        return cpu_seconds(self.pids)
+
+    @abstractmethod
+    def rest(self) -> None:
+        """The other stack's turn begins."""
+
+    def wake(self) -> None:
+        """Its own turn begins."""
+        for service in self.services:
+            service.resume()
+
+    def prompt_tokens(self) -> dict[str, float]:
+        """Where the decode engine's prompt tokens came from so far, by source."""
+        found: dict[str, float] = {}
+        for (name, labels), value in self.engines[1].metrics().items():
+            if name == _PROMPT_TOKENS:
+                source = dict(labels)["source"]
+                found[source] = found.get(source, 0.0) + value
+        return found
+
+
+class OurStack(Stack):
+    """PDConnector with `codec: auto`, our router and our scheduler."""
+
+    name = OURS
+
+    def __init__(self, setup: StackSetup, key: Mapping[str, str]) -> None:
+        # Shared memory would pass by the link.
+        config = {"transports": ["tcp"], "codec": "auto", "overlap": "auto"}
+        prefill, decode = _engines("ours", "PDConnector", config, setup, OUR_SCHEDULER, key)
+        log = setup.logs / "ours-router.log"
+        urls = [prefill.base_url], [decode.base_url]
+        super().__init__(prefill, decode, RouterProcess(*urls, name="our router", log_path=log))
+
+    def rest(self) -> None:
+        """It waits, and uses a hundredth of a core for that."""
+
+
+class RivalStack(Stack):
+    """NixlConnector, vllm-router and vLLM's own scheduler."""
+
+    name = RIVAL
+
+    def __init__(self, setup: StackSetup, environment: Path) -> None:
+        prefill, decode = _engines("rival", "NixlConnector", {}, setup, (), {})
+        log = setup.logs / "rival-router.log"
+        router = VllmRouterProcess(environment, prefill.base_url, decode.base_url, log)
+        super().__init__(prefill, decode, router)
+
+    def rest(self) -> None:
+        """NIXL's progress threads poll: they would take both cores from the other stack."""
+        for service in self.services:
+            service.pause()
+
+
+def program(environment: Path) -> Path:
+    """The rival's router in that environment."""
+    return environment / "bin" / RIVAL_ROUTER
+
+
+def router_version(environment: Path) -> str:
+    """The version of the rival's router; empty if it is not there."""
+    python = environment / "bin" / "python"
+    if not python.exists() or not program(environment).exists():
+        return ""
+    asked = f"from importlib.metadata import version; print(version('{RIVAL_ROUTER}'))"
+    done = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _engines(
+    side: str,
+    connector: str,
+    config: Mapping[str, Any],
+    setup: StackSetup,
+    args: Sequence[str],
+    env: Mapping[str, str],
+) -> tuple[VllmEngine, VllmEngine]:
+    def engine(part: str, role: Role, namespace: Namespace) -> VllmEngine:
+        return VllmEngine(
+            setup.model,
+            role,
+            connector,
+            config,
+            name=f"{side} {part}",
+            max_model_len=setup.max_model_len,
+            args=[*setup.args, *args],
+            env={**setup.env, **env},
+            log_path=setup.logs / f"{side}-{part}.log",
+            namespace=namespace,
+        )
+
+    producer, consumer = setup.namespaces
+    return engine("prefill", "kv_producer", producer), engine("decode", "kv_consumer", consumer)

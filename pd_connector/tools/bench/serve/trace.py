@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in the shape of a recorded trace, scaled down to what small engines can serve."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pd_connector.tools.bench.flow import BenchError
+
+BLOCK_TOKENS = 512
+"""Tokens that an id of the trace stands for."""
+_LETTERS = string.ascii_lowercase + " "
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """One request of a run."""
+
+    at_s: float  # after the run's start
+    prompt: str
+    max_tokens: int
+
+
+class Line(msgspec.Struct):
+    """One request of a trace in Mooncake's form."""
+
+    timestamp: float  # ms
+    input_length: int  # tokens
+    output_length: int
+    hash_ids: list[int]
+
+
+def read(path: Path, requests: int) -> list[Line]:
+    """The first so many requests of a trace in Mooncake's form (JSON lines).
+
+    Raises:
+        BenchError: it cannot be read, has another form, or is shorter.
+    """
+    try:
+        with path.open("rb") as lines:
+            wanted = itertools.islice(lines, requests)
+            found = [msgspec.json.decode(text, type=Line) for text in wanted]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BenchError(f"{path}: is no trace in Mooncake's form ({error})") from None
+    if len(found) < requests:
+        raise BenchError(
+            f"{path}: has {len(found)} requests and {requests} are needed; ask for fewer --requests "
+            "or --rounds"
+        )
+    return found
+
+
+def timed(lines: Sequence[Line], per_s: float, scale: float, seed: int) -> list[TimedRequest]:
+    """These requests, `per_s` a second on average, with lengths divided by `scale`.
+
+    Recorded times are binned, so each request is moved at random within its bin. Equal ids become
+    equal text; another seed gives other text, so that no run finds what an earlier one has cached.
+    A letter is a token of the model that is served.
+    """
+    moves = random.Random(seed)
+    bins = sorted({line.timestamp for line in lines})
+    ends = dict(zip(bins, [*bins[1:], 2 * bins[-1] - bins[-2] if bins[1:] else 1.0], strict=True))
+    moved = [(moves.uniform(line.timestamp, ends[line.timestamp]), line) for line in lines]
+    moved.sort(key=lambda pair: pair[0])
+    began, ended = moved[0][0], moved[-1][0]
+    second = len(moved) / per_s / max(ended - began, 1e-9)
+    return [
+        TimedRequest(
+            (at - began) * second,
+            _text(line, scale, seed),
+            max(2, round(line.output_length / scale)),
+        )
+        for at, line in moved
+    ]
+
+
+def _text(line: Line, scale: float, seed: int) -> str:
+    letters = max(1, round(line.input_length / scale))
+    block = max(1, round(BLOCK_TOKENS / scale))
+    blocks = (
+        "".join(random.Random(f"{seed} {name}").choices(_LETTERS, k=block))
+        for name in line.hash_ids
+    )
+    return "".join(blocks)[:letters]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector bench serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pd_connector.tools.bench.serve.bench import ServeBench
+from pd_connector.tools.bench.serve.measure import Plan, ServeFindings
+from pd_connector.tools.bench.serve.stack import PARTS, RIVAL
+from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+
+LOADS = (0.5, 0.8, 1.1)
+
+
+def serve(
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's form (JSON lines).")],
+    peer_env: Annotated[
+        Path, typer.Option(help="Virtual environment that has vllm-router.")
+    ] = Path("vllm-router-env"),
+    load: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.05,
+            help="Part of the rival's capacity; may be repeated (0.5, 0.8, 1.1).",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of one run.")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with other requests.")] = 3,
+    scale: Annotated[
+        float, typer.Option(min=1.0, help="What the trace's lengths are divided by.")
+    ] = 32.0,
+    link_mbit: Annotated[
+        float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s.")
+    ] = 1000.0,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """What users see of a whole serving stack: ours beside vLLM's own, under a trace's load.
+
+    Ours: PDConnector (codec auto), its router, PrefixAwareScheduler. Theirs: NixlConnector,
+    vllm-router, vLLM's scheduler. Each has a prefill and a decode engine in two network namespaces
+    joined by a limited link (needs root), and both serve the same requests in turn, at parts of what
+    theirs can do. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    """
+    bench = ServeBench(trace, peer_env, link_mbit, Plan(load or LOADS, requests, rounds, scale))
+    stderr = Console(stderr=True)
+    with exit_codes(stderr):
+        version = bench.check()
+        findings = bench.measure(stderr)
+    report([(RIVAL, findings.comparisons)], _notes(bench, version, findings), json)
+
+
+def _notes(bench: ServeBench, version: str, findings: ServeFindings) -> list[str]:
+    """What a reader of the table must know."""
+    promise = findings.promise
+    in_time = (
+        f"first token within {promise.ttft_s:.2f} s, then {promise.tpot_s * 1e3:.0f} ms a token"
+    )
+    notes = [
+        *(f"{name}: {parts}" for name, parts in PARTS.items()),
+        f"vllm-router {version}",
+        f"link: {bench.link_mbit:,.0f} Mbit/s each way, between two network namespaces",
+        f"load 1.0: {findings.capacity:.2f} requests/s, what theirs completes",
+        f"goodput: {in_time} (5 and 2 times what theirs takes on idle engines)",
+    ]
+    for name, cores in findings.rest_cores.items():
+        notes.append(f"cores at rest, {name}: {cores:.2f}")
+    for name, sources in findings.sources.items():
+        total = sum(sources.values()) or 1.0
+        parts = ", ".join(f"{source} {value / total:.1%}" for source, value in sources.items())
+        notes.append(f"prompt tokens of the decode engine, {name}: {parts}")
+    for name, failed in findings.failed.items():
+        for failure, count in failed.items():
+            notes.append(f"failed {count} times, {name}: {failure}")
+    notes.append(noise_note(findings.others_cores))
+    return notes

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU time that the router takes for a request and for a streamed event, in one process and in two.
+
+Real processes on this machine: mock engines that answer at once, the router, and clients that keep their connections. CPU time is counted for
+all processes of the router, the keeper of the workers included, so that other programs change little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+import aiohttp
+
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+
+REQUEST_LIMIT_S = 1.5e-3
+EVENT_LIMIT_S = 45e-6
+TWO_TO_ONE = 1.15
+"""Most CPU time of a request with two workers, as a multiple of that with one."""
+PROMPT_BYTES = 4096
+CLIENTS = 16
+SPEEDS = ("50", "2")
+"""Of the mock engines that prefill and decode: prompts take no time, and events come one by one, some milliseconds apart."""
+EVENTS = 200
+"""Of a long stream."""
+_COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from scheduler_plugins.commands import main; sys.exit(main())",
+]
+_START_S = 120.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+async def compare(requests: int, streams: int, rounds: int) -> list[Comparison]:
+    """Measure one worker and two in turn.
+
+    Args:
+        requests: short ones of each round.
+        streams: of `EVENTS` tokens, of each round.
+    """
+    per_request: dict[int, list[float]] = {1: [], 2: []}
+    per_event: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for workers in (1, 2):
+            async with _router(workers) as (url, keeper):
+                await _send(url, requests // 4, 1, stream=False)
+                begun = _cpu_s(keeper)
+                await _send(url, requests, 1, stream=False)
+                per_request[workers].append((_cpu_s(keeper) - begun) / requests)
+                begun = _cpu_s(keeper)
+                await _send(url, streams, 1, stream=True)
+                short_s = _cpu_s(keeper) - begun
+                begun = _cpu_s(keeper)
+                await _send(url, streams, EVENTS, stream=True)
+                long_s = _cpu_s(keeper) - begun
+                per_event[workers].append((long_s - short_s) / streams / (EVENTS - 1))
+    found = []
+    for workers in (1, 2):
+        where: dict[str, str | int | float] = {"workers": workers, "against": "allowed"}
+        ours, events = Sample(tuple(per_request[workers])), Sample(tuple(per_event[workers]))
+        allowed, of_event = Sample((REQUEST_LIMIT_S * 1e3,)), Sample((EVENT_LIMIT_S * 1e6,))
+        found += [
+            Comparison("CPU of a request of 4 KB", where, ours.scaled(1e3), allowed, "ms", 1.0),
+            Comparison("CPU of a streamed event", where, events.scaled(1e6), of_event, "us", 1.0),
+        ]
+    one, two = (Sample(tuple(per_request[n])).scaled(1e3) for n in (1, 2))
+    against: dict[str, str | int | float] = {"workers": 2, "against": "one worker"}
+    found.append(Comparison("CPU of a request of 4 KB", against, two, one, "ms", TWO_TO_ONE))
+    return found
+
+
+@asynccontextmanager
+async def _router(workers: int) -> AsyncIterator[tuple[str, int]]:
+    """A router in front of two mock engines: its URL, and the process that was started."""
+    async with AsyncExitStack() as stack:
+        urls = []
+        for speed in SPEEDS:
+            mock = await stack.enter_async_context(_process("mock", "--speed", speed))
+            urls.append(await _url_in(mock.stdout, r"http://\S+"))
+        sides = ["--prefill", urls[0], "--decode", urls[1], "--port", "0"]
+        router = await stack.enter_async_context(
+            _process("serve", *sides, "--workers", str(workers))
+        )
+        yield await _url_in(router.stderr, r"(?<=Running on )http://\S+"), router.pid
+
+
+@asynccontextmanager
+async def _process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*_COMMAND, *arguments, stdout=pipe, stderr=pipe)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.communicate()
+
+
+async def _url_in(stream: asyncio.StreamReader | None, pattern: str) -> str:
+    """The first part of a process's output that matches. Raises BenchError: it ended, or takes too long."""
+    assert stream is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            while line := (await stream.readline()).decode():
+                if found := re.search(pattern, line):
+                    return found.group()
+    except TimeoutError:
+        pass
+    raise BenchError("a router or a mock engine did not start: try `pd-router serve` by hand")
+
+
+async def _send(url: str, requests: int, tokens: int, *, stream: bool) -> None:
+    """Send so many requests from `CLIENTS` clients, each with one connection."""
+    numbers = iter(range(requests))
+
+    async def client() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            for number in numbers:
+                prompt = f"{number} {monotonic()} ".ljust(PROMPT_BYTES, "x")
+                body = {"prompt": prompt, "max_tokens": tokens, "stream": stream}
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    content = await response.read()
+                    if response.status != 200:
+                        raise BenchError(
+                            f"the router answered {response.status}: {content[:200]!r}"
+                        )
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of the processes that it has started and that live."""
+    return sum(_own_cpu_s(one) for one in (pid, *_children(pid)))
+
+
+def _children(pid: int) -> Sequence[int]:
+    direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [one for child in map(int, direct) for one in (child, *_children(child))]
+
+
+def _own_cpu_s(pid: int) -> float:
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / _TICKS_PER_S

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as its keeper has it: a process that is started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_plugins.router.workers.link import Link, LinkClosedError, link_to_worker
+from scheduler_plugins.router.workers.messages import (
+    Family,
+    FromKeeper,
+    FromWorker,
+    Listening,
+)
+
+logger = logging.getLogger(__name__)
+
+MODULE = "scheduler_plugins.router.workers.worker"
+STEADY_S = 10.0
+"""A worker that served so long ended by accident: another one is started at once."""
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(eq=False)
+class Child:
+    """A worker's place. `run` keeps a process in it."""
+
+    row: int
+    """Where it writes its counts."""
+    begin: Callable[[Child], Sequence[FromKeeper]]
+    """The first messages to a new process."""
+    heard: Callable[[Child, FromWorker], None]
+    ended: Callable[[Child], None]
+    """Called when its process has ended."""
+    families: tuple[Family, ...] = ()
+    """Its metrics, as it told them last."""
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    _link: Link[FromWorker] | None = None
+    _process: asyncio.subprocess.Process | None = None
+
+    def send(self, message: FromKeeper) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def send_encoded(self, content: bytes) -> None:
+        if self._link is not None:
+            self._link.send_encoded(content)
+
+    async def run(self) -> None:
+        """Start a process, and another one whenever it ends, until cancelled."""
+        loop, pause_s = asyncio.get_running_loop(), 0.0
+        while True:
+            begun_s = loop.time()
+            status = await self._one()
+            pause_s = 0.0 if loop.time() - begun_s > STEADY_S else min(LONGEST_PAUSE_S, 2 * pause_s)
+            logger.warning(
+                "worker %d has ended (status %s): another one is started in %g s",
+                *(self.row, status, pause_s),
+            )
+            await asyncio.sleep(pause_s)
+            pause_s = pause_s or 0.5
+
+    async def _one(self) -> int | None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", MODULE, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+            )
+        link = self._link = await link_to_worker(ours)
+        for first in self.begin(self):
+            link.send(first)
+        try:
+            while True:
+                message = await link.receive()
+                if isinstance(message, Listening):
+                    self.listening.set()
+                self.heard(self, message)
+        except LinkClosedError:
+            pass
+        except Exception:
+            logger.exception("worker %d said what cannot be used: it is ended", self.row)
+            self._process.kill()
+        finally:
+            self._link = None
+            self.listening.clear()
+            link.close()
+        status = await self._process.wait()
+        self._process = None
+        self.ended(self)
+        return status
+
+    def stop(self) -> None:
+        """Let the worker finish what it has."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    async def gone(self, limit_s: float) -> None:
+        """Wait until its process has ended, and end it after so many seconds."""
+        if (process := self._process) is None:
+            return
+        try:
+            async with asyncio.timeout(limit_s):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

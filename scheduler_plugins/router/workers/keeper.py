@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that watches the engines and keeps the index for all workers. It serves no client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+
+from scheduler_plugins.router.backend import client_session
+from scheduler_plugins.router.caches import EngineCaches
+from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.others import Count
+from scheduler_plugins.router.pool import EnginePool
+from scheduler_plugins.router.reload import reloading
+from scheduler_plugins.router.server import AdminServer, on_signals, say_running
+from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.workers import messages
+from scheduler_plugins.router.workers.child import Child
+from scheduler_plugins.router.workers.counts import SharedCounts, words_for
+from scheduler_plugins.router.workers.fellows import exchanging
+from scheduler_plugins.router.workers.link import encode
+from scheduler_plugins.router.workers.memory import SharedWords
+from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
+from scheduler_plugins.router.workers.messages import FromWorker
+from scheduler_plugins.router.workers.slots import EngineSlots
+from scheduler_plugins.router.workers.state import state_of
+from scheduler_plugins.router.workers.tables import TableMemory
+
+logger = logging.getLogger(__name__)
+
+TOGETHER_S = 0.02
+"""Changes that come so soon after each other are told together."""
+EVERY_S = 1.0
+"""Pause after which workers are told how large caches are, and old guesses are forgotten."""
+SAMPLES_LIMIT_S = 2.0
+"""Longest wait for a worker's metrics; what it told last is taken after that."""
+_DIGEST_BYTES = 16
+_GRACE_S = 5.0
+
+
+class Keeper:
+    """All engines, the index and the workers of one router."""
+
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._memory = SharedWords(words_for(config.workers))
+        self.counts = SharedCounts(self._memory.map, None)
+        self.slots = EngineSlots(self.counts)
+        self.changed = asyncio.Event()
+        """Something is to be told to the workers."""
+        self._held, self._recent = TableMemory(self.changed.set), TableMemory(self.changed.set)
+        self.caches = EngineCaches(Prefixes(self._held, self._recent))
+        self.pool: EnginePool
+        """Set before anything else is called."""
+        self.children = [
+            Child(row, self._begin, self._heard, self._ended)
+            for row in range(1, 1 + config.workers)
+        ]
+        self._ids: dict[BackendEngine, int] = {}
+        self._numbers = count(1)
+        self._wanted: dict[int, set[Child]] = {}
+        self._told: dict[int, asyncio.Event] = {}
+        self._gone: tuple[messages.Family, ...] = ()
+        self._asking = set[asyncio.Task[None]]()
+        self.port = config.port
+
+    def use(self, config: RouterConfig) -> None:
+        """The settings have changed."""
+        self._config = config
+        self.pool.use(config)
+        for child in self.children:
+            child.send(messages.Configured(self._for_worker()))
+
+    async def tell(self) -> None:
+        """Tell workers of the engines whenever something has changed, until cancelled."""
+        loop, last = asyncio.get_running_loop(), b""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await self.changed.wait()
+            self.changed.clear()
+            self.caches.prefixes.forget_old(loop.time())
+            content = encode(self._engines())
+            if content != last:
+                last = content
+                for child in self.children:
+                    child.send_encoded(content)
+            await asyncio.sleep(TOGETHER_S)
+
+    def close(self) -> None:
+        for memory in (self._memory, self._held, self._recent):
+            memory.close()
+
+    def _engines(self) -> messages.Engines:
+        self._number_engines()
+        held, recent = self.caches.prefixes.tables
+        return messages.Engines(
+            tuple(
+                state_of(number, self.slots.place(engine), engine, self.caches.describe(engine))
+                for engine, number in self._ids.items()
+            ),
+            self._held.state(held),
+            self._recent.state(recent),
+            self.caches.prefixes.by_events,
+        )
+
+    def _number_engines(self) -> None:
+        known = self.pool.engines
+        self.slots.follow(known)
+        for engine in self._ids.keys() - set(known):
+            del self._ids[engine]
+        for engine in known:
+            if engine not in self._ids:
+                self._ids[engine] = next(self._numbers)
+
+    def sent(self, engine: BackendEngine) -> list[float]:
+        """What all workers have sent to an engine, in the order of `Count`."""
+        slot = self.slots.of(engine)
+        rows = [child.row for child in self.children]
+        return [0.0] * len(Count) if slot is None else self.counts.totals(slot, rows)
+
+    def _for_worker(self) -> RouterConfig:
+        """The settings of one worker: its part of what all may hold together."""
+        config = self._config
+        each = config.workers
+        return replace(
+            config,
+            port=self.port,
+            admin_port=None,
+            exchange="",
+            fellows=(),
+            connections=-(-config.connections // each),
+            bodies_mib=max(config.body_mib, config.bodies_mib // each),
+        )
+
+    def _begin(self, child: Child) -> tuple[messages.Begin, messages.Engines]:
+        level = logging.getLogger().level
+        begin = messages.Begin(self._for_worker(), child.row, self._memory.ref, level)
+        return begin, self._engines()
+
+    def _ended(self, child: Child) -> None:
+        self.counts.clear_row(child.row)
+        self._gone = added(self._gone, counters_only(child.families))
+        child.families = ()
+        for number, waited_for in self._wanted.items():
+            waited_for.discard(child)
+            if not waited_for:
+                self._told[number].set()
+        self._metrics.worker_restarts.inc()
+
+    def _heard(self, child: Child, message: FromWorker) -> None:
+        if isinstance(message, messages.Listening):
+            logger.info("worker %d serves (process %d)", child.row, message.pid)
+        elif isinstance(message, messages.Samples):
+            self._sampled(child, message)
+        elif isinstance(message, messages.MetricsWanted):
+            task = asyncio.create_task(self._answer(child, message.number))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+        else:
+            self._of_engine(message)
+
+    def _of_engine(
+        self, message: messages.Failed | messages.Moved | messages.Prefilled | messages.Learnt
+    ) -> None:
+        engine = next((e for e, number in self._ids.items() if number == message.engine), None)
+        if engine is None:
+            return  # it has left
+        if isinstance(message, messages.Failed):
+            self.pool.check(engine, _failure(message))
+        elif isinstance(message, messages.Moved):
+            self.pool.confirm(engine, message.seen)
+        elif isinstance(message, messages.Learnt):
+            self.pool.learnt(engine, message.tokens, message.cached, message.duration_s)
+        else:
+            text = message.text
+            digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]
+            prompt = PromptKeys(digests, message.tokens, message.extras)
+            self.pool.prefilled(engine, prompt)
+
+    async def _answer(self, child: Child, number: int) -> None:
+        """Tell a worker the metrics of all."""
+        own = next(self._numbers)
+        waited_for = self._wanted[own] = {one for one in self.children if one.listening.is_set()}
+        told = self._told[own] = asyncio.Event()
+        for one in list(waited_for):
+            one.send(messages.SamplesWanted(own))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SAMPLES_LIMIT_S):
+                await told.wait()
+        del self._wanted[own], self._told[own]
+        self._metrics.workers.set(sum(one.listening.is_set() for one in self.children))
+        parts = [self._gone, *(one.families for one in self.children)]
+        text = merged([*parts, families_of(self._metrics.registry)])
+        child.send(messages.Metrics(number, text))
+
+    def _sampled(self, child: Child, message: messages.Samples) -> None:
+        child.families = message.families
+        waited_for = self._wanted.get(message.number)
+        if waited_for is not None:
+            waited_for.discard(child)
+            if not waited_for:
+                self._told[message.number].set()
+
+
+async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> None:
+    """Run the router in several processes until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
+    ended = on_signals()
+    metrics = Metrics()
+    with _reserved(config) as port:
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(client_session(config))
+            keeper = Keeper(config, metrics)
+            stack.callback(keeper.close)
+            keeper.port = port
+            keeper.pool = EnginePool(config, session, metrics, keeper.caches, keeper.changed.set)
+            stack.push_async_callback(keeper.pool.close)
+            await keeper.pool.start()
+            if config.admin_port is not None:
+                admin = AdminServer(config, keeper.pool)
+                stack.push_async_callback(admin.close)
+                await admin.start(config.admin_port)
+            if settings is not None:
+                await stack.enter_async_context(reloading(settings, keeper.use))
+            await stack.enter_async_context(
+                exchanging(config, keeper.counts, keeper.slots, keeper.pool, keeper.sent)
+            )
+            tasks = [asyncio.create_task(keeper.tell(), name="tell the workers")]
+            tasks += [
+                asyncio.create_task(child.run(), name=f"worker {child.row}")
+                for child in keeper.children
+            ]
+            stack.push_async_callback(_end, keeper, tasks, config.shutdown_timeout_s)
+            serving = asyncio.create_task(_all_listen(keeper, config, port))
+            tasks.append(serving)
+            await ended.wait()
+
+
+async def _all_listen(keeper: Keeper, config: RouterConfig, port: int) -> None:
+    for child in keeper.children:
+        await child.listening.wait()
+    say_running(config, port)
+
+
+async def _end(keeper: Keeper, tasks: list[asyncio.Task[None]], limit_s: float) -> None:
+    for task in tasks:
+        task.cancel()
+    for child in keeper.children:
+        child.stop()
+    await asyncio.gather(*(child.gone(limit_s + _GRACE_S) for child in keeper.children))
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _reserved(config: RouterConfig) -> Iterator[int]:
+    """The port, which nobody but the workers can have. Raises OSError: somebody has it."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as alone:
+        # Another router's workers would share the port with ours, so it must be free first.
+        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        alone.bind((config.host, config.port))
+        if config.port:
+            alone.listen(1)
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((config.host, config.port))
+        yield held.getsockname()[1]
+
+
+def _failure(message: messages.Failed) -> EngineFailedError:
+    if message.refused is None:
+        return EngineFailedError(message.cause, message.message)
+    return UnreachableError(message.message, refused=message.refused)

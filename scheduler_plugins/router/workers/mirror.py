@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines as a worker knows them: as the keeper tells, and by what the worker's own requests meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.router.engine_set import Pool, note_circuit
+from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.others import NoOthers
+from scheduler_plugins.router.policies.base import BlockHash
+from scheduler_plugins.router.workers import messages
+from scheduler_plugins.router.workers.counts import SharedCounts
+from scheduler_plugins.router.workers.link import Link
+from scheduler_plugins.router.workers.messages import EngineState, FromKeeper
+from scheduler_plugins.router.workers.state import apply
+from scheduler_plugins.router.workers.tables import SharedPrefixes
+
+
+class MirrorPool(Pool):
+    """`Pool` of a worker. It watches no engine itself."""
+
+    def __init__(self, link: Link[FromKeeper], counts: SharedCounts, metrics: Metrics) -> None:
+        self._link = link
+        self._counts = counts
+        self._metrics = metrics
+        self._known: dict[int, BackendEngine] = {}
+        self._numbers: dict[BackendEngine, int] = {}
+        self._cache: dict[BackendEngine, dict[str, Any]] = {}
+        self._prefixes = SharedPrefixes()
+        self._told = asyncio.Event()
+
+    @property
+    def engines(self) -> list[BackendEngine]:
+        return list(self._numbers)
+
+    @property
+    def prefixes(self) -> PrefixReader:
+        return self._prefixes.reader
+
+    async def start(self) -> None:
+        """Returns once the keeper has told of the engines."""
+        await self._told.wait()
+
+    async def close(self) -> None:
+        pass  # nothing runs here
+
+    def use(self, told: messages.Engines) -> None:
+        """The keeper has told of the engines."""
+        self._prefixes.use(told)
+        for state in told.engines:
+            engine = self._known.get(state.id) or self._new(state)
+            apply(state, engine)
+            self._cache[engine] = state.cache
+        for number in self._known.keys() - {state.id for state in told.engines}:
+            engine = self._known.pop(number)
+            engine.load.others = NoOthers()  # its place may be another engine's by now
+            engine.forget_metrics()
+            del self._numbers[engine], self._cache[engine]
+        self._told.set()
+
+    def _new(self, state: EngineState) -> BackendEngine:
+        engine = BackendEngine(state.url, state.role, self._metrics, role_given=state.role_given)
+        engine.load.others = self._counts.engine(state.slot) or NoOthers()
+        self._known[state.id], self._numbers[engine] = engine, state.id
+        return engine
+
+    def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        number = self._numbers.get(engine)
+        if number is None:
+            return  # it has left
+        refused = None
+        if isinstance(failure, UnreachableError):
+            # The keeper says so to the others; this worker's next request must not wait for that.
+            refused = failure.refused
+            engine.set_down(asyncio.get_running_loop().time(), str(failure), refusing=refused)
+        else:
+            note_circuit(engine, failure, self._metrics)
+        self._link.send(messages.Failed(number, failure.cause, str(failure), refused))
+
+    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
+        number = self._numbers.get(engine)
+        if number is not None and engine.address and seen and seen != engine.address:
+            engine.set_address(None, "its address changed")
+            self._link.send(messages.Moved(number, seen))
+
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
+        number = self._numbers.get(engine)
+        if number is None or not isinstance(prompt, PromptKeys):
+            return
+        if prompt.tokens is not None and engine.follower is not None:
+            return  # its events tell
+        text = b"" if prompt.tokens is not None else b"".join(prompt)
+        self._link.send(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
+
+    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
+        number = self._numbers.get(engine)
+        if number is not None and not engine.told_costs:
+            self._link.send(messages.Learnt(number, tokens, cached, duration_s))
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{**engine.describe(), "cache": self._cache[engine]} for engine in self._numbers]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine, as the keeper tells its workers of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.workers.messages import EngineState
+
+
+def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any]) -> EngineState:
+    """What the keeper knows of an engine.
+
+    Args:
+        number: no other engine of the keeper has it.
+        slot: the engine's place in the shared counts.
+        cache: what is known of its cache, for `/health`.
+    """
+    return EngineState(
+        number,
+        slot,
+        engine.url,
+        engine.role,
+        engine.role_given,
+        engine.up,
+        engine.reason,
+        engine.address,
+        engine.warning,
+        engine.kind,
+        engine.model,
+        engine.replicas,
+        engine.bootstrap_port,
+        engine.down_since,
+        engine.refusing,
+        engine.costs,
+        engine.draining,
+        engine.told_costs,
+        engine.told_block_tokens,
+        engine.free_kv,
+        engine.load.correction,
+        None if engine.follower is None else engine.follower.block_tokens,
+        cache,
+    )
+
+
+class FollowedElsewhere:
+    """`engines.Follower` of an engine whose events the keeper follows."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+
+
+def apply(state: EngineState, engine: BackendEngine) -> None:
+    """Make a worker's engine what the keeper says it is."""
+    if engine.role is not state.role:
+        engine.forget_metrics()
+    engine.role, engine.role_given = Role(state.role), state.role_given
+    engine.up, engine.reason, engine.address = state.up, state.reason, state.address
+    engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
+    engine.replicas, engine.bootstrap_port = state.replicas, state.bootstrap_port
+    engine.down_since, engine.refusing = state.down_since, state.refusing
+    engine.costs, engine.told_costs = state.costs, state.told_costs
+    engine.draining, engine.free_kv = state.draining, state.free_kv
+    engine.told_block_tokens = state.told_block_tokens
+    engine.load.correction = state.correction
+    followed = state.event_block_tokens
+    engine.follower = None if followed is None else FollowedElsewhere(followed)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index's tables in shared memory: the keeper writes, workers read without a lock.
+
+A worker may read while the keeper writes. What it reads then may be wrong, which costs time only. It never reads out of bounds: a table
+that grows gets new memory, and the old one stays as it is for those who still read it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
+from scheduler_plugins.router.index.prefixes import NO_HASHES, PrefixReader
+from scheduler_plugins.router.index.table import Keys, TableReader
+from scheduler_plugins.router.workers.memory import MemoryRef, SharedWords, attach, words_in
+from scheduler_plugins.router.workers.messages import Engines, TableState
+
+logger = logging.getLogger(__name__)
+
+
+class TableMemory:
+    """Gives one table its memory (`index.table.Allocate`), and knows where it lies."""
+
+    def __init__(self, on_move: Callable[[], None] = lambda: None) -> None:
+        """`on_move`: called when the table has got other memory."""
+        self._words: SharedWords | None = None
+        self._on_move = on_move
+
+    def __call__(self, count: int) -> Keys:
+        self._on_move()
+        before, self._words = self._words, SharedWords(count)
+        if before is not None:
+            before.close()
+        return words_in(self._words.map)
+
+    def state(self, index: BlockIndex) -> TableState:
+        """Where workers find the table that has this memory."""
+        assert self._words is not None, "the table has asked for memory"
+        table = index.table
+        return TableState(self._words.ref, table.capacity, table.words, table.mix, index.numbers)
+
+    def close(self) -> None:
+        if self._words is not None:
+            self._words.close()
+
+
+class SharedTable:
+    """One table, as a worker reads it."""
+
+    def __init__(self) -> None:
+        self._ref: MemoryRef | None = None
+        self._table = TableReader(NO_HASHES, 0, 1, 1)
+        self.reader = BlockReader(self._table, {})
+
+    def use(self, state: TableState) -> None:
+        """Read where the keeper writes now."""
+        if state.memory != self._ref:
+            try:
+                block = words_in(attach(state.memory))
+            except OSError as error:
+                # It has grown once more meanwhile; the next message says where it lies.
+                logger.debug("the index has moved: %s", error)
+                return
+            self._table = TableReader(block, state.slots, state.words, state.mix)
+            self._ref = state.memory
+        self.reader = BlockReader(self._table, state.numbers)
+
+
+class SharedPrefixes:
+    """What engines have cached, as a worker reads it."""
+
+    def __init__(self) -> None:
+        self._held, self._recent = SharedTable(), SharedTable()
+        self.reader = PrefixReader(self._held.reader, self._recent.reader, frozenset())
+
+    def use(self, told: Engines) -> None:
+        """The keeper has said where the tables lie."""
+        self._held.use(told.held)
+        self._recent.use(told.recent)
+        self.reader = PrefixReader(self._held.reader, self._recent.reader, told.by_events)

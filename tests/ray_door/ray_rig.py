@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of two nodes on this machine, a Serve application in it, and what tests ask of both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import urllib.request
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from unittest import mock
+
+import ray
+from harness import Answer, completion, wait_until
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
+from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDOrchestratorMixin
+
+from pd_connector.config import KEY_VARIABLE
+from pd_connector.ray import app, build_pd_app
+from pd_connector.ray.servers import DecodeServer
+from pd_connector.tools.launch import Client, Samples, proc
+from pd_connector.tools.launch.engine import CPU_ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "pd_connector" / "tools" / "demo" / "model"
+APP = "default"
+PREFILL, DECODE = "Prefill:demo", "Decode:demo"
+TWO_STEPS = "in two steps"
+"""The field `user` of a request that the control takes."""
+REQUESTS = "serve_requests"
+PROMPT = "def quicksort(items):\n    " * 45  # about 1,200 tokens: five steps of a prefill
+TOLERANCE = 2e-4
+"""Pages of another size are added up in another order."""
+_two_steps: ContextVar[bool] = ContextVar("two_steps", default=False)
+
+
+class WithControl(DecodeServer):
+    """Our decode server, which does what Ray's does with its default backend where a request says so."""
+
+    async def _pd_handle_request(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncIterator[Any]:
+        two_steps = request.user == TWO_STEPS
+        _two_steps.set(two_steps)
+        handle = PDOrchestratorMixin if two_steps else DecodeServer
+        async for chunk in handle._pd_handle_request(self, request, raw_request_info):
+            yield chunk
+
+    def _get_connector_backend(self) -> Any:
+        if _two_steps.get():
+            return DefaultConnectorBackend(self._llm_config)
+        return super()._get_connector_backend()
+
+
+def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
+    """An `LLMConfig` whose replicas run on the node that has this resource."""
+    return {
+        "model_loading_config": {"model_id": "demo", "model_source": str(MODEL)},
+        "accelerator_config": {"kind": "cpu"},
+        "engine_kwargs": {
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "enforce_eager": True,
+            "max_num_batched_tokens": 256,
+            **engine_kwargs,
+        },
+        "placement_group_config": {"bundles": [{"CPU": 1, node: 1}]},
+        "deployment_config": {
+            "num_replicas": 1,
+            "ray_actor_options": {"num_cpus": 0},
+            "health_check_period_s": 1,
+            "graceful_shutdown_wait_loop_s": 0.2,
+        },
+    }
+
+
+def grown(now: Samples, before: Samples, name: str, **labels: str) -> float:
+    """How much our counts of this name have grown. Those of a replica that has ended may be gone."""
+    wanted = Samples({key: value for key, value in now.since(before).items() if value > 0})
+    return wanted.total(f"ray_pd_connector_{name}_total", **labels)
+
+
+def ask(rig: Rig, prompt: str = PROMPT, max_tokens: int = 16, **extra: Any) -> Answer:
+    """A completion through the application."""
+    return completion(rig.url, prompt, max_tokens, **extra)
+
+
+def hand_over(rig: Rig, **extra: Any) -> None:
+    """Ask until KV is received: the first prompt of a producer is computed on both sides (audit)."""
+    before = rig.metrics()
+
+    def received() -> float:
+        ask(rig, max_tokens=2, **extra)
+        return grown(rig.metrics(), before, "received_transfers")
+
+    wait_until(received, "a prefill replica hands KV over")
+
+
+class Rig:
+    """The cluster; ended with everything in it."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        here = Path(__file__).parent
+        paths = [ROOT, ROOT / "kernels", ROOT / "tests/engines", ROOT / "tests", here]
+        os.environ.update(
+            {
+                **CPU_ENVIRONMENT,
+                KEY_VARIABLE: os.urandom(32).hex(),
+                "HF_HUB_OFFLINE": "1",
+                "PD_RAY_RIG": self.id,
+                "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_METRICS_REPORT_INTERVAL_MS": "500",
+                "SPT_NOENV": "1",  # what ends its processes by their environment can read it
+            }
+        )
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{found.getsockname()[1]}"
+        self.client = Client(self.url, timeout_s=120.0)
+
+    def __enter__(self) -> Self:
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 8,
+                "include_dashboard": False,
+                "resources": {"decode": 8},
+                "object_store_memory": 80 << 20,
+                "_system_config": {"metrics_report_interval_ms": 500},
+            },
+        )
+        self.other = self._cluster.add_node(
+            num_cpus=8, resources={"prefill": 8}, object_store_memory=80 << 20
+        )
+        ray.init(address=self._cluster.address, log_to_driver=False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+            self._cluster.shutdown()
+            left = self.processes("")
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def deploy(self) -> None:
+        """Serve the demo's model with a replica on each side, and wait until they are there."""
+        port = int(self.url.rpartition(":")[2])
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        with mock.patch.object(app, "DecodeServer", WithControl):
+            application = build_pd_app(
+                {
+                    "prefill_config": side("prefill", block_size=32),
+                    "decode_config": side(
+                        "decode",
+                        block_size=64,
+                        scheduler_cls="scheduler_plugins.vllm.PrefixAwareScheduler",
+                    ),
+                    "ingress_deployment_config": {
+                        "num_replicas": 1,
+                        "graceful_shutdown_wait_loop_s": 0.2,
+                    },
+                }
+            )
+        serve.run(application, name=APP, blocking=False)
+        wait_until(
+            lambda: all(self.replicas(name) == {"RUNNING": 1} for name in (PREFILL, DECODE)),
+            lambda: f"a replica each: {self.replicas(PREFILL)}, {self.replicas(DECODE)}",
+            400.0,
+        )
+
+    def replicas(self, deployment: str) -> dict[str, int]:
+        """How many replicas of a deployment are in which state."""
+        found = serve.status().applications[APP].deployments.get(deployment)
+        return {str(state): n for state, n in found.replica_states.items()} if found else {}
+
+    def alone(self, prompt: str, max_tokens: int, salt: str) -> Answer:
+        """What a prefill replica's engine answers without any connector's doing: the reference."""
+        request = CompletionRequest(
+            model="demo",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=5,
+            return_tokens_as_token_ids=True,
+            cache_salt=salt,
+        )
+        handle = serve.get_deployment_handle(PREFILL, APP).options(stream=True)
+        (answer,) = list(handle.completions.remote(request))
+        raw = answer.model_dump()
+        found = raw["choices"][0]["logprobs"]
+        return Answer(
+            tuple(found["tokens"]),
+            tuple(found["token_logprobs"]),
+            tuple(found["top_logprobs"]),
+            raw["choices"][0]["text"],
+            raw,
+        )
+
+    def metrics(self) -> Samples:
+        """What all living nodes export."""
+        text = ""
+        for node in ray.nodes():
+            if node["Alive"]:
+                url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+                with urllib.request.urlopen(url, timeout=10.0) as answer:
+                    text += answer.read().decode()
+        return Samples.parse(text)
+
+    @contextlib.contextmanager
+    def counts(self, name: str, least: float, **labels: str) -> Iterator[None]:
+        """Within, a count of replicas grows by `least` at least; Ray exports it some time later."""
+        before = self.metrics()
+        yield
+        found = 0.0
+
+        def enough() -> bool:
+            nonlocal found
+            found = grown(self.metrics(), before, name, **labels)
+            return found >= least
+
+        wait_until(enough, lambda: f"{least} more of {name} {labels}: {found}", 60.0)
+
+    def idle(self) -> None:
+        """Wait until no living engine holds anything for another."""
+        handle = serve.get_deployment_handle(PREFILL, APP)
+
+        def held() -> int:
+            found = handle.broadcast("collective_rpc", "outgoing_transfers").results()
+            return sum(sum(ranks) for ranks in found)
+
+        wait_until(lambda: not held(), lambda: f"no transfer left: {held()}")
+
+    def processes(self, name: str) -> list[int]:
+        """Living processes of this cluster whose title has `name` in it."""
+        found = []
+        marker = f"PD_RAY_RIG={self.id}".encode()
+        table = proc.table()
+        ours = proc.descendants(table, {os.getpid()})
+        for pid in table.keys() - {os.getpid()}:
+            with contextlib.suppress(OSError):
+                title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                known = pid in ours or marker in Path(f"/proc/{pid}/environ").read_bytes()
+                if known and name in title:
+                    found.append(pid)
+        return found

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--workers 2` as a user starts it: real processes in front of fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from router_fakes import FakeEngine
+
+LIMIT_S = 120.0
+
+
+class Processes:
+    """A router in several processes, and its engines."""
+
+    def __init__(self, port: int, admin: int, keeper: asyncio.subprocess.Process) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.admin = f"http://127.0.0.1:{admin}/engines"
+        self.keeper = keeper
+
+    @property
+    def workers(self) -> set[int]:
+        children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children")
+        return {int(pid) for pid in children.read_text().split()}
+
+    async def ask(self, method: str, url: str, body: Any = None) -> Any:
+        """One request on a connection of its own, so that the system chooses a worker anew."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, url, json=body) as response,
+        ):
+            text = await response.text()
+            return await response.json() if text.startswith("{") else text
+
+    async def complete(self) -> str:
+        body = {"model": "m", "prompt": "hello"}
+        told = await self.ask("POST", self.url + "/v1/completions", body)
+        return str(told.get("served_by"))
+
+    async def metric(self, name: str) -> float:
+        text = await self.ask("GET", self.url + "/metrics")
+        families = text_string_to_metric_families(text)
+        found = [s.value for family in families for s in family.samples if s.name == name]
+        return sum(found)
+
+
+async def until_all(condition: Callable[[], Any], what: str) -> None:
+    """Wait until an awaited condition holds; a connection that breaks meanwhile is no answer."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with suppress(aiohttp.ClientError, OSError):
+                if await condition():
+                    return
+            await asyncio.sleep(0.05)
+    raise AssertionError(what)
+
+
+@asynccontextmanager
+async def router(*engines: str) -> AsyncIterator[Processes]:
+    command = [sys.executable, "-m", "scheduler_plugins.router", "--workers", "2", *engines]
+    command += ["--port", "0", "--admin-port", "0", "--health-interval-s", "0.1"]
+    command += ["--policy", "round_robin", "--shutdown-timeout-s", "1"]
+    keeper = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert keeper.stderr is not None
+    found: dict[str, int] = {}
+    said = asyncio.create_task(asyncio.sleep(0))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while "Running on" not in found:
+                line = (await keeper.stderr.readline()).decode()
+                assert line, "the router has ended"
+                if match := re.search(r"(Running on|Admin API on) http://127\.0\.0\.1:(\d+)", line):
+                    found[match[1]] = int(match[2])
+        said = asyncio.create_task(_read(keeper.stderr))
+        yield Processes(found["Running on"], found["Admin API on"], keeper)
+    finally:
+        if keeper.returncode is None:
+            keeper.kill()
+        await keeper.wait()
+        said.cancel()
+
+
+async def _read(stream: asyncio.StreamReader) -> None:
+    while await stream.readline():
+        pass
+
+
+def alive(pids: set[int]) -> set[int]:
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.add(pid)
+    return found
+
+
+def test_two_workers_are_one_router() -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d0"), FakeEngine("d1")]
+        for fake in fakes:
+            await fake.start()
+        sides = ["--prefill", fakes[0].url, "--decode", fakes[1].url, fakes[2].url]
+        async with router(*sides) as running:
+            first = running.workers
+            assert len(first) == 2
+
+            served = [await running.complete() for _ in range(16)]
+            assert set(served) == {"d0", "d1"}
+
+            async def counted() -> bool:
+                return await running.metric("pd_router:requests_total") == 16
+
+            await until_all(counted, "every request is counted, whichever worker served it")
+            assert await running.metric("pd_router:workers") == 2
+            checks = fakes[1].health_checks
+            assert checks > 0, "the keeper watches"
+
+            await running.ask("POST", running.admin + "/drain", {"url": fakes[1].url})
+
+            async def drained() -> bool:
+                return {await running.complete() for _ in range(12)} == {"d1"}
+
+            await until_all(drained, "no worker asks the drained engine")
+
+            killed = next(iter(first))
+            os.kill(killed, signal.SIGKILL)
+
+            async def restarted() -> bool:
+                now = running.workers
+                both = len(now) == 2 and killed not in now
+                return both and await running.metric("pd_router:workers") == 2
+
+            await until_all(restarted, "the dead worker has a successor")
+            assert await running.metric("pd_router:requests_total") >= 16, "counters do not fall"
+            assert await running.metric("pd_router:worker_restarts_total") == 1
+            assert {await running.complete() for _ in range(12)} == {"d1"}, (
+                "it was told of the drain"
+            )
+
+            last = running.workers
+            running.keeper.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(LIMIT_S):
+                assert await running.keeper.wait() == 0
+            assert not alive(last)
+        for fake in fakes:
+            await fake.die()
+
+    asyncio.run(scenario())
+
+
+def test_workers_do_not_outlive_their_keeper() -> None:
+    async def scenario() -> None:
+        async with router("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1") as running:
+            workers = running.workers
+            assert alive(workers) == workers
+            running.keeper.kill()
+            await running.keeper.wait()
+
+            async def gone() -> bool:
+                return not alive(workers)
+
+            await until_all(gone, "no worker is left")
+
+    asyncio.run(scenario())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench serve` sends, how it judges, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.serve.measure import Promise, Turn, compared
+from pd_connector.tools.bench.serve.sending import Answer, completion_rate, send
+from pd_connector.tools.bench.serve.trace import Line, TimedRequest, read, timed
+from pd_connector.tools.cli import bench as command
+from pd_connector.tools.launch import Client
+
+LINES = [
+    Line(timestamp=0, input_length=1024, output_length=64, hash_ids=[0, 1]),
+    Line(timestamp=0, input_length=1300, output_length=10, hash_ids=[0, 1, 2]),
+    Line(timestamp=3000, input_length=512, output_length=320, hash_ids=[7]),
+]
+
+
+def test_requests_have_the_traces_shape_at_the_asked_rate():
+    requests = timed(LINES, per_s=2.0, scale=32, seed=1)
+    assert requests[0].at_s == 0
+    assert requests[-1].at_s == pytest.approx(len(LINES) / 2.0)
+    by_length = sorted(requests, key=lambda one: len(one.prompt))
+    assert [len(one.prompt) for one in by_length] == [16, 32, 41]
+    assert [one.max_tokens for one in by_length] == [10, 2, 2]
+    assert by_length[2].prompt.startswith(by_length[1].prompt), "equal ids, equal text"
+    assert not by_length[1].prompt.startswith(by_length[0].prompt)
+
+
+def test_another_run_finds_nothing_of_an_earlier_one_in_a_cache():
+    first, again, other = (
+        {one.prompt for one in timed(LINES, 1.0, 32, seed)} for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert not first & other
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has 0 requests and 2 are needed"),
+        ("timestamp,input\n1,2\n", "is no trace in Mooncake's form"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(tmp_path, text, words):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(BenchError, match=words):
+        read(path, 2)
+
+
+def test_a_run_is_judged_by_what_was_served_and_what_was_in_time():
+    promise = Promise(ttft_s=1.0, tpot_s=0.1)
+    ours = Turn([Answer(0.5, 0.05)] * 9 + [Answer(failure="503")], span_s=5.0)
+    rival = Turn([Answer(0.5, 0.05)] * 3 + [Answer(2.0, 0.05)] * 7, span_s=5.0)
+    found = {one.name: one for one in compared({0.8: [(ours, rival)]}, promise)}
+    assert found["TTFT mean"].ours.median == 0.5
+    assert found["TTFT mean"].baseline.median == pytest.approx(1.55)
+    assert found["TTFT mean"].bar == 0.5
+    assert found["TTFT mean"].ok
+    assert found["goodput"].ratio == pytest.approx(3.0)
+    assert found["goodput"].bar is None, "asked at 1.1 only"
+    assert found["TPOT mean"].ok
+
+
+def test_goodput_of_nothing_in_time_is_still_a_number():
+    promise = Promise(ttft_s=0.1, tpot_s=0.1)
+    turn = Turn([Answer(1.0, 0.05)] * 2, span_s=1.0)
+    (goodput,) = [one for one in compared({1.1: [(turn, turn)]}, promise) if one.name == "goodput"]
+    assert goodput.ratio == 1.0
+    assert not goodput.ok
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers as many tokens as are asked for; 503 for the prompt `refuse`, and breaks off at `cut`."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == "refuse":
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(body["max_tokens"]):
+            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        if body["prompt"] != "cut":
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield Client(f"http://127.0.0.1:{found.server_port}")
+        found.shutdown()
+        thread.join()
+
+
+def test_every_request_is_answered_or_has_its_failure(server):
+    prompts = ("fine", "refuse", "cut", "fine")
+    requests = [TimedRequest(n * 0.01, prompt, 3) for n, prompt in enumerate(prompts)]
+    answers = send(server, "m", requests)
+    assert [bool(answer.failure) for answer in answers] == [False, True, True, False]
+    assert "503" in answers[1].failure
+    assert answers[0].ttft_s > 0
+    rate, answers = completion_rate(server, "m", requests, at_once=2)
+    assert rate > 0
+    assert [bool(answer.failure) for answer in answers] == [False, True, True, False]
+
+
+def test_without_the_rivals_router_the_command_says_how_to_get_it(tmp_path):
+    env = tmp_path / "nothing"
+    result = CliRunner().invoke(command.app, ["serve", "trace.jsonl", "--peer-env", str(env)])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "python3 -m venv" in said
+    assert "vllm-router==0.1.17" in said
