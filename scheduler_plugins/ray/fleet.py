@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.describe import BLOCK_TOKENS, describe
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
-from scheduler_plugins.router.load import EngineLoad, Loaded
 from scheduler_plugins.router.policies.base import (
     Defer,
     Policy,

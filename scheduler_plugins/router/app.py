@@ -13,11 +13,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from scheduler_plugins.router import body
-from scheduler_plugins.router.answers import (
-    REQUEST_ID,
-    error_body,
-    headers_to_client,
-)
+from scheduler_plugins.router.answers import REQUEST_ID, headers_to_client
 from scheduler_plugins.router.attempt import AllOverloadedError, UnavailableError
 from scheduler_plugins.router.backend import Backend, OneProcess, client_session
 from scheduler_plugins.router.config import RouterConfig
@@ -43,6 +39,7 @@ from scheduler_plugins.router.page import EVENTS, LiveState, page
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.proxy import ClientRequest
+from scheduler_plugins.router.refusals import closing, error_response, retry_after, unavailable
 from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.shared import Shared
@@ -141,21 +138,21 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
     request.app[CONNECTIONS].headers_arrived(request)
     if request.path.startswith(GUARDED) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
-        return _last(_error(message, "authentication_error", 401))
+        return closing(error_response(message, "authentication_error", 401))
     try:
         response: web.StreamResponse = await handler(request)
     except BodyTooLargeError:
         limit = request.app[CONFIG].body_mib
         message = f"the request body is larger than {limit} MiB (router option --body-mib)"
-        return _last(_error(message, "invalid_request_error", 413))
+        return closing(error_response(message, "invalid_request_error", 413))
     except NoRoomError:
         message = "the router holds as many request bodies as it may; retry later"
-        return _last(_retry(_error(message, "service_unavailable", 503), 1))
+        return closing(retry_after(error_response(message, "service_unavailable", 503), 1))
     except web.HTTPException as error:
         if error.status < 400:
             raise
         message = f"{request.method} {request.path}: {error.reason}"
-        response = _error(message, "invalid_request_error", error.status)
+        response = error_response(message, "invalid_request_error", error.status)
         if allow := error.headers.get("Allow"):
             response.headers["Allow"] = allow
     return response
@@ -193,7 +190,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         limit_s = timeout_s(request.headers)
         parsed = body.parse(await _read(request, room), request.path)
     except body.BadRequestError as error:
-        response = _error(str(error), "invalid_request_error", 400, error.param)
+        response = error_response(str(error), "invalid_request_error", 400, error.param)
         response.headers[REQUEST_ID] = request_id
         return response, "bad_request"
     headers = passed_headers(request, request_id, shared.config)
@@ -205,10 +202,12 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
             return found
     except UnavailableError as error:
         logger.warning("request %s: %s", request_id, error)
-        response = _unavailable(error, shared.config, request_id)
+        response = unavailable(error, shared.config, request_id)
         return response, "unavailable"
     except AllOverloadedError as error:
-        response = _retry(_error(str(error), "rate_limit_exceeded", 429), error.retry_after_s)
+        response = retry_after(
+            error_response(str(error), "rate_limit_exceeded", 429), error.retry_after_s
+        )
         response.headers[REQUEST_ID] = request_id
         return response, "overloaded"
     except ClientGoneError as error:
@@ -217,7 +216,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         if client_request.begun:
             raise  # aiohttp closes the connection: too late for any other answer
         logger.exception("request %s failed in the router", request_id)
-        return _error(
+        return error_response(
             f"request {request_id} failed in the router", "internal_error", 500
         ), "internal_error"
     finally:
@@ -240,7 +239,7 @@ async def _within(
     why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
     if client_request.begun:
         return await client_request.interrupt(why), "deadline"
-    response = _error(f"request {request_id}: {why}", "timeout", 504)
+    response = error_response(f"request {request_id}: {why}", "timeout", 504)
     response.headers[REQUEST_ID] = request_id
     return response, "deadline"
 
@@ -281,7 +280,7 @@ async def models(request: web.Request) -> web.StreamResponse:
         else (engine, "down", engine.reason)
         for engine in shared.pool.engines
     ]
-    return _unavailable(UnavailableError(engines), config, request_id)
+    return unavailable(UnavailableError(engines), config, request_id)
 
 
 async def health(request: web.Request) -> web.StreamResponse:
@@ -307,31 +306,3 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
     text = await request.app[_BACKEND].render(request.app[METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def _error(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
-    return web.json_response(error_body(message, kind, status, param), status=status)
-
-
-def _unavailable(error: UnavailableError, config: RouterConfig, request_id: str) -> web.Response:
-    """503 for a client: it counts what was the matter, and names no engine. The log has the names."""
-    counted = "; ".join(
-        f"{role}: " + ", ".join(f"{count} {cause}" for cause, count in causes.items())
-        for role, causes in error.causes.items()
-    )
-    message = f"no engine could serve request {request_id} ({counted})"
-    shaped = error_body(message, "service_unavailable", 503, engines=error.causes)
-    response = _retry(web.json_response(shaped, status=503), math.ceil(config.health_interval_s))
-    response.headers[REQUEST_ID] = request_id
-    return response
-
-
-def _retry(response: web.Response, after_s: int) -> web.Response:
-    response.headers["Retry-After"] = str(after_s)
-    return response
-
-
-def _last(response: web.Response) -> web.Response:
-    """Close the connection after this response: a part of the request was not read."""
-    response.force_close()
-    return response

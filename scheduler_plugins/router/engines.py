@@ -12,9 +12,9 @@ from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.circuit import Circuit
+from scheduler_plugins.router.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.describe import BLOCK_TOKENS
 from scheduler_plugins.router.kinds import Kind
-from scheduler_plugins.router.load import EngineLoad, Loaded
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 

@@ -4,9 +4,8 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from math import inf
 from typing import Any
 
 from aiohttp import web
@@ -15,9 +14,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
 from scheduler_plugins.qos.trust import signed
 from scheduler_plugins.router import handoff
-from scheduler_plugins.router.answers import (
-    REQUEST_ID,
-)
+from scheduler_plugins.router.answers import REQUEST_ID
 from scheduler_plugins.router.attempt import (
     AllOverloadedError,
     Attempt,
@@ -26,9 +23,10 @@ from scheduler_plugins.router.attempt import (
 )
 from scheduler_plugins.router.body import COMPLETIONS, encode, with_tokens
 from scheduler_plugins.router.candidates import Candidates
+from scheduler_plugins.router.decision import next_attempt
 from scheduler_plugins.router.describe import describe
 from scheduler_plugins.router.downstream import Downstream
-from scheduler_plugins.router.engines import BackendEngine, Role
+from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.exchange import (
     EngineCall,
     EngineFailedError,
@@ -42,15 +40,14 @@ from scheduler_plugins.router.front import QueueFullError, turn_of
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.kinds import Kind
-from scheduler_plugins.router.policies.base import Defer, Reject, Request, cached_tokens
+from scheduler_plugins.router.policies.base import Reject, Request
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
-from scheduler_plugins.router.promises import kept_by, promised
+from scheduler_plugins.router.promises import promised
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
 from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.resume import StreamRecord, resumable
 from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.tokens import NOT_TOKENIZED, Tokenized
-from scheduler_plugins.router.view import LiveView
 
 logger = logging.getLogger(__name__)
 
@@ -204,40 +201,10 @@ class ClientRequest:
                 self._body = with_tokens(self._body, token_list(found.tokens))
 
     async def _next_attempt(self) -> Attempt | None:
-        """What the policy decides; None if no engine is left to ask, or all are overloaded.
-
-        Raises:
-            RejectedError: the policy turns the request away.
-        """
-        loop, shared = asyncio.get_running_loop(), self._shared
-        while (engines := self._candidates.able()) is not None:
-            now = loop.time()
-            able = {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}
-            view = LiveView(able, shared.pool.prefixes, now)
-            request = kept_by(self._request, engines.prefill, engines.decode)
-            # What the request has waited here is a part of what its class is promised.
-            request = request._replace(ttft_slo_s=request.ttft_slo_s - (now - self._arrived))
-            if self._client.begun:
-                request = request._replace(ttft_slo_s=inf, tpot_slo_s=inf)  # it was let in
-            decision = shared.policy.decide(request, view, now, shared.random)
-            if isinstance(decision, Reject):
-                shared.metrics.rejected.labels(request.qos, decision.cause).inc()
-                raise RejectedError(decision)
-            if isinstance(decision, Defer):
-                await asyncio.sleep(max(0.0, decision.until_s - now))
-                continue
-            answering = next(one for one in engines.decode if one.name == decision.d)
-            if decision.p is None and answering.computes_prompts:
-                return Attempt(answering, None, engines.cause or "policy")
-            prefill = _prefill_of(engines.prefill, decision.p)
-            (blocks,) = view.match(self._request.hashes, [prefill])
-            fresh_tokens = self._request.tokens - cached_tokens(self._request, prefill, blocks)
-            expected_s = None
-            if prefill.costs.known:
-                own_s = prefill.costs.prefill_s(request.tokens, request.tokens - fresh_tokens)
-                expected_s = now - self._arrived + prefill.queued_s(now) + own_s
-            return Attempt(answering, prefill, "", fresh_tokens, expected_s)
-        return None
+        """See `next_attempt`."""
+        return await next_attempt(
+            self._shared, self._candidates, self._request, self._arrived, begun=self._client.begun
+        )
 
     async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         request, circuit = self._request, attempt.answering.circuit
@@ -345,11 +312,3 @@ class ClientRequest:
                 self._shared.metrics.expected_first_token_s.observe(attempt.expected_s)
 
         return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
-
-
-def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
-    """The engine of this name; the least busy one where the policy would have the decode engine compute
-    the prompt, which is one that computes none."""
-    if name is None:
-        return min(engines, key=lambda engine: engine.open_requests)
-    return next(engine for engine in engines if engine.name == name)

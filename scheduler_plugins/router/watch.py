@@ -18,6 +18,7 @@ from scheduler_plugins.router import body
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.describe import BLOCK_TOKENS
+from scheduler_plugins.router.engine_reports import apply, from_metrics, from_report
 from scheduler_plugins.router.engines import BackendEngine, Role
 from scheduler_plugins.router.exchange import (
     EXCERPT_BYTES,
@@ -27,7 +28,6 @@ from scheduler_plugins.router.exchange import (
     failure_of,
 )
 from scheduler_plugins.router.kinds import SERVER_INFO, Kind, SglangFacts, sglang_facts
-from scheduler_plugins.router.loads import apply, from_metrics, from_report
 
 logger = logging.getLogger(__name__)
 

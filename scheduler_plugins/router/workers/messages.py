@@ -10,8 +10,8 @@ import msgspec
 from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.counted_load import Correction
 from scheduler_plugins.router.kinds import Kind
-from scheduler_plugins.router.load import Correction
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.workers.memory import MemoryRef
 

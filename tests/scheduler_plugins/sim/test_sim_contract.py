@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.counted_load import EngineLoad
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.index.events import Batch, Stored
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
-from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import (
     BlockHash,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from scheduler_plugins.router.counted_load import EngineLoad
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.table import HashTable
-from scheduler_plugins.router.load import EngineLoad
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.workers.counts import SharedCounts, words_for
 from scheduler_plugins.router.workers.memory import SharedWords, attach

@@ -7,9 +7,9 @@ from router_fakes import World, run, until
 from scheduler_plugins.admission.report import EngineReport, EventPorts, RankLoad
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.counted_load import KNOWN_AFTER_S, EngineLoad
+from scheduler_plugins.router.engine_reports import apply, from_metrics, from_report
 from scheduler_plugins.router.engines import BackendEngine, Role
-from scheduler_plugins.router.load import KNOWN_AFTER_S, EngineLoad
-from scheduler_plugins.router.loads import apply, from_metrics, from_report
 from scheduler_plugins.router.metrics import Metrics
 
 MODEL = CostModel(a=1e-3, d0=0.01)
