@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 BUCKET = 8
 """Slots of a bucket: one line of the processor's cache, so that a bucket is looked at as a whole."""
-FEW = 12
+FEW = 24
 """So many keys are looked up one by one, which is faster than a dozen calls of numpy."""
 _WORD = (1 << 64) - 1
 _LOAD_AFTER = 0.5
@@ -106,12 +106,12 @@ class TableReader:
         mixed = key * self.mix & _WORD
         while buckets:
             bucket = self._next(bucket, mixed, buckets)
-            for slot in range(bucket * BUCKET, (bucket + 1) * BUCKET):
-                at = cells[slot]
-                if at == key:
-                    return slot
-                if not at:
-                    return -1
+            first = bucket * BUCKET
+            line = cells[first : first + BUCKET].tolist()
+            if key in line:
+                return first + line.index(key)
+            if not line[-1]:
+                break
         return -1
 
     def _next(self, bucket: int, mixed: int, buckets: int) -> int:
@@ -162,8 +162,12 @@ class HashTable(TableReader):
         if len(absent):
             present = slots[slots >= 0]
             self._taken[present] = True  # their rows may be zero, but they are wanted
-            fresh, where = np.unique(keys[absent], return_inverse=True)
-            slots[absent] = self._insert(fresh)[where]
+            wanted = keys[absent]
+            if len(set(wanted.tolist())) == len(wanted):
+                slots[absent] = self._insert(wanted)
+            else:
+                fresh, where = np.unique(wanted, return_inverse=True)
+                slots[absent] = self._insert(fresh)[where]
             self._taken[present] = False
         return slots
 
@@ -173,24 +177,30 @@ class HashTable(TableReader):
         mixed = key * self.mix & _WORD
         while True:
             bucket = self._next(bucket, mixed, buckets)
-            for slot in range(bucket * BUCKET, (bucket + 1) * BUCKET):
-                at = cells[slot]
-                if at and at != key:
-                    if free < 0 and slot not in given and self._is_zero(slot):
-                        free = slot
-                    continue
-                if not at:
-                    if free < 0:
-                        free = slot
-                        self._used += 1
-                    slot = free
-                    cells[slot] = key
-                given.add(slot)
-                return slot
+            first = bucket * BUCKET
+            line = cells[first : first + BUCKET].tolist()
+            if key in line:
+                slot = first + line.index(key)
+                break
+            if free < 0:
+                free = self._free_in(first, given)
+            if not line[-1]:
+                slot = free
+                self._used += not cells[slot]
+                cells[slot] = key
+                break
+        given.add(slot)
+        return slot
 
-    def _is_zero(self, slot: int) -> bool:
-        words, first = self.words, self.capacity + slot * self.words
-        return not self.cells[first] and (words == 1 or not any(self.cells[first : first + words]))
+    def _free_in(self, first: int, given: set[int]) -> int:
+        """The first slot of a bucket whose row is zero and that is not `given`; -1 if there is none."""
+        words, start = self.words, self.capacity + first * self.words
+        row = self.cells[start : start + BUCKET * words].tolist()
+        for n in range(BUCKET):
+            if not row[n * words] and first + n not in given:
+                if words == 1 or not any(row[n * words : (n + 1) * words]):
+                    return first + n
+        return -1
 
     def put(self, keys: Keys, values: Keys | int) -> None:
         """Set the first words of these keys' rows. Of a key that comes twice, the last value stays."""
@@ -209,20 +219,24 @@ class HashTable(TableReader):
         buckets, flat, lanes = self._first(mixed), self._keys.reshape(-1), np.arange(BUCKET)
         while len(pending):
             lines = buckets[:, None] * BUCKET + lanes
-            free = (self._keys[buckets] == 0) | ~self.rows[lines].any(axis=2)
+            # A slot that was never taken has a row of zeros as well.
+            rows = self.rows[lines]
+            used = rows[:, :, 0] != 0 if self.words == 1 else rows.any(axis=2)
             # Zero rows of keys that were placed in this very call are not free.
-            free &= ~self._taken[lines]
-            fits = free.any(axis=1)
-            slots = (buckets * BUCKET + free.argmax(axis=1))[fits]
+            used |= self._taken[lines]
+            first = used.argmin(axis=1)
+            slots = buckets * BUCKET + first
+            fits = ~used[np.arange(len(first)), first]
             before = flat[slots]
-            flat[slots] = keys[fits]
+            flat[slots[fits]] = keys[fits]
             # Of several keys that wanted one slot, the last one written has it.
-            won = flat[slots] == keys[fits]
-            self._used += int(np.count_nonzero(won & (before == 0)))
-            self._taken[slots[won]] = True
-            placed = np.zeros(len(pending), np.bool_)
-            placed[np.flatnonzero(fits)[won]] = True
-            found[pending[placed]] = slots[won]
+            placed = fits & (flat[slots] == keys)
+            self._used += int(np.count_nonzero(placed & (before == 0)))
+            won = slots[placed]
+            self._taken[won] = True
+            found[pending[placed]] = won
+            if len(won) == len(pending):
+                break
             # Whoever found no room goes on to the next bucket; whoever lost a slot looks at this one again.
             moved = (buckets + self._steps(mixed)) % len(self._keys)
             buckets = np.where(fits, buckets, moved)
