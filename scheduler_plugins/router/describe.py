@@ -60,7 +60,7 @@ def describe(
     return Request(
         id=request_id,
         tokens=lengths.tokens(prompt) if tokens is None else max(1, len(tokens) // TOKEN_BYTES),
-        hashes=PromptKeys(tuple(prompt.chunks()), tokens, extras),
+        hashes=PromptKeys(prompt.chunks(), tokens, extras),
         max_tokens=max(1, most),
         arrival_s=arrival_s,
         deadline_s=arrival_s + timeout_s(headers),

@@ -23,6 +23,8 @@ class LiveView:
         self._engines = engines
         self._prefixes = prefixes
         self._now_s = now_s
+        self._matched: dict[str, int] = {}  # engine -> blocks of the prompt that was asked for last
+        self._prompt: PromptKeys | None = None
 
     def engines(self, role: Role) -> Sequence[EngineView]:
         return self._engines.get(role, ())
@@ -30,7 +32,12 @@ class LiveView:
     def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> Sequence[int]:
         if not isinstance(hashes, PromptKeys):
             return [0] * len(engines)
-        return self._prefixes.match(hashes, engines, BLOCK_TOKENS, self._now_s)
+        if hashes is not self._prompt:
+            self._prompt, self._matched = hashes, {}
+        if unknown := [one for one in engines if one.name not in self._matched]:
+            found = self._prefixes.match(hashes, unknown, BLOCK_TOKENS, self._now_s)
+            self._matched.update(zip((one.name for one in unknown), found, strict=True))
+        return [self._matched[one.name] for one in engines]
 
     def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
         """Engines do not tell how fast their links are, and none fetches prefixes yet."""

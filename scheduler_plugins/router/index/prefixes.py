@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
@@ -26,19 +26,24 @@ class PromptKeys(Sequence[bytes]):
     """
 
     def __init__(
-        self, text: Sequence[bytes], tokens: bytes | None = None, extras: Sequence[bytes] = ()
+        self, text: Iterable[bytes], tokens: bytes | None = None, extras: Sequence[bytes] = ()
     ) -> None:
         """Hash nothing yet.
 
         Args:
-            text: digests of its text, of 16 bytes (`admission.prompt.Prompt.chunks`).
+            text: digests of its text, of 16 bytes (`admission.prompt.Prompt.chunks`). They are not computed before
+                somebody asks for them: where tokens are known, hardly anybody does.
             tokens: its token ids (`hashes.token_bytes`); None: nobody has tokenized it.
             extras: what else KV depends on, for its first blocks (`hashes.prompt_extras`).
         """
         self.tokens = tokens
         self.extras = tuple(extras)
-        self._digests = tuple(text)
+        self._text = text
         self._by_size: dict[int, Hashes] = {}
+
+    @cached_property
+    def _digests(self) -> tuple[bytes, ...]:
+        return tuple(self._text)
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -87,9 +92,21 @@ class PartState(NamedTuple):
 class PrefixReader:
     """Says how much of a prompt each engine has."""
 
-    def __init__(self, held: BlockReader, recent: BlockReader, by_events: Container[str]) -> None:
-        """`by_events`: names of the engines that `held` is to be asked for."""
+    def __init__(
+        self,
+        held: BlockReader,
+        recent: BlockReader,
+        by_events: Container[str],
+        asked: set[str] | None = None,
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            by_events: names of the engines that `held` is to be asked for.
+            asked: gets the names of the engines that `recent` was asked for.
+        """
         self._held_blocks, self._recent_blocks, self._by_events = held, recent, by_events
+        self._asked = set[str]() if asked is None else asked
 
     def match(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
@@ -116,7 +133,8 @@ class PrefixReader:
         for n, engine in enumerate(engines):
             held = prompt.tokens is not None and engine.name in self._by_events
             if not held:
-                self._forget(engine.name, now_s)
+                self._asked.add(engine.name)
+                self._refresh(engine.name, now_s)
             size = engine.block_tokens if prompt.tokens is not None else 0
             grouped.setdefault((held, size), []).append(n)
         return [
@@ -128,8 +146,8 @@ class PrefixReader:
             for (held, size), which in grouped.items()
         ]
 
-    def _forget(self, engine: str, now_s: float) -> None:
-        """Forget what is too old of what was only guessed."""
+    def _refresh(self, engine: str, now_s: float) -> None:
+        """Bring what is only guessed of an engine up to date."""
 
 
 class Prefixes(PrefixReader):
@@ -215,16 +233,18 @@ class Prefixes(PrefixReader):
         held = self._held.get(engine)
         if held is not None:
             return PartState("events", held.blocks, held.unknown)
-        known = engine in self._recent
-        return PartState("recent", self._recent_index.blocks(engine) if known else 0, 0)
-
-    def forget_old(self, now_s: float) -> None:
-        """Forget what is too old of what was only guessed."""
-        for engine in self._recent:
-            self._forget(engine, now_s)
-
-    def _forget(self, engine: str, now_s: float) -> None:
         if recent := self._recent.get(engine):
+            recent.settle()
+        return PartState("recent", self._recent_index.blocks(engine) if recent else 0, 0)
+
+    def refresh(self, now_s: float) -> None:
+        """Bring what is only guessed up to date: other processes read the tables themselves."""
+        for engine in self._recent:
+            self._refresh(engine, now_s)
+
+    def _refresh(self, engine: str, now_s: float) -> None:
+        if recent := self._recent.get(engine):
+            recent.settle()
             recent.forget(now_s)
 
 

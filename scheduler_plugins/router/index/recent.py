@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,11 @@ class _Noted(NamedTuple):
 
 
 class RecentBlocks:
-    """The blocks of the prompts that an engine computed lately, the prompt unused for longest forgotten first."""
+    """The blocks of the prompts that an engine computed lately, the prompt unused for longest forgotten first.
+
+    A prompt comes into the index when somebody asks for the engine (`settle`), several at once. Most decode engines are never
+    asked for, and cost nothing but the list of prompts.
+    """
 
     def __init__(self, index: BlockIndex, engine: str, most_blocks: int = ASSUMED_BLOCKS) -> None:
         """`most_blocks`: for how many the engine has room."""
@@ -36,6 +41,7 @@ class RecentBlocks:
         self._index = index
         self._engine = engine
         self._noted: deque[_Noted] = deque()
+        self._unsettled = 0  # of those, the last ones, which are not in the index yet
         self._noted_blocks = 0
         self._used = HashTable()  # block -> the last noted prompt that has it, as its number + 1
         self._number = 0
@@ -53,9 +59,22 @@ class RecentBlocks:
         self._number += 1
         self._noted.append(_Noted(self._number, now_s, hashes))
         self._noted_blocks += len(hashes)
-        self._used.put(hashes, self._number)
-        self._index.store(self._engine, hashes)
+        self._unsettled += 1
         self.forget(now_s)
+
+    def settle(self) -> None:
+        """Bring the prompts that were noted since the last call into the index."""
+        if not self._unsettled:
+            return
+        several = list(islice(reversed(self._noted), self._unsettled))[::-1]
+        self._unsettled = 0
+        hashes = np.concatenate([one.hashes for one in several])
+        numbers = np.repeat(
+            np.array([one.number for one in several], np.uint64),
+            [len(one.hashes) for one in several],
+        )
+        self._used.put(hashes, numbers)
+        self._index.store(self._engine, hashes)
 
     def forget(self, now_s: float) -> None:
         """Drop what is too old, and what there is no room for."""
@@ -66,6 +85,9 @@ class RecentBlocks:
         ):
             oldest = self._noted.popleft()
             self._noted_blocks -= len(oldest.hashes)
+            if len(self._noted) < self._unsettled:
+                self._unsettled -= 1
+                continue
             slots = self._used.find(oldest.hashes)
             last = self._used.rows[slots, 0] == np.uint64(oldest.number)
             self._used.rows[slots[last], 0] = 0
@@ -75,5 +97,5 @@ class RecentBlocks:
         """The engine's cache is gone."""
         self._index.clear(self._engine)
         self._noted.clear()
-        self._noted_blocks = 0
+        self._noted_blocks = self._unsettled = 0
         self._used = HashTable()

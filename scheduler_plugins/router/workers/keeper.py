@@ -89,7 +89,7 @@ class Keeper:
                 async with asyncio.timeout(EVERY_S):
                     await self.changed.wait()
             self.changed.clear()
-            self.caches.prefixes.forget_old(loop.time())
+            self.caches.prefixes.refresh(loop.time())
             content = encode(self._engines())
             if content != last:
                 last = content
@@ -187,6 +187,7 @@ class Keeper:
             digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]
             prompt = PromptKeys(digests, message.tokens, message.extras)
             self.pool.prefilled(engine, prompt)
+            self.caches.prefixes.refresh(asyncio.get_running_loop().time())
 
     async def _answer(self, child: Child, number: int) -> None:
         """Tell a worker the metrics of all."""

@@ -96,6 +96,8 @@ class MirrorPool(Pool):
             return
         if prompt.tokens is not None and engine.follower is not None:
             return  # its events tell
+        if engine.name not in self._prefixes.asked:
+            return  # no policy here asks what it has
         text = b"" if prompt.tokens is not None else b"".join(prompt)
         self._link.send(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
 

@@ -8,7 +8,7 @@ that grows gets new memory, and the old one stays as it is for those who still r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.prefixes import NO_HASHES, PrefixReader
@@ -72,10 +72,15 @@ class SharedPrefixes:
 
     def __init__(self) -> None:
         self._held, self._recent = SharedTable(), SharedTable()
-        self.reader = PrefixReader(self._held.reader, self._recent.reader, frozenset())
+        self.asked = set[str]()
+        """Engines that the guess was asked for. Nobody needs to guess for others."""
+        self.reader = self._reader(frozenset())
 
     def use(self, told: Engines) -> None:
         """The keeper has said where the tables lie."""
         self._held.use(told.held)
         self._recent.use(told.recent)
-        self.reader = PrefixReader(self._held.reader, self._recent.reader, told.by_events)
+        self.reader = self._reader(told.by_events)
+
+    def _reader(self, by_events: Container[str]) -> PrefixReader:
+        return PrefixReader(self._held.reader, self._recent.reader, by_events, self.asked)
