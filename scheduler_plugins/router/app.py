@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from scheduler_plugins.router import body
 from scheduler_plugins.router.answers import REQUEST_ID, headers_to_client
 from scheduler_plugins.router.attempt import AllOverloadedError, UnavailableError
-from scheduler_plugins.router.backend import Backend, OneProcess, client_session
+from scheduler_plugins.router.backend import Backend, OneProcess, client_session, watching_session
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.connections import (
     BodyBudget,
@@ -100,8 +100,8 @@ def create_app(
 
 async def _engines(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    async with client_session(config) as session:
-        pool = app[_BACKEND].pool(config, session, app[METRICS])
+    async with client_session(config) as session, watching_session(config) as watching:
+        pool = app[_BACKEND].pool(config, watching, app[METRICS])
         policy = create(config.policy, config.decode_policy)
         tokens = PromptTokens(session, pool.all_up, config.tokenizer)
         tracing = Tracing(config.otlp)

@@ -14,6 +14,10 @@ from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.tls import for_engines
 
+REUSE_S = 0.5
+"""Longest idle time after which a connection to an engine is used again. Where requests come less often, a new connection
+costs little."""
+
 
 class Backend(Protocol):
     """Where the application's engines and metrics come from."""
@@ -42,11 +46,23 @@ class OneProcess:
 
 
 def client_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """For the router's requests to engines."""
+    """For clients' requests to engines. A connection is used again while it has been idle for `REUSE_S` at most: an engine ends
+    an idle one at a moment the router cannot know (vLLM after 5 s), and a POST lost to that looks like a dying engine."""
+    return _session(
+        config, aiohttp.TCPConnector(limit=0, keepalive_timeout=REUSE_S, ssl=for_engines(config))
+    )
+
+
+def watching_session(config: RouterConfig) -> aiohttp.ClientSession:
+    """For looking after engines. Each request has a connection of its own, so that it also tells whether the engine takes new ones."""
+    return _session(
+        config, aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config))
+    )
+
+
+def _session(config: RouterConfig, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        # A connection per request: an engine ends an idle one at a moment the router cannot know,
-        # and a POST lost to that looks like a dying engine.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config)),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
     )

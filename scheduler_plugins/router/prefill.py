@@ -2,13 +2,13 @@
 """The prefill side of one attempt: its copy of the request, sent beside the decode side's."""
 
 import asyncio
-import json
 import logging
 import uuid
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import aiohttp
+import msgspec
 
 from scheduler_plugins.router import body
 from scheduler_plugins.router.config import RouterConfig
@@ -148,7 +148,7 @@ class PrefillCopy:
             await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()
         try:
-            answer = json.loads(raw)
+            answer = msgspec.json.decode(raw)
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         self._answer = first_logprobs(answer)

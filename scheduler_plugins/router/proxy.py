@@ -297,6 +297,8 @@ class ClientRequest:
         config = self._config
         first_byte_s = config.first_byte_timeout_s if self._streams else config.answer_timeout_s
         timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
+        if copy is not None:
+            await asyncio.sleep(0)  # the copy goes out first: the decode engine waits for its KV
         async with exchange(self._shared.session, engine, call, timeouts, config, copy) as answer:
             await raise_for_status(answer)
             yield answer

@@ -68,10 +68,8 @@ class Responder:
             served()
         if lender is not None and answer.status == 200:
             content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        response.content_length = len(content)
+        response = web.Response(status=answer.status, headers=self._returned(answer), body=content)
         await self._client.begin(response)
-        await self._client.write(content)
         outcome = "ok" if answer.status < 400 else "client_error"
         return await self._client.finish(), outcome
 

@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from scheduler_plugins.router.body import CHAT, why_not_disaggregated
 
 _IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
 _TEXT = re.compile(rb'"(?:text|content)":"((?:[^"\\]|\\.)*)"')
 _OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!null|\[\]|"")')
-_FINISHED = re.compile(rb'"finish_reason":"')
 _UNFINISHED_CHARACTER = "�".encode()
 
 # What a second engine could not do alike: it sees the tokens sent so far as a part of the prompt.
@@ -70,7 +71,9 @@ class StreamRecord:
         self._body = dict(body)
         self._chat = path == CHAT
         self._shows_ids = bool(body.get("return_token_ids"))
-        self._prompt: list[int] | None = None
+        self._prompt: bytes | None = (
+            None  # as the engine sent it: it is only read where a stream breaks off
+        )
         self._sent: list[int] = []
         self._unsettled: list[int] = []
         self._first: dict[str, Any] = {}
@@ -94,13 +97,16 @@ class StreamRecord:
         """The completion that goes on after what was sent; None if that is not known well enough."""
         if self._prompt is None or self._lost or self._finished or not self._first:
             return None
+        prompt = _ids(self._prompt)
+        if prompt is None:
+            return None
         most = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
         if most is None and not self._chat:
             most = _COMPLETIONS_DEFAULT
         if most is not None and most <= len(self._sent):
             return None
         body = {name: value for name, value in self._body.items() if name not in _ONLY_IN_CHATS}
-        body["prompt"] = [*self._prompt, *self._sent]
+        body["prompt"] = [*prompt, *self._sent]
         body["max_tokens"] = None if most is None else most - len(self._sent)
         body.pop("add_special_tokens", None)
         return body
@@ -112,29 +118,31 @@ class StreamRecord:
         self.resumed += 1
 
     def _noted(self, event: bytes) -> bytes:
-        found: dict[bytes, bytes] = dict(_IDS.findall(event))
-        if not self.resumed and self._prompt is None and b"prompt_token_ids" in found:
-            self._prompt = _ids(found[b"prompt_token_ids"])
-        if b"choices" in event and not event.startswith(b"data: [DONE]"):
-            self._settle(event, _ids(found.get(b"token_ids", b"null")))
+        bare, found = event, dict[bytes, bytes]()
+        while match := _IDS.search(bare):
+            found.setdefault(match[1], match[2])
+            bare = bare[: match.start()] + bare[match.end() :]
+        if not self.resumed and found.get(b"prompt_token_ids", b"null") != b"null":
+            self._prompt = self._prompt or found[b"prompt_token_ids"]
+        if b"choices" in bare and not bare.startswith(b"data: [DONE]"):
+            self._settle(bare, _ids(found.get(b"token_ids", b"null")))
         if self.resumed:
             return self._as_first(event)
-        if not self._first and event.startswith(b"data: {"):
-            self._first = _identity(event)
-        return event if self._shows_ids else _IDS.sub(b"", event)
+        if not self._first and bare.startswith(b"data: {"):
+            self._first = _identity(bare)
+        return event if self._shows_ids else bare
 
     def _settle(self, event: bytes, ids: list[int] | None) -> None:
         """Count the event's tokens as sent, once their text is.
 
         An engine keeps back the text of half a character. Its tokens are generated again by the next engine.
         """
-        if _OTHER_DELTA.search(event):
-            self._lost = (
-                True  # parsers of calls and of reasoning have a state that no other engine has
-            )
+        if (b'"reasoning' in event or b'"tool_calls"' in event) and _OTHER_DELTA.search(event):
+            # Parsers of calls and of reasoning have a state that no other engine has.
+            self._lost = True
         text = _TEXT.search(event)
         said = text[1] if text else b""
-        self._finished = self._finished or bool(_FINISHED.search(event))
+        self._finished = self._finished or b'"finish_reason":"' in event
         if ids is None:
             self._lost = self._lost or bool(said)
             return
@@ -168,8 +176,15 @@ _COMPLETIONS_DEFAULT = 16
 """Tokens that a completion generates if it does not say how many (OpenAI's default, and vLLM's)."""
 
 
+_IDS_DECODER = msgspec.json.Decoder(list[int] | None)
+
+
 def _ids(text: bytes) -> list[int] | None:
-    return None if text == b"null" else [int(one) for one in text[1:-1].split(b",") if one.strip()]
+    try:
+        found: list[int] | None = _IDS_DECODER.decode(text)
+    except msgspec.MsgspecError:
+        return None
+    return found
 
 
 def _identity(event: bytes) -> dict[str, Any]:

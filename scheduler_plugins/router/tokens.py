@@ -8,7 +8,6 @@ tokenizer in worker processes, else by an engine's `/tokenize`. If neither can, 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 
+from scheduler_plugins.router.body import encode
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.token_worker import TOKENIZER_FILE, TokenizerError, tokenize
@@ -29,6 +30,7 @@ LIMIT_S = 2.0
 RETRY_S = 30.0
 """Pause after which engines are asked again about their model, or for tokens that they could not give."""
 WORKERS = 2
+_JSON = {"Content-Type": "application/json"}
 _CHAT_FIELDS = (
     "messages",
     "tools",
@@ -207,7 +209,7 @@ class PromptTokens:
             self._ask_at_s = now + RETRY_S
         return None
 
-    async def _ask(self, method: str, path: str, content: object) -> object:
+    async def _ask(self, method: str, path: str, content: Mapping[str, Any] | None) -> object:
         """An engine's answer; None if none could be asked or it has no such endpoint."""
         engines = self._engines()
         if not engines:
@@ -216,7 +218,12 @@ class PromptTokens:
         try:
             async with (
                 asyncio.timeout(LIMIT_S),
-                self._session.request(method, url, json=content) as response,
+                self._session.request(
+                    method,
+                    url,
+                    data=None if content is None else encode(content),
+                    headers=_JSON,
+                ) as response,
             ):
                 raw = await response.read()
         except (aiohttp.ClientError, OSError):
@@ -224,7 +231,7 @@ class PromptTokens:
         if response.status == 400:
             return {}  # this prompt is wrong, the endpoint is there
         try:
-            return json.loads(raw) if response.status == 200 else None
+            return msgspec.json.decode(raw) if response.status == 200 else None
         except (ValueError, RecursionError):
             return None
 

@@ -7,6 +7,8 @@ they say of their blocks is hashed anew, from the token ids. The router hashes a
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,12 +58,12 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
         ValueError: one is no token id.
     """
     try:
-        ids = np.array(tokens, np.int64)
+        ids = array("I", tokens)
     except (OverflowError, TypeError):
-        raise ValueError("a token id is no integer, or out of range") from None
-    if ids.ndim != 1 or (ids.size and not (ids.min() >= 0 and ids.max() <= MOST_TOKEN)):
-        raise ValueError(f"a token id is out of range: must be between 0 and {MOST_TOKEN}")
-    return ids.astype("<u4").tobytes()
+        raise ValueError(f"a token id is no integer between 0 and {MOST_TOKEN}") from None
+    if sys.byteorder != "little":
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def token_list(tokens: bytes) -> list[int]:

@@ -197,9 +197,10 @@ class HashTable(TableReader):
         words, start = self.words, self.capacity + first * self.words
         row = self.cells[start : start + BUCKET * words].tolist()
         for n in range(BUCKET):
-            if not row[n * words] and first + n not in given:
-                if words == 1 or not any(row[n * words : (n + 1) * words]):
-                    return first + n
+            at = n * words
+            zero = not row[at] and (words == 1 or not any(row[at : at + words]))
+            if zero and first + n not in given:
+                return first + n
         return -1
 
     def put(self, keys: Keys, values: Keys | int) -> None:

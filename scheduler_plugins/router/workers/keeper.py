@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
-from scheduler_plugins.router.backend import client_session
+from scheduler_plugins.router.backend import watching_session
 from scheduler_plugins.router.caches import EngineCaches
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine
@@ -220,7 +220,7 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
     metrics = Metrics()
     with _reserved(config) as port:
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(client_session(config))
+            session = await stack.enter_async_context(watching_session(config))
             keeper = Keeper(config, metrics)
             stack.callback(keeper.close)
             keeper.port = port
