@@ -28,7 +28,8 @@ class Told(NamedTuple):
     block_tokens: int = 0  # 0: not told
     blocks: int = 0
     costs: CostModel | None = None
-    kv_events: tuple[str, str | None] | None = None  # endpoint, replay endpoint
+    kv_events: tuple[str, str | None] | None = None  # of rank 0: endpoint, replay endpoint
+    ranks: tuple[int, ...] = ()  # data-parallel ones; empty: not told
 
 
 def from_report(raw: bytes, host: str) -> Told | None:
@@ -51,6 +52,7 @@ def from_report(raw: bytes, host: str) -> Told | None:
         blocks=report.blocks,
         costs=known[0].model if known else None,
         kv_events=_addresses(report, host),
+        ranks=tuple(sorted({rank.rank for rank in report.ranks})),
     )
 
 
@@ -71,6 +73,7 @@ def from_metrics(text: bytes) -> Told | None:
         free_kv=(1 - used) * blocks * block_tokens if used is not None and blocks else None,
         block_tokens=block_tokens,
         blocks=blocks,
+        ranks=tuple(sorted({int(rank) for rank in _RANKS.findall(text)})),
     )
 
 
@@ -78,6 +81,8 @@ def apply(engine: BackendEngine, told: Told, now_s: float) -> None:
     """Correct what the router knows of an engine by what it has said."""
     if told.costs is not None:
         engine.costs, engine.told_costs = told.costs, True
+    if told.ranks:
+        engine.ranks = told.ranks
     if told.block_tokens:
         engine.told_block_tokens = told.block_tokens
     if told.free_kv is not None:
@@ -93,6 +98,7 @@ _GAUGES = re.compile(
     rb"^vllm:(num_requests_waiting|num_requests_running|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$",
     re.MULTILINE,
 )
+_RANKS = re.compile(rb'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABELS = re.compile(rb'(\w+)="([^"]*)"')
 

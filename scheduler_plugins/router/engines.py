@@ -70,6 +70,8 @@ class BackendEngine(Loaded):
     told_costs: bool = False
     """Whether a profile or the engine itself says what it costs, so that nothing need be learnt."""
     _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
+    ranks: tuple[int, ...] = (0,)
+    """Its data-parallel ranks, as its load report or its metrics tell."""
     told_block_tokens: int = 0
     """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
     free_kv: float = inf

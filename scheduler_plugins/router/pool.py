@@ -107,7 +107,7 @@ class EnginePool(Pool):
             self.add(url, role)
         for engine in self.engines:
             if found := config.kv_events.get(engine.url):
-                self.caches.follow(engine, *found)
+                self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
         self._on_change()
 
     def _members(self, urls: Sequence[str]) -> Iterator[str]:

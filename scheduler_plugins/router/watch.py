@@ -140,8 +140,11 @@ class EngineWatch:
             # Without events blocks are of text, as long as `BLOCK_TOKENS` tokens.
             room = told.blocks * (told.block_tokens or BLOCK_TOKENS) // BLOCK_TOKENS
             self._caches.prefixes.has_room(engine.name, room)
-        if told.kv_events is not None and engine.url not in self._config().kv_events:
-            self._caches.follow(engine, *told.kv_events)
+        given = self._config().kv_events.get(engine.url)
+        if given is not None:
+            self._caches.follow(engine, *given, ranks=engine.ranks, first=engine.ranks[0])
+        elif told.kv_events is not None:
+            self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
 
     async def _identify(self, engine: BackendEngine) -> bool:
         """Find out which kind of engine it is; False if it does not answer."""

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from scheduler_plugins.router.index.batch_numbers import BatchNumbers, Step
 from scheduler_plugins.router.index.events import END_SEQUENCE, Batch, EventError, decode
-from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prefixes import Prefixes, part_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,17 @@ class EventFollower:
         replay: str | None,
         prefixes: Prefixes,
         context: zmq.asyncio.Context,
+        rank: int = 0,
     ) -> None:
         """Connect nothing yet.
 
         Args:
             endpoint: address of the engine's publisher, as `tcp://10.0.0.1:5557`.
             replay: where it answers replays; None: nowhere.
+            rank: the data-parallel rank of the engine that publishes there.
         """
         self.engine = engine
+        self.rank = rank
         self.first: int | None = None
         """Number of the first batch that is known without a hole up to now; None: none came yet."""
         self.lag_s: float | None = None
@@ -70,24 +73,28 @@ class EventFollower:
         """Tokens of the engine's blocks; 0 before it has said."""
         return self._prefixes.block_tokens(self.engine)
 
+    @property
+    def _name(self) -> str:
+        return part_name(self.engine, self.rank)
+
     async def run(self) -> None:
         """Follow until cancelled. Whatever is wrong with the engine's messages, it goes on."""
         while True:
             try:
                 await self._follow()
             except (zmq.ZMQError, OSError) as error:
-                logger.warning("%s: no KV events from %s: %s", self.engine, self._endpoint, error)
+                logger.warning("%s: no KV events from %s: %s", self._name, self._endpoint, error)
             await asyncio.sleep(_RETRY_S)
 
     def engine_lost(self) -> None:
         """The engine ended, or may have: what it had cached is gone, and it counts from 0 again."""
-        self._prefixes.forget(self.engine)
+        self._prefixes.forget_rank(self.engine, self.rank)
         self._numbers.restart()
         self.first = None
 
     def describe(self) -> dict[str, Any]:
         """What is known of its cache, for `/health`."""
-        state = self._prefixes.state(self.engine)
+        state = self._prefixes.state_of_rank(self.engine, self.rank)
         told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
         if self.first is None:
             told["note"] = f"no event has come from {self._endpoint} yet"
@@ -114,18 +121,18 @@ class EventFollower:
 
     async def _received(self, frames: Sequence[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
-            logger.debug("%s sent a message of %d frames: no KV events", self.engine, len(frames))
+            logger.debug("%s sent a message of %d frames: no KV events", self._name, len(frames))
             return
         number = int.from_bytes(frames[-2], "big")
         try:
             batch = decode(frames[-1])
         except EventError as error:
-            logger.warning("%s: batch %d: %s", self.engine, number, error)
+            logger.warning("%s: batch %d: %s", self._name, number, error)
             self._lost()
             return
         step = self._numbers.step(number, batch.ts)
         if step is Step.RESTART:
-            logger.info("%s has restarted: its events count from 0 again", self.engine)
+            logger.info("%s has restarted: its events count from 0 again", self._name)
             self.engine_lost()
             step = self._numbers.step(number, batch.ts)
         if step is Step.REPLAY:
@@ -162,7 +169,7 @@ class EventFollower:
             self.first = number
         elif self.first is None:
             self.first = number
-        self._prefixes.told(self.engine, batch)
+        self._prefixes.told(self.engine, batch, self.rank)
         self.lag_s = max(0.0, time.time() - batch.ts)
         self._numbers.applied(number, batch.ts)
 
@@ -170,4 +177,4 @@ class EventFollower:
         """Events are missing for good."""
         self.dropped += 1
         self.first = None
-        self._prefixes.forget(self.engine)
+        self._prefixes.forget_rank(self.engine, self.rank)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
@@ -96,13 +96,13 @@ class PrefixReader:
         self,
         held: BlockReader,
         recent: BlockReader,
-        by_events: Container[str],
+        by_events: Mapping[str, Iterable[int]],
         asked: set[str] | None = None,
     ) -> None:
         """Look at nothing yet.
 
         Args:
-            by_events: names of the engines that `held` is to be asked for.
+            by_events: engines that `held` is to be asked for, and the data-parallel ranks that have sent events.
             asked: gets the names of the engines that `recent` was asked for.
         """
         self._held_blocks, self._recent_blocks, self._by_events = held, recent, by_events
@@ -111,19 +111,39 @@ class PrefixReader:
     def match(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
     ) -> list[int]:
-        """Leading blocks of a prompt that each engine has, in blocks of that engine.
+        """Leading blocks of a prompt that each engine has, in blocks of that engine. Of an engine with several data-parallel
+        ranks it is what the best one has.
 
         Args:
             text_tokens: tokens that a hash of text stands for, about.
         """
         found = [0] * len(engines)
         for index, hashes, which in self._questions(prompt, engines, now_s):
-            matched = index.match(hashes, [engines[n].name for n in which])
-            for n, blocks in zip(which, matched, strict=True):
+            parts = [(n, part) for n in which for part in self._parts(index, engines[n].name)]
+            matched = index.match(hashes, [part for _, part in parts])
+            for (n, _), blocks in zip(parts, matched, strict=True):
                 if hashes is prompt.text:
                     blocks = blocks * text_tokens // max(1, engines[n].block_tokens)
-                found[n] = blocks
+                found[n] = max(found[n], blocks)
         return found
+
+    def rank_with_most(
+        self, prompt: PromptKeys, engine: EngineKeys, least_tokens: int
+    ) -> int | None:
+        """The data-parallel rank of an engine that has at least `least_tokens` tokens of the prompt more than any other rank;
+        None if there is none, or the engine has one rank only."""
+        ranks = list(self._by_events.get(engine.name, ()))
+        if len(ranks) < 2:
+            return None
+        names = [part_name(engine.name, rank) for rank in ranks]
+        matched = self._held_blocks.match(prompt.blocks(engine.block_tokens), names)
+        (second, _), (most, rank) = sorted(zip(matched, ranks, strict=True))[-2:]
+        return rank if (most - second) * engine.block_tokens >= least_tokens else None
+
+    def _parts(self, index: BlockReader, engine: str) -> list[str]:
+        if index is not self._held_blocks:
+            return [engine]
+        return [part_name(engine, rank) for rank in self._by_events.get(engine, ())]
 
     def _questions(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], now_s: float
@@ -161,14 +181,14 @@ class Prefixes(PrefixReader):
     ) -> None:
         """The memories of the two tables; other processes may read them."""
         self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
-        self._held: dict[str, HeldBlocks] = {}
+        self._held: dict[str, dict[int, HeldBlocks]] = {}
         self._recent: dict[str, RecentBlocks] = {}
         super().__init__(self._held_index, self._recent_index, self._held)
 
     @property
-    def by_events(self) -> frozenset[str]:
-        """Engines whose events have come."""
-        return frozenset(self._held)
+    def by_events(self) -> dict[str, tuple[int, ...]]:
+        """Engines whose events have come, and the ranks that sent them."""
+        return {engine: tuple(parts) for engine, parts in self._held.items()}
 
     @property
     def tables(self) -> tuple[BlockIndex, BlockIndex]:
@@ -179,14 +199,15 @@ class Prefixes(PrefixReader):
     def nbytes(self) -> int:
         """Bytes that it all takes."""
         indexes = self._held_index.nbytes + self._recent_index.nbytes
-        held = sum(part.nbytes for part in self._held.values())
+        held = sum(part.nbytes for parts in self._held.values() for part in parts.values())
         return indexes + held + sum(part.nbytes for part in self._recent.values())
 
-    def told(self, engine: str, batch: Batch) -> None:
-        """The engine has sent events."""
-        held = self._held.get(engine)
+    def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
+        """A data-parallel rank of the engine has sent events."""
+        parts = self._held.setdefault(engine, {})
+        held = parts.get(rank)
         if held is None:
-            held = self._held[engine] = HeldBlocks(self._held_index, engine)
+            held = parts[rank] = HeldBlocks(self._held_index, part_name(engine, rank))
         held.apply(batch)
 
     def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> None:
@@ -207,32 +228,51 @@ class Prefixes(PrefixReader):
 
     def forget(self, engine: str) -> None:
         """The engine's cache is gone: it ended, restarted, or its events were lost."""
-        for part in (self._held.get(engine), self._recent.get(engine)):
+        for part in (*self._held.get(engine, {}).values(), self._recent.get(engine)):
+            if part is not None:
+                part.clear()
+
+    def forget_rank(self, engine: str, rank: int) -> None:
+        """The cache of one rank is gone. What is guessed is of all ranks together, and goes with it."""
+        for part in (self._held.get(engine, {}).get(rank), self._recent.get(engine)):
             if part is not None:
                 part.clear()
 
     def remove(self, engine: str) -> None:
         """The engine left for good."""
-        if self._held.pop(engine, None) is not None:
-            self._held_index.drop(engine)
+        self.untold(engine)
         if self._recent.pop(engine, None) is not None:
             self._recent_index.drop(engine)
 
     def untold(self, engine: str) -> None:
         """The engine sends no events any more."""
-        if self._held.pop(engine, None) is not None:
-            self._held_index.drop(engine)
+        for rank in list(self._held.get(engine, ())):
+            self.untold_rank(engine, rank)
+
+    def untold_rank(self, engine: str, rank: int) -> None:
+        """The rank sends no events any more."""
+        parts = self._held.get(engine, {})
+        if parts.pop(rank, None) is not None:
+            self._held_index.drop(part_name(engine, rank))
+        if not parts:
+            self._held.pop(engine, None)
 
     def block_tokens(self, engine: str) -> int:
         """Tokens of the engine's blocks as its events say; 0 if none said."""
-        held = self._held.get(engine)
-        return held.block_tokens if held else 0
+        return max((part.block_tokens for part in self._held.get(engine, {}).values()), default=0)
+
+    def state_of_rank(self, engine: str, rank: int) -> PartState:
+        """What is known of one rank by its events."""
+        part = self._held.get(engine, {}).get(rank)
+        return PartState("events", part.blocks if part else 0, part.unknown if part else 0)
 
     def state(self, engine: str) -> PartState:
         """What is known of an engine."""
-        held = self._held.get(engine)
-        if held is not None:
-            return PartState("events", held.blocks, held.unknown)
+        if parts := self._held.get(engine, {}).values():
+            blocks, unknown = (
+                sum(of) for of in zip(*((p.blocks, p.unknown) for p in parts), strict=True)
+            )
+            return PartState("events", blocks, unknown)
         if recent := self._recent.get(engine):
             recent.settle()
         return PartState("recent", self._recent_index.blocks(engine) if recent else 0, 0)
@@ -246,6 +286,11 @@ class Prefixes(PrefixReader):
         if recent := self._recent.get(engine):
             recent.settle()
             recent.forget(now_s)
+
+
+def part_name(engine: str, rank: int) -> str:
+    """What the index calls the cache of one data-parallel rank."""
+    return f"{engine} rank {rank}" if rank else engine
 
 
 def _recent_keys(engine: EngineKeys, prompt: PromptKeys) -> Hashes:

@@ -84,7 +84,7 @@ class Engines(msgspec.Struct, tag=True, frozen=True):
     engines: tuple[EngineState, ...]
     held: TableState
     recent: TableState
-    by_events: frozenset[str]
+    by_events: dict[str, tuple[int, ...]]
     """Names of the engines whose events have come."""
 
 

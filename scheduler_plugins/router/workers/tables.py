@@ -8,7 +8,7 @@ that grows gets new memory, and the old one stays as it is for those who still r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping, Sequence
 
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.prefixes import NO_HASHES, PrefixReader
@@ -74,7 +74,7 @@ class SharedPrefixes:
         self._held, self._recent = SharedTable(), SharedTable()
         self.asked = set[str]()
         """Engines that the guess was asked for. Nobody needs to guess for others."""
-        self.reader = self._reader(frozenset())
+        self.reader = self._reader({})
 
     def use(self, told: Engines) -> None:
         """The keeper has said where the tables lie."""
@@ -82,5 +82,5 @@ class SharedPrefixes:
         self._recent.use(told.recent)
         self.reader = self._reader(told.by_events)
 
-    def _reader(self, by_events: Container[str]) -> PrefixReader:
+    def _reader(self, by_events: Mapping[str, Sequence[int]]) -> PrefixReader:
         return PrefixReader(self._held.reader, self._recent.reader, by_events, self.asked)
