@@ -10,10 +10,18 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from scheduler_plugins.router import body
-from scheduler_plugins.router.answers import REQUEST_ID, headers_to_client
+from scheduler_plugins.router.answers import REQUEST_ID
+from scheduler_plugins.router.app_keys import (
+    BACKEND,
+    BODIES,
+    CONFIG,
+    CONNECTIONS,
+    LIVE,
+    METRICS,
+    SHARED,
+)
 from scheduler_plugins.router.attempt import AllOverloadedError, UnavailableError
 from scheduler_plugins.router.backend import Backend, OneProcess, client_session, watching_session
 from scheduler_plugins.router.config import RouterConfig
@@ -27,13 +35,6 @@ from scheduler_plugins.router.connections import (
 from scheduler_plugins.router.describe import TIMEOUT_HEADER, timeout_s
 from scheduler_plugins.router.doors import GUARDED, may_enter, passed_headers
 from scheduler_plugins.router.downstream import ClientGoneError
-from scheduler_plugins.router.engines import BackendEngine, Role
-from scheduler_plugins.router.exchange import (
-    EngineCall,
-    EngineFailedError,
-    ResponseTimeouts,
-    exchange,
-)
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.page import EVENTS, LiveState, page
 from scheduler_plugins.router.policies.registry import create
@@ -43,25 +44,15 @@ from scheduler_plugins.router.refusals import closing, error_response, retry_aft
 from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.settings_file import SettingsFile
 from scheduler_plugins.router.shared import Shared
+from scheduler_plugins.router.telling import MODELS, health, live, metrics, models
 from scheduler_plugins.router.tokens import PromptTokens
 from scheduler_plugins.router.tracing import Tracing
 from scheduler_plugins.router.workers.fellows import exchanging_alone
 
 logger = logging.getLogger(__name__)
 
-SHARED = web.AppKey("shared", Shared)
-METRICS = web.AppKey("metrics", Metrics)
-CONFIG = web.AppKey("config", RouterConfig)
-CONNECTIONS = web.AppKey("connections", ConnectionLimit)
-BODIES = web.AppKey("bodies", BodyBudget)
-
-MODELS = "/v1/models"
 # nginx' name for it; the client never sees it.
 CLIENT_CLOSED_REQUEST = 499
-
-
-_BACKEND = web.AppKey("backend", Backend)
-_LIVE = web.AppKey("live", LiveState)
 
 
 def create_app(
@@ -83,7 +74,7 @@ def create_app(
     app[CONNECTIONS] = ConnectionLimit(config.connections, config.header_timeout_s)
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
-    app[_BACKEND] = backend or OneProcess()
+    app[BACKEND] = backend or OneProcess()
     app.cleanup_ctx.append(_engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: _reloading(app, settings))
@@ -92,7 +83,7 @@ def create_app(
     app.router.add_get(MODELS, models)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
-    app[_LIVE] = LiveState()
+    app[LIVE] = LiveState()
     app.router.add_get("/", page)
     app.router.add_get(EVENTS, live)
     return app
@@ -101,13 +92,13 @@ def create_app(
 async def _engines(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     async with client_session(config) as session, watching_session(config) as watching:
-        pool = app[_BACKEND].pool(config, watching, app[METRICS])
+        pool = app[BACKEND].pool(config, watching, app[METRICS])
         policy = create(config.policy, config.decode_policy)
         tokens = PromptTokens(session, pool.all_up, config.tokenizer)
         tracing = Tracing(config.otlp)
         app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens, tracing)
         try:
-            app[_BACKEND].started(app[SHARED])
+            app[BACKEND].started(app[SHARED])
             await pool.start()
             if isinstance(pool, EnginePool):
                 async with exchanging_alone(config, pool):
@@ -253,56 +244,3 @@ async def _read(request: web.Request, room: Reservation) -> bytes:
         raise body.BadRequestError(f"the request body was not sent within {limit_s:g} s") from None
     except aiohttp.web.RequestPayloadError as error:
         raise body.BadRequestError(f"the request body cannot be read: {error}") from None
-
-
-async def models(request: web.Request) -> web.StreamResponse:
-    """The model list of any engine that is up, decode side first."""
-    shared = request.app[SHARED]
-    config = shared.config
-    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    call = EngineCall("GET", MODELS, passed_headers(request, request_id, config))
-    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
-    failed: dict[BackendEngine, EngineFailedError] = {}
-    for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
-        try:
-            async with exchange(shared.session, engine, call, timeouts, config) as answer:
-                if answer.status >= 500:
-                    raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
-                content = await answer.read_all()
-                returned = headers_to_client(answer.headers, request_id)
-                return web.Response(status=answer.status, headers=returned, body=content)
-        except EngineFailedError as failure:
-            shared.pool.report_failure(engine, failure)
-            failed[engine] = failure
-    engines = [
-        (engine, failed[engine].cause, str(failed[engine]))
-        if engine in failed
-        else (engine, "down", engine.reason)
-        for engine in shared.pool.engines
-    ]
-    return unavailable(UnavailableError(engines), config, request_id)
-
-
-async def health(request: web.Request) -> web.StreamResponse:
-    """200 when at least one engine can serve, with the state of all."""
-    pool = request.app[SHARED].pool
-    decode, prefill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
-    serves = bool(decode or prefill)
-    state = {
-        "status": "ok" if serves else "unavailable",
-        "disaggregates": bool(decode) and any(engine.address for engine in prefill),
-        "tokens": request.app[SHARED].tokens.source,
-        "engines": pool.describe(),
-    }
-    return web.json_response(state, status=200 if serves else 503)
-
-
-async def live(request: web.Request) -> web.StreamResponse:
-    """What the page shows, every second."""
-    return await request.app[_LIVE].stream(request, request.app[SHARED])
-
-
-async def metrics(request: web.Request) -> web.StreamResponse:
-    """Prometheus' text format."""
-    text = await request.app[_BACKEND].render(request.app[METRICS])
-    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -79,10 +79,11 @@ class EngineCaches:
             self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         followed = self._followed.setdefault(engine, FollowedRanks())
         engine.follower = followed
-        wanted = {
-            rank: (_moved(endpoint, rank - first), replay and _moved(replay, rank - first))
-            for rank in ranks
-        }
+        wanted = dict[int, tuple[str, str | None]]()
+        for rank in ranks:
+            events = _moved(endpoint, rank - first)
+            if events is not None:
+                wanted[rank] = (events, _moved(replay, rank - first))
         for rank, known in list(followed.by_rank.items()):
             if wanted.get(rank) == known.endpoints:
                 del wanted[rank]
@@ -148,8 +149,10 @@ class EngineCaches:
             self._context.destroy(linger=0)
 
 
-def _moved(address: str, ports: int) -> str:
-    """The address so many ports further. Only TCP has ports: elsewhere the ranks of an engine cannot be told apart."""
+def _moved(address: str | None, ports: int) -> str | None:
+    """The address so many ports further; None where there is none, as only TCP has ports."""
+    if address is None or not ports:
+        return address
     host, _, port = address.rpartition(":")
     tcp = address.startswith("tcp://") and port.isdigit()
-    return f"{host}:{int(port) + ports}" if ports and tcp else address
+    return f"{host}:{int(port) + ports}" if tcp else None

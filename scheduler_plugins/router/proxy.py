@@ -15,12 +15,7 @@ from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
 from scheduler_plugins.qos.trust import signed
 from scheduler_plugins.router import handoff
 from scheduler_plugins.router.answers import REQUEST_ID
-from scheduler_plugins.router.attempt import (
-    AllOverloadedError,
-    Attempt,
-    RejectedError,
-    UnavailableError,
-)
+from scheduler_plugins.router.attempt import AllOverloadedError, Attempt, UnavailableError
 from scheduler_plugins.router.body import COMPLETIONS, encode, with_tokens
 from scheduler_plugins.router.candidates import Candidates
 from scheduler_plugins.router.decision import next_attempt
@@ -36,18 +31,19 @@ from scheduler_plugins.router.exchange import (
     exchange,
     raise_for_status,
 )
-from scheduler_plugins.router.front import QueueFullError, turn_of
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.kinds import Kind
-from scheduler_plugins.router.policies.base import Reject, Request
+from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.prefill import PrefillCopy, PrefillRefusedError
 from scheduler_plugins.router.promises import promised
 from scheduler_plugins.router.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.ranks import for_rank
 from scheduler_plugins.router.responder import Responder
 from scheduler_plugins.router.resume import StreamRecord, resumable
 from scheduler_plugins.router.shared import Shared
 from scheduler_plugins.router.tokens import NOT_TOKENIZED, Tokenized
+from scheduler_plugins.router.turns import wait_for_turn
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +95,7 @@ class ClientRequest:
         self._shared.retries.request()
         await self._tokenize()
         if self._config.front_queue:
-            await self._wait_for_turn()
+            await wait_for_turn(self._shared, self._request)
         try:
             return await self._served()
         except (UnavailableError, AllOverloadedError) as error:
@@ -138,25 +134,6 @@ class ClientRequest:
                     logger.warning("request %s: no retry, the budget is used up", self._request_id)
                     break
         raise self._candidates.exhausted()
-
-    async def _wait_for_turn(self) -> None:
-        """Wait at the front while all prefill engines have enough to do, or no decode engine has room.
-
-        Raises:
-            QueueFullError, RejectedError: waiting makes no sense.
-        """
-        request, pool = self._request, self._shared.pool
-        turn = turn_of(request, pool, self._config.engine_queue_s)
-        late_s = self._shared.front.expected_s(turn, self._config.classes) - request.ttft_slo_s
-        if late_s > 0:
-            self._shared.metrics.rejected.labels(request.qos, "ttft").inc()
-            raise RejectedError(Reject("ttft", late_s))
-        try:
-            with self._shared.metrics.waiting.labels(request.qos).track_inprogress():
-                await self._shared.front.wait(turn, self._config)
-        except QueueFullError:
-            self._shared.metrics.rejected.labels(request.qos, "queue_full").inc()
-            raise
 
     def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
@@ -218,12 +195,9 @@ class ClientRequest:
     async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         prefill = attempt.prefill
         if prefill is None or prefill.address is None:
-            call = self._call(
-                "decode",
-                attempt.answering,
-                self._path,
-                handoff.alone(self._asked(attempt.answering)),
-            )
+            alone = handoff.alone(self._asked(attempt.answering))
+            call = self._call("decode", attempt.answering, self._path, alone)
+            call = for_rank(call, attempt.answering, self._request, self._shared.pool.prefixes)
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
         try:

@@ -10,7 +10,8 @@ from types import TracebackType
 from aiohttp import web
 
 from scheduler_plugins.router.admin import create_admin
-from scheduler_plugins.router.app import CONNECTIONS, SHARED, create_app
+from scheduler_plugins.router.app import create_app
+from scheduler_plugins.router.app_keys import CONNECTIONS, SHARED
 from scheduler_plugins.router.backend import Backend
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.pool import EnginePool

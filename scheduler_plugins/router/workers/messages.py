@@ -45,6 +45,8 @@ class EngineState(msgspec.Struct, frozen=True):
     correction: Correction
     event_block_tokens: int | None
     """Tokens of its blocks by its events; None: nobody follows its events."""
+    ranks: tuple[int, ...]
+    """Its data-parallel ranks."""
     cache: dict[str, Any]
     """What is known of its cache, for `/health`."""
 

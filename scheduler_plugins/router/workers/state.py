@@ -41,6 +41,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.free_kv,
         engine.load.correction,
         None if engine.follower is None else engine.follower.block_tokens,
+        engine.ranks,
         cache,
     )
 
@@ -63,7 +64,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.down_since, engine.refusing = state.down_since, state.refusing
     engine.costs, engine.told_costs = state.costs, state.told_costs
     engine.draining, engine.free_kv = state.draining, state.free_kv
-    engine.told_block_tokens = state.told_block_tokens
+    engine.told_block_tokens, engine.ranks = state.told_block_tokens, state.ranks
     engine.load.correction = state.correction
     followed = state.event_block_tokens
     engine.follower = None if followed is None else FollowedElsewhere(followed)

@@ -16,7 +16,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.server import RouterServer

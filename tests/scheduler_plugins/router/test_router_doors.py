@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
 
 from scheduler_plugins.router import members as members_module
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.server import RouterServer
 

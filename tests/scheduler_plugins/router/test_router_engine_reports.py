@@ -6,7 +6,7 @@ from router_fakes import World, run, until
 
 from scheduler_plugins.admission.report import EngineReport, EventPorts, RankLoad
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.counted_load import KNOWN_AFTER_S, EngineLoad
 from scheduler_plugins.router.engine_reports import apply, from_metrics, from_report
 from scheduler_plugins.router.engines import BackendEngine, Role

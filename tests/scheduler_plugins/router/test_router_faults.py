@@ -21,7 +21,7 @@ from router_fakes import (
     waits_for_kv,
 )
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.exchange import UnreachableError
 
 

@@ -11,7 +11,7 @@ from router_fakes import World, run, until
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.qos.rules import ClassRule, Match
 from scheduler_plugins.qos.trust import HEADER, signed_class
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.front import FrontQueue, QueueFullError, Turn
 

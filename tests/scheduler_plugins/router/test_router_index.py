@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 from router_fakes import World, run, until
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.index.prefixes import PromptKeys
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 from router_fakes import World, hang, run, until
 
-from scheduler_plugins.router.app import BODIES, CONNECTIONS
+from scheduler_plugins.router.app_keys import BODIES, CONNECTIONS
 from scheduler_plugins.router.config import RouterConfig
 
 HALF_OPEN = 600

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from router_fakes import FAST, FakeEngine, World, run, slow, until
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import Role
 from scheduler_plugins.router.server import RouterServer

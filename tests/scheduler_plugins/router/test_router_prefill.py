@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 from router_fakes import FakeEngine, World, answer, drop_at_once, hang, run, until
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 
 
 async def needs_p1(engine, request, body):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from router_fakes import World, run, until
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.body import with_tokens
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.token_worker import TokenizerError, tokenize

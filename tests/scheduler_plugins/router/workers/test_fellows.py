@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from router_fakes import FAST, FakeEngine, run, slow, until
 
-from scheduler_plugins.router.app import SHARED
+from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.engines import BackendEngine
 from scheduler_plugins.router.metrics import Metrics
