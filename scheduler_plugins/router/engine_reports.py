@@ -98,7 +98,7 @@ _GAUGES = re.compile(
     rb"^vllm:(num_requests_waiting|num_requests_running|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$",
     re.MULTILINE,
 )
-_RANKS = re.compile(rb'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
+_RANKS = re.compile(rb'^vllm:num_requests_waiting\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABELS = re.compile(rb'(\w+)="([^"]*)"')
 

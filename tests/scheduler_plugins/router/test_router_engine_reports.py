@@ -37,6 +37,7 @@ def test_metrics_of_all_ranks_are_added_up() -> None:
     assert told is not None
     assert (told.waiting, told.batch, told.free_kv) == (4, 5, 0.75 * 16_000)
     assert (told.block_tokens, told.blocks) == (16, 1000)
+    assert told.ranks == (0, 1)
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"vllm:num_requests_waiting nothing\n"])

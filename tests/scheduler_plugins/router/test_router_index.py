@@ -5,10 +5,13 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
-from router_fakes import World, run, until
+from router_fakes import World, answer, run, until
 
+from scheduler_plugins.admission.report import EngineReport, EventPorts, RankLoad
+from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.app_keys import SHARED
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.index.prefixes import PromptKeys
@@ -88,5 +91,88 @@ def test_kv_events_reach_the_index_and_health_says_so() -> None:
             cache = (await world.get("/health")).json["engines"][0]["cache"]
             assert cache == {"source": "events", "blocks": 4}, json.dumps(cache)
         context.destroy(linger=0)
+
+    run(scenario())
+
+
+def load_of(rank: int) -> RankLoad:
+    model = CostModel.token_count()
+    return RankLoad(
+        rank=rank, queued_s=0.0, queued_tokens=0, waiting=0, batch=0, context=0, model=model
+    )
+
+
+@pytest.mark.parametrize(("cached", "sent_to"), [(512, "1"), (128, None)])
+def test_a_request_for_one_engine_goes_to_the_rank_that_has_its_prompt(
+    cached: int, sent_to: str | None
+) -> None:
+    """The engine tells its ranks and rank 0's port; rank 1 publishes at the next one. With little to gain it chooses itself."""
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        publishers = [context.socket(zmq.PUB) for _ in range(2)]
+        while True:
+            port = publishers[0].bind_to_random_port("tcp://127.0.0.1")
+            try:
+                publishers[1].bind(f"tcp://127.0.0.1:{port + 1}")
+                break
+            except zmq.ZMQError:
+                publishers[0].unbind(f"tcp://127.0.0.1:{port}")
+        ids = list(range(600))
+        async with World(prefill=1) as world:
+            fake = world.d[0]
+            ports = EventPorts(events=f"tcp://127.0.0.1:{port}")
+            loads = (load_of(0), load_of(1))
+            fake.report = EngineReport(ranks=loads, block_tokens=16, kv_events=ports).encode()
+            await fake.die()
+            await world.down(fake)
+            await fake.start()
+            await world.up(fake)
+            engine, prefixes = world.known(fake), world.app[SHARED].pool.caches.prefixes
+            await until(lambda: engine.ranks == (0, 1), "the ranks are known")
+
+            def told() -> bool:
+                # A subscriber misses what was published before it was connected.
+                for rank, tokens in enumerate((16, cached)):
+                    event = {
+                        "type": "BlockStored",
+                        "block_hashes": list(range(1, 1 + tokens // 16)),
+                        "parent_block_hash": None,
+                        "token_ids": ids[:tokens],
+                        "block_size": 16,
+                    }
+                    batch = ENCODER.encode([1.0, [event]])
+                    publishers[rank].send_multipart([b"", (0).to_bytes(8, "big"), batch])
+                return bool(prefixes.state(engine.name).blocks == (16 + cached) // 16)
+
+            await until(told, "both ranks' events have arrived")
+            await world.complete(prompt=ids)  # makes the router ask for the model
+            tokens = world.app[SHARED].tokens
+            await until(lambda: tokens._model is not None, "the model is known")
+            assert (await world.complete(prompt=ids, n=2)).status == 200
+            assert fake.headers[-1].get("X-data-parallel-rank") == sent_to
+            assert (await world.complete(prompt=ids)).status == 200
+            assert "X-data-parallel-rank" not in fake.headers[-1]  # its KV comes from elsewhere
+        context.destroy(linger=0)
+
+    run(scenario())
+
+
+def test_a_connection_to_an_engine_is_used_again_and_health_checks_have_their_own() -> None:
+    async def scenario() -> None:
+        async with World(prefill=1) as world:
+            ports = list[int]()
+
+            async def noted(fake: Any, request: Any, body: Any) -> Any:
+                ports.append(request.transport.get_extra_info("peername")[1])
+                return await answer(fake, request, body)
+
+            world.d[0].behave = noted
+            for _ in range(5):
+                assert (await world.complete(n=2)).status == 200
+            assert len(set(ports)) < len(ports)
+            # An engine that takes no new connections is noticed although the old one would do.
+            await world.d[0].refuse()
+            await world.down(world.d[0])
 
     run(scenario())

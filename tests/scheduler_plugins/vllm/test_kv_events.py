@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from itertools import count
@@ -15,9 +16,12 @@ import zmq.asyncio
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 
+from scheduler_plugins.router.caches import EngineCaches  # noqa: E402
+from scheduler_plugins.router.engines import BackendEngine, Role  # noqa: E402
 from scheduler_plugins.router.index.follower import EventFollower  # noqa: E402
 from scheduler_plugins.router.index.hashes import token_bytes  # noqa: E402
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys  # noqa: E402
+from scheduler_plugins.router.metrics import Metrics  # noqa: E402
 
 SIZE = 4
 TOKENS = list(range(40))
@@ -200,5 +204,66 @@ def test_messages_that_are_no_events_cost_the_engines_part_only(tmp_path: Path) 
             assert following.blocks == 0
             await received(following, 2, batch(0, 1))
             assert following.blocks == 1
+
+    run(scenario())
+
+
+def adjacent_ports(several: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        held = [socket.create_server(("127.0.0.1", 0))]
+        first: int = held[0].getsockname()[1]
+        try:
+            held += [socket.create_server(("127.0.0.1", first + n)) for n in range(1, several)]
+            return first
+        except (OSError, OverflowError):
+            continue
+        finally:
+            for one in held:
+                one.close()
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)])
+def test_ranks_are_followed_at_their_ports_and_the_best_one_counts(ranks: tuple[int, ...]) -> None:
+    """vLLM's publishers of two data-parallel ranks. Where rank 1 is not followed, its blocks stay unknown."""
+
+    async def scenario() -> None:
+        first = adjacent_ports(4)
+        publishers = [
+            kv_events.ZmqEventPublisher(
+                rank,
+                endpoint=f"tcp://*:{first}",
+                replay_endpoint=f"tcp://127.0.0.1:{first + 2}",
+            )
+            for rank in (0, 1)
+        ]
+        engine, caches = BackendEngine("http://e", Role.DECODE, Metrics()), EngineCaches()
+
+        def blocks() -> int:
+            return caches.prefixes.match(PROMPT, [engine], 64, 0.0)[0]
+
+        try:
+            for one, several in zip(publishers, (2, 5), strict=True):
+                one.publish(batch(0, several))
+            events, replay = f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + 2}"
+            caches.follow(engine, events, replay, ranks)
+            await until(lambda: blocks() == (5 if 1 in ranks else 2))
+            assert engine.block_tokens == SIZE
+            if 1 in ranks:
+                await until(lambda: set(caches.prefixes.by_events["http://e"]) == {0, 1})
+                assert caches.prefixes.rank_with_most(PROMPT, engine, 3 * SIZE) == 1
+                assert caches.prefixes.rank_with_most(PROMPT, engine, 3 * SIZE + 1) is None
+                publishers[0].publish(batch(2, 1))
+                await until(lambda: caches.prefixes.state("http://e").blocks == 8)
+                told = caches.describe(engine)["ranks"]
+                assert {rank: one["blocks"] for rank, one in told.items()} == {"0": 3, "1": 5}
+                # Only what rank 1 had is gone with it.
+                caches.follow(engine, events, replay, (0,))
+                assert blocks() == 3
+            assert caches.prefixes.rank_with_most(PROMPT, engine, 1) is None
+        finally:
+            await caches.close()
+            for one in publishers:
+                one.shutdown()
 
     run(scenario())

@@ -201,3 +201,28 @@ def test_an_engine_that_ended_has_nothing() -> None:
     assert found(prefixes, prompt(TOKENS), A, B) == [0, 0]
     prefixes.remove("a")
     assert prefixes.state("a").source == "recent"
+
+
+def test_several_prompts_settle_together_when_somebody_asks() -> None:
+    """As if each had been put into the index at once; and what nobody asks for stays out of it."""
+    prefixes = Prefixes()
+    others = [[1000 * n, *TOKENS[1:]] for n in range(1, 4)]
+    for n, tokens in enumerate([TOKENS, *others, TOKENS]):
+        prefixes.prefilled(A, prompt(tokens), float(n))
+    assert prefixes.tables[1].blocks("a") == 0
+    assert [found(prefixes, prompt(tokens))[0] for tokens in (TOKENS, *others)] == [4] * 4
+    assert prefixes.tables[1].blocks("a") == 16
+    # The first prompt was used again at 4: it outlives those that were used at 3.
+    assert prefixes.match(prompt(TOKENS), [A], 64, 123.5) == [4]
+    assert prefixes.match(prompt(others[2]), [A], 64, 123.5) == [0]
+
+
+def test_prompts_that_nobody_asks_for_take_no_more_room_than_the_engine_has() -> None:
+    prefixes = Prefixes()
+    prefixes.has_room("a", 8)
+    for n in range(100):
+        prefixes.prefilled(A, prompt([1000 * n, *TOKENS[1:]]), 0.0)
+    assert prefixes.state("a").blocks <= 4 * 8 + 4
+    assert found(prefixes, prompt([1000 * 99, *TOKENS[1:]])) == [4]
+    assert prefixes.state("a").blocks <= 8
+    assert found(prefixes, prompt([0, *TOKENS[1:]])) == [0]
