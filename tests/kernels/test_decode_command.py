@@ -46,6 +46,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "QUICK", ("uniform", "ragged"))
     lengths = {"uniform": lambda _: [40] * 3, "ragged": lambda _: [100, 3]}
     monkeypatch.setattr(decode, "LENGTHS", lengths)
+    monkeypatch.setattr(decode, "DOCUMENTS", ([300, 200], 100))
     monkeypatch.setattr(decode, "SHARDED", [60, 40])
     monkeypatch.setattr(decode, "MLA_CASES", {"ragged": ([70, 3], 16, 2)})
     monkeypatch.setattr(decode, "copies", lambda _: 2)
@@ -160,6 +161,9 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "planning / paged_decode": 2,
         "fp8 / bfloat16": 2 * 2,
         "paged_decode / FlexAttention": 2,
+        "mask_mod: tiles skipped / read": 1,
+        "planning / mask_mod": 1,
+        "mask_mod / FlexAttention": 1,
         "merge_partials / paged_decode": 2,
         "mla_decode": 2,
         "planning / mla_decode": 1,
@@ -199,6 +203,7 @@ def test_a_case_of_ours_that_raises_is_a_row_and_not_the_end(
     assert {row.name for row in bad} == {
         "paged_decode",
         "paged_decode / FlexAttention",
+        "paged_decode, mask_mod",
         "merge_partials / paged_decode",
     }
     assert [row.name for row in rows if row.ok] == [

@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from pd_kernels.attention import (
     alibi,
     document,
     plan_mla_decode,
-    plan_paged_decode,
     soft_cap,
 )
 from pd_kernels.attention.merge import launch_merge, reference_merge
@@ -22,7 +22,6 @@ from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
-from pd_kernels.attention.work_partition import partition
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.bench.random_cases import problems
@@ -73,10 +72,14 @@ def _paged(chance: random.Random) -> str:
     arguments = paged_set(lengths, heads, page, cache, queries)
     scales = (heads.dim**-0.5, 1.0, 1.0) if cache != FP8 else (heads.dim**-0.5, 0.7, 1.3)
     batch = PagedCall(*arguments, *scales, True, window, *_mods(chance, heads.query, lengths))
+    skip = chance.random() < 0.7
+    if chance.random() < 0.3:
+        batch = _jagged(chance, batch)
     told = f"{heads} page {page} {cache} queries {queries} window {window} lengths {lengths}"
+    told += " jagged" * (batch.starts is not None) + " masked" * (batch.mask_mod is not None)
     batch.check()
     batch.check_kernel()
-    plan = plan_paged_decode(batch.query, batch.keys, window=window)
+    plan = (batch if skip else replace(batch, mask_mod=None)).plan()
     kernel = _Kernel(
         plan=plan,
         lengths=batch.lengths,
@@ -86,6 +89,16 @@ def _paged(chance: random.Random) -> str:
     )
     wrong = _compare(kernel)
     return f"{told}: {wrong}" if wrong else ""
+
+
+def _jagged(chance: random.Random, batch: PagedCall) -> PagedCall:
+    """The batch with fewer queries of some sequences."""
+    most = batch.queries
+    counts = [chance.randint(0, most) for _ in batch.query[1:]] + [most]
+    starts = torch.tensor([0, *counts], device=decode_cases.DEVICE).cumsum(0)
+    kept = [own[:count] for own, count in zip(batch.query, counts, strict=True)]
+    query = torch.cat(kept).unsqueeze(1)
+    return replace(batch, query=query, starts=starts, most_queries=most)
 
 
 def _latent(chance: random.Random) -> str:
@@ -206,8 +219,7 @@ def _differs(
     wanted: tuple[torch.Tensor, torch.Tensor],
 ) -> str:
     plan, (out, lse), (result, sums) = kernel.plan, found, wanted
-    defined = partition(kernel.lengths, plan.rows, plan.workers, plan.costs)
-    if not torch.equal(plan.ranges, defined):
+    if not torch.equal(plan.ranges, plan.defined(kernel.lengths)):
         return "the plan differs from its definition"
     error = float((out.float() - result).norm() / result.norm().clamp_min(1e-30))
     if not error <= BOUND:
