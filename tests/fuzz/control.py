@@ -42,6 +42,7 @@ from pd_connector.protocol.outgoing import Free, Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.choice import Machine, choose
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.address import read_address as read_shm
 from pd_connector.transport.tcp.address import TcpAddress
@@ -104,7 +105,6 @@ class ControlTarget:
     def __init__(self, key: str, *, greeted: bool) -> None:
         os.environ["PD_CONNECTOR_CHECK"] = "1"  # books are checked after every step
         self._greeted = greeted
-        self._errors = _Errors()
         self._wires: dict[int, _Wire] = {}
         self._ended: list[Outcome] = []
         layers = make_layers(GEOMETRY, 24, 0)
@@ -114,8 +114,9 @@ class ControlTarget:
         self._commands = CommandQueue()
         self._telemetry = Telemetry()
         self._transports: list[StillTransport] = []
+        config = Config(key=key, **SETTINGS)
         self._loop = Loop(
-            Config(key=key, **SETTINGS),
+            config,
             RankIdentity("engine", EPOCH, MODEL),
             cache,
             self._commands,
@@ -129,7 +130,9 @@ class ControlTarget:
             shards=(WHOLE,),
             wrap=self._wrap,
             audits=None,
+            choice=choose(config, Machine(devices=(), has_nixl=False)),
         )
+        self._errors = _Errors()
         self._patch = mock.patch.object(dialler_module, "Connection", self._connect)
         self._patch.start()
         self._now = 1000.0

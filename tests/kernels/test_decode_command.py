@@ -168,6 +168,9 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "mla_decode": 2,
         "planning / mla_decode": 1,
         "mean of paged_decode / FlexAttention": 1,
+        "column_merge: on / off": 2,
+        "half_codes: on / off": 2,
+        "small_tiles: on / off": 1,
     }
     assert all(row.ratio == 1 for row in rows if row.unit == "us")
     printed = capsys.readouterr().out
@@ -178,7 +181,10 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
 @pytest.mark.usefixtures("eager_flex")
 def test_only_the_cases_that_are_asked_for_are_measured() -> None:
     rows = list(decode.measure_decode(quick=True, only=["mla_decode", "fp8"]))
-    assert {(row.name, row.params["cache"]) for row in rows} == {("mla_decode", "fp8")}
+    assert {(row.name, row.params["cache"]) for row in rows} == {
+        ("mla_decode", "fp8"),
+        ("small_tiles: on / off", "fp8"),
+    }
     assert list(decode.measure_decode(quick=True, only=["no such case"])) == []
 
 
@@ -207,7 +213,7 @@ def test_a_case_of_ours_that_raises_is_a_row_and_not_the_end(
         "merge_partials / paged_decode",
     }
     assert [row.name for row in rows if row.ok] == [
-        *("mla_decode", "planning / mla_decode", "mla_decode")
+        *("mla_decode", "planning / mla_decode", "mla_decode", "small_tiles: on / off")
     ]
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [set(row) for row in written] == [set(Comparison.__annotations__)] * len(rows)
