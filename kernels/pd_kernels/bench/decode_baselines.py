@@ -52,7 +52,9 @@ def flex_attention_calls(
             there = kv_idx < lengths[b]
             if documents is None:
                 return there
-            return there & (documents[b, kv_idx] == documents[b, lengths[b] - 1])
+            # It asks about whole blocks of tokens.
+            token = kv_idx.clamp(max=documents.shape[1] - 1)
+            return there & (documents[b, token] == documents[b, lengths[b] - 1])
 
         longest = int(lengths.max())
         logical = flex.create_block_mask(seen, batch, None, 1, longest, device=device)
