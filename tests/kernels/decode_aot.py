@@ -31,6 +31,8 @@ from pd_kernels.attention import tile_mask
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.launch import known_constants
+from pd_kernels.attention.mixed import MixedPlan
+from pd_kernels.attention.mixed_kernel import PROGRAMS, launch_mixed
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
@@ -164,6 +166,16 @@ def paged_call(
     return Launched(tile, batch.config.programs)
 
 
+def mixed_call(dtype: torch.dtype = BF16) -> Launched:
+    cache = torch.zeros(4, 16, 8, 256).to(dtype)
+    query, starts = torch.zeros(513, 32, 128, dtype=BF16), [0, 1, 513]
+    table, lengths = torch.zeros(2, 64, dtype=torch.int32), torch.full((2,), 600)
+    plan = MixedPlan.of(query, cache[..., :128], table, lengths, starts, 1)
+    prefill, decode = plan.calls(keys=cache[..., :128], values=cache[..., 128:])
+    launch_mixed(prefill, decode, plan.plans, plan.tickets, torch.zeros_like(query), None)
+    return Launched(prefill.config.tile * 2 * 128 * dtype.itemsize, PROGRAMS)
+
+
 def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) -> Launched:
     cache = torch.zeros(4, page, 576, dtype=BF16)
     if coded:
@@ -227,6 +239,8 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "paged, listed tiles": functools.partial(paged_call, mask=document(IDS), listed=True),
     "paged, jagged": functools.partial(paged_call, queries=4, jagged=True),
     "tile mask": tile_mask_call,
+    "mixed": mixed_call,
+    "mixed, fp8": functools.partial(mixed_call, FP8),
     "mla, 16 heads": functools.partial(mla_call, 16),
     "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
     "paged, few registers": starved_call,

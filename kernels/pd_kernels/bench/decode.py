@@ -32,6 +32,7 @@ from pd_kernels.bench.decode_cases import (
     paged_set,
 )
 from pd_kernels.bench.decode_goals import geometric_means
+from pd_kernels.bench.mixed import STEPS, measure_mixed
 from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 
@@ -134,6 +135,10 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
                 yield Case("paged_decode / FlexAttention", told, flex)
     told = {"heads": str(LLAMA), "lengths": "64 x 8k, documents of 1k"}
     yield Case("paged_decode, mask_mod", told, _masked(LLAMA, told, *DOCUMENTS))
+    for name in list(STEPS)[:1] if quick else STEPS:
+        told = {"heads": str(LLAMA), "lengths": name}
+        rows = measure_mixed(LLAMA, told, STEPS[name], seconds, REPLAYS)
+        yield Case("mixed_attention", told, rows)
     told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
     yield Case("merge_partials / paged_decode", told, _merging(LLAMA, told, SHARDED))
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
