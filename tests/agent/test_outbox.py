@@ -58,7 +58,7 @@ class Bench:
 
     def post(self, session: bytes, now: float = 0.0) -> None:
         chunk = cast(Chunk, Fields(sequence=0, route=0))
-        route = cast(Route, Fields(codec="raw"))
+        route = cast(Route, Fields(codec="raw", rules=Fields(sums_digest="xxh3")))
         send = Send("t", "request", session, route, chunk, [0], b"tokens", 0, False, False)
         assert self.outbox.post(send, self._path, now) is None
         self.outbox.check_integrity()
