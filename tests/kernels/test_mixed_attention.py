@@ -35,7 +35,8 @@ def step(
     window = others.pop("window", 0)
     batch = paged_batch([*decodes, *prefills], **others)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-    query = torch.randn(starts[-1], *batch.query.shape[2:]).to(batch.query.dtype)
+    source = torch.Generator().manual_seed(7)
+    query = torch.randn(starts[-1], *batch.query.shape[2:], generator=source).to(batch.query.dtype)
     plan = MixedPlan.of(query, batch.keys, batch.table, batch.lengths, starts, len(decodes), window)
     names = ("keys", "values", "scale", "key_scale", "value_scale")
     return plan, {"query": query.unsqueeze(1), **{name: getattr(batch, name) for name in names}}
