@@ -47,7 +47,7 @@ def launch(
             known_constants.clear()
         constants = known_constants[key] = batch.constants(with_lse=lse is not None)
     for work, merge in phases:
-        kernel[(len(ranges) * batch.paired,)](
+        kernel[(len(ranges) * constants["SHAPE"][1],)](
             query=batch.query,
             table=batch.table,
             lengths=batch.lengths,

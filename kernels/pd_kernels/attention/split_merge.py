@@ -258,10 +258,13 @@ def _merged(
     PARTS: tl.constexpr,
 ):
     """Merge some columns of some lines of a row: the result, float32, and the lines' weight."""
-    column = first_column + tl.arange(0, PARTS[COLUMNS])
-    top = tl.full((PARTS[PART],), float("-inf"), tl.float32)
-    total = tl.zeros((PARTS[PART],), tl.float32)
-    result = tl.zeros((PARTS[PART], PARTS[COLUMNS]), tl.float32)
+    # Triton 3.6 takes no elements of a tuple as a shape.
+    TALL: tl.constexpr = PARTS[PART]
+    WIDE: tl.constexpr = PARTS[COLUMNS]
+    column = first_column + tl.arange(0, WIDE)
+    top = tl.full((TALL,), float("-inf"), tl.float32)
+    total = tl.zeros((TALL,), tl.float32)
+    result = tl.zeros((TALL, WIDE), tl.float32)
     for begin in range(0, pieces, PARTS[DEPTH]):
         piece = begin + tl.arange(0, PARTS[DEPTH])
         # The worker of the first piece left the row to others: slot 1. All others continued it:
