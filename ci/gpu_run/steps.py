@@ -116,6 +116,13 @@ STEPS: Sequence[Step] = (
         150,
     ),
     Step(
+        "mixed-quick",
+        "prefill chunks and decodes in one launch beside two in turn, and SM-aware or not",
+        _decode("--quick", "--only", "mixed_attention"),
+        _DECODE_TESTS,
+        60,
+    ),
+    Step(
         "handoff-gpu",
         "KV between two processes, beside NIXL with a descriptor per page",
         (*OURS, "bench", "handoff", "--gpu", *_handoff(512, 7500, runs=3)),
@@ -161,6 +168,13 @@ STEPS: Sequence[Step] = (
         _decode("--only", "paged_decode"),
         _DECODE_TESTS,
         560,
+    ),
+    Step(
+        "mixed",
+        "prefill chunks and decodes in full",
+        _decode("--only", "mixed_attention"),
+        _DECODE_TESTS,
+        120,
     ),
     Step(
         "transfer",

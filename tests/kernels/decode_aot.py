@@ -27,14 +27,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pd_kernels.attention import paged_call as paged_call_module
+from pd_kernels.attention import tile_mask
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.launch import known_constants
+from pd_kernels.attention.mixed import MixedPlan
+from pd_kernels.attention.mixed_kernel import PROGRAMS, launch_mixed
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.tuning import tuned
 from pd_kernels.attention.work_partition import RowShape
 
@@ -140,21 +144,36 @@ def paged_call(
     queries: int = 1,
     dtype: torch.dtype = BF16,
     window: int = 0,
+    listed: bool = False,
+    jagged: bool = False,
     **mods: Any,
 ) -> Launched:
     cache = torch.zeros(4, page, kv_heads, 2 * dim).to(dtype)
     query = torch.zeros(2, queries, heads, dim, dtype=BF16)
+    if jagged:
+        query = query.flatten(0, 1).unsqueeze(1)
     table = torch.zeros(2, 64, dtype=torch.int32)
     lengths = torch.ones(2, dtype=torch.int32)
     batch = PagedCall(
         *(query, cache[..., :dim], cache[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
         *(mods.get("score"), mods.get("mask")),
+        *((torch.zeros(3, dtype=torch.int64), queries) if jagged else ()),
     )
-    plan = plan_of(batch, 264)
-    lse = torch.zeros(2, queries, heads)
+    plan = batch.plan() if listed else plan_of(batch, 264)
+    lse = torch.zeros(query.shape[:3])
     launch_paged(batch, torch.zeros_like(query), lse, plan.tensors)
     tile = batch.config.tile * 2 * dim * dtype.itemsize
     return Launched(tile, batch.config.programs)
+
+
+def mixed_call(dtype: torch.dtype = BF16) -> Launched:
+    cache = torch.zeros(4, 16, 8, 256).to(dtype)
+    query, starts = torch.zeros(513, 32, 128, dtype=BF16), [0, 1, 513]
+    table, lengths = torch.zeros(2, 64, dtype=torch.int32), torch.full((2,), 600)
+    plan = MixedPlan.of(query, cache[..., :128], table, lengths, starts, 1)
+    prefill, decode = plan.calls(keys=cache[..., :128], values=cache[..., 128:])
+    launch_mixed(prefill, decode, plan.plans, plan.tickets, torch.zeros_like(query), None)
+    return Launched(prefill.config.tile * 2 * 128 * dtype.itemsize, PROGRAMS)
 
 
 def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) -> Launched:
@@ -198,6 +217,15 @@ def plan_call() -> Launched:
     return Launched(0, 1)
 
 
+def tile_mask_call() -> Launched:
+    """The first of its two kernels, in which the mod is called."""
+    lengths = torch.ones(2, dtype=torch.int32)
+    mask = TileMask.of(document(IDS), RowShape(8, 64, 1, 0), 32, 2, 1024, DEVICE)
+    with mock.patch.object(tile_mask, "list_tiles", mock.MagicMock()):
+        launch_tile_mask(mask, lengths)
+    return Launched(0, 1)
+
+
 SLOPES, IDS = torch.zeros(32), torch.zeros(2, 1024, dtype=torch.int32)
 KERNELS: dict[str, Callable[[], Launched]] = {
     "plan": plan_call,
@@ -208,6 +236,11 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "paged, page 64, window and mods": functools.partial(
         paged_call, page=64, window=4096, score=alibi(SLOPES), mask=document(IDS)
     ),
+    "paged, listed tiles": functools.partial(paged_call, mask=document(IDS), listed=True),
+    "paged, jagged": functools.partial(paged_call, queries=4, jagged=True),
+    "tile mask": tile_mask_call,
+    "mixed": mixed_call,
+    "mixed, fp8": functools.partial(mixed_call, FP8),
     "mla, 16 heads": functools.partial(mla_call, 16),
     "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
     "paged, few registers": starved_call,

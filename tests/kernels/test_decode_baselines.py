@@ -14,6 +14,7 @@ import torch
 import torch._dynamo
 from decode_batches import error
 
+from pd_kernels.attention import document
 from pd_kernels.bench import decode, decode_baselines, decode_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -33,6 +34,16 @@ def test_flex_attention_is_asked_for_the_same() -> None:
     (ours,), _ = decode.paged_calls([given])
     (theirs,) = decode_baselines.flex_attention_calls([given], compiled=False)
     assert error(theirs().transpose(1, 2).float(), ours().float()) < 0.01
+
+
+def test_flex_attention_is_given_the_same_mask() -> None:
+    given = decode_cases.paged_set([200, 3, 700], TINY, 128, torch.bfloat16)
+    ids = (torch.arange(700) // 150).int().repeat(3, 1)
+    (ours,), _ = decode.paged_calls([given], document(ids))
+    (theirs,) = decode_baselines.flex_attention_calls([given], compiled=False, documents=ids)
+    assert error(theirs().transpose(1, 2).float(), ours().float()) < 0.01
+    (plain,), _ = decode.paged_calls([given])
+    assert error(plain().float(), ours().float()) > 0.1
 
 
 def test_flex_attention_is_compiled_for_each_batch_and_never_falls_back(

@@ -19,7 +19,7 @@ from pd_kernels.attention.merge import launch_merge
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.bench import __main__ as command
-from pd_kernels.bench import decode, decode_baselines, decode_cases, decode_check
+from pd_kernels.bench import decode, decode_baselines, decode_cases, decode_check, mixed
 from pd_kernels.bench.report import Comparison
 
 pytestmark = [
@@ -46,6 +46,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "QUICK", ("uniform", "ragged"))
     lengths = {"uniform": lambda _: [40] * 3, "ragged": lambda _: [100, 3]}
     monkeypatch.setattr(decode, "LENGTHS", lengths)
+    monkeypatch.setattr(decode, "STEPS", {"tiny": mixed.Step([40, 3], 90, 20)})
+    monkeypatch.setattr(decode, "DOCUMENTS", ([300, 200], 100))
     monkeypatch.setattr(decode, "SHARDED", [60, 40])
     monkeypatch.setattr(decode, "MLA_CASES", {"ragged": ([70, 3], 16, 2)})
     monkeypatch.setattr(decode, "copies", lambda _: 2)
@@ -160,6 +162,11 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "planning / paged_decode": 2,
         "fp8 / bfloat16": 2 * 2,
         "paged_decode / FlexAttention": 2,
+        "mask_mod: tiles skipped / read": 1,
+        "planning / mask_mod": 1,
+        "mask_mod / FlexAttention": 1,
+        "mixed_attention / two launches": 1,
+        "mixed_attention: SM-aware / by number": 1,
         "merge_partials / paged_decode": 2,
         "mla_decode": 2,
         "planning / mla_decode": 1,
@@ -205,10 +212,12 @@ def test_a_case_of_ours_that_raises_is_a_row_and_not_the_end(
     assert {row.name for row in bad} == {
         "paged_decode",
         "paged_decode / FlexAttention",
+        "paged_decode, mask_mod",
         "merge_partials / paged_decode",
     }
     assert [row.name for row in rows if row.ok] == [
-        *("mla_decode", "planning / mla_decode", "mla_decode", "small_tiles: on / off")
+        *("mixed_attention / two launches", "mixed_attention: SM-aware / by number"),
+        *("mla_decode", "planning / mla_decode", "mla_decode", "small_tiles: on / off"),
     ]
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [set(row) for row in written] == [set(Comparison.__annotations__)] * len(rows)

@@ -4,7 +4,7 @@ sequences.
 
 `paged_decode` is for keys and values per head, `mla_decode` for one latent of all heads.
 `DecodePlan` holds the work partition that layers share, `Mod` changes scores and masks,
-`merge_partials` joins shards of sequences.
+`merge_partials` joins shards of sequences. `mixed_attention` takes prefill chunks along.
 
 One call, in the order of the files: `paged.py` (the public function), `paged_call.py` and
 `decode_call.py` (checks, launch options), `operators.py` (kernel or reference), `decode_plan.py`
@@ -14,17 +14,20 @@ with `work_partition.py` and `plan_kernel.py` (which worker does what), `paged_k
 
 from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.merge import Partials, merge_partials
+from pd_kernels.attention.mixed import MixedPlan, mixed_attention
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
 from pd_kernels.attention.mods import Mod, alibi, document, soft_cap
 from pd_kernels.attention.paged import paged_decode, plan_paged_decode
 
 __all__ = [
     "DecodePlan",
+    "MixedPlan",
     "Mod",
     "Partials",
     "alibi",
     "document",
     "merge_partials",
+    "mixed_attention",
     "mla_decode",
     "paged_decode",
     "plan_mla_decode",

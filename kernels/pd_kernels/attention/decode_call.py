@@ -60,6 +60,9 @@ class DecodeCall:
     scale: float
     causal: bool
 
+    starts: torch.Tensor | None = None
+    """Where each sequence's queries begin, if numbers differ; see `PagedCall`."""
+
     costs: ClassVar[TileCosts]
     max_queries: ClassVar[int]
     caches: ClassVar[tuple[str, ...]]
@@ -93,6 +96,11 @@ class DecodeCall:
         raise NotImplementedError
 
     @property
+    def queries(self) -> int:
+        """Queries of a sequence; the most of them, where sequences have different numbers."""
+        return int(self.query.shape[1])
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return int(self.query.shape[2]) // self.kv_heads
@@ -100,7 +108,7 @@ class DecodeCall:
     @property
     def lines(self) -> int:
         """Lines (query x query head) of a sequence and KV head."""
-        return int(self.query.shape[1]) * self.group
+        return self.queries * self.group
 
     @property
     def height(self) -> int:
@@ -131,13 +139,13 @@ class DecodeCall:
     def rows(self) -> RowShape:
         """The shape of the rows, for which the plan must be made."""
         heads = self.kv_heads * self.blocks // self.paired
-        return RowShape(heads, self.config.tile, queries=self.query.shape[1], window=0)
+        return RowShape(heads, self.config.tile, queries=self.queries, window=0)
 
     def plan(self, max_batch: int | None = None) -> DecodePlan:
         """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by
         default, as many)."""
         programs = self.config.programs * multiprocessors(self.query.device)
-        batch = len(self.query) if max_batch is None else max_batch
+        batch = len(self.lengths) if max_batch is None else max_batch
         return DecodePlan.of(
             rows=self.rows,
             costs=self.costs,
@@ -149,23 +157,22 @@ class DecodeCall:
             device=self.query.device,
         )
 
+    def shape(self, with_lse: bool) -> tuple[int, ...]:
+        """SHAPE of `split_merge.py`."""
+        heads, jagged = self.kv_heads * self.blocks, self.starts is not None
+        lines = (self.lines, self.height, self.group, self.width)
+        return (heads, self.paired, *lines, with_lse, jagged)
+
     def constants(self, with_lse: bool) -> dict[str, Any]:
         """Compile-time arguments and launch options of both kernels, by the names of their
         parameters."""
         config = self.config
         return {
-            "HEADS": self.kv_heads * self.blocks,
-            "PAIRED": self.paired,
-            "LINES": self.lines,
-            "HEIGHT": self.height,
-            "GROUP": self.group,
+            "SHAPE": self.shape(with_lse),
+            "PARTS": (config.depth, config.part, config.columns),
             "TILE": config.tile,
-            "CAUSAL": self.causal and self.query.shape[1] > 1,
+            "CAUSAL": self.causal and self.queries > 1,
             "QUERY": self.query_strides[1:],
-            "DEPTH": config.depth,
-            "PART": config.part,
-            "COLUMNS": config.columns,
-            "WITH_LSE": with_lse,
             "STAGES": config.stages,
             "num_warps": config.warps,
             "maxnreg": config.registers,
@@ -173,9 +180,9 @@ class DecodeCall:
 
     def check(self) -> None:
         """Raise ValueError if the arguments do not fit each other, or are not supported."""
-        batch, queries = self.query.shape[:2]
-        if not 1 <= queries <= self.max_queries:
-            raise ValueError(f"{queries} queries: must be 1 to {self.max_queries}")
+        batch = len(self.query) if self.starts is None else len(self.starts) - 1
+        if not 1 <= self.queries <= self.max_queries:
+            raise ValueError(f"{self.queries} queries: must be 1 to {self.max_queries}")
         if self.table.dim() != 2 or len(self.table) != batch or self.lengths.shape != (batch,):
             raise ValueError(
                 f"block_table {list(self.table.shape)}, lengths {list(self.lengths.shape)}: "

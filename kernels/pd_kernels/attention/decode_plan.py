@@ -13,6 +13,7 @@ import torch
 import triton
 
 from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
+from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
 
 LEAST_BATCH = 256
@@ -40,6 +41,7 @@ class DecodePlan:
             leaves to others.
         weights: float32 `[paired, workers, 2, height]`, the base-2 log-sum-exp of each line of the
             partials.
+        mask: the tiles that a mask mod leaves; None if all are read.
     """
 
     rows: RowShape
@@ -49,6 +51,7 @@ class DecodePlan:
     counters: torch.Tensor
     partials: torch.Tensor
     weights: torch.Tensor
+    mask: TileMask | None = None
 
     @classmethod
     def of(
@@ -103,13 +106,21 @@ class DecodePlan:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that attention kernels read and write, in the order of their parameters."""
-        return [self.ranges, self.counters, self.partials, self.weights]
+        mask = [self.mask.tokens, self.mask.tiles] if self.mask else []
+        return [self.ranges, self.counters, self.partials, self.weights, *mask]
+
+    def defined(self, lengths: torch.Tensor) -> torch.Tensor:
+        """`ranges` for these lengths as `partition` defines them. The mask must be filled."""
+        if self.mask is None:
+            return partition(lengths, self.rows, self.workers, self.costs)
+        rows = self.rows._replace(window=0)
+        return partition(self.mask.tokens[: len(lengths)], rows, self.workers, self.costs)
 
     def fill(self, lengths: torch.Tensor) -> "DecodePlan":
         """Partition the work of a batch. Changes the plan in place, and returns it.
 
-        On a GPU this queues one kernel on the current stream and returns; on a CPU it takes plain
-        torch. In a CUDA graph it belongs before the first layer.
+        On a GPU this queues one kernel (three with a mask mod) on the current stream and returns;
+        on a CPU it takes plain torch. In a CUDA graph it belongs before the first layer.
 
         Args:
             lengths: tokens of KV of each sequence, int32 or int64 `[batch]`.
@@ -129,9 +140,11 @@ class DecodePlan:
             raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {self.room}")
         if lengths.is_cuda:
             with torch.cuda.device(lengths.device):
-                launch_plan(self, lengths)
+                launch_plan(self, self.mask.fill(lengths) if self.mask else lengths)
         else:
-            self.ranges.copy_(partition(lengths, self.rows, self.workers, self.costs))
+            if self.mask:
+                self.mask.fill(lengths)
+            self.ranges.copy_(self.defined(lengths))
         return self
 
 
@@ -144,7 +157,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
-    """Run `DecodePlan.fill` by the kernel."""
+    """Partition the work by the kernel. With a mask, `lengths` are its `tokens`, which hold nothing
+    that a window hides."""
     partition_rows[(1,)](
         lengths=lengths,
         boundaries=plan.boundaries,
@@ -154,7 +168,7 @@ def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
         workers=plan.workers,
         heads=plan.rows.heads,
         queries=plan.rows.queries,
-        window=plan.rows.window,
+        window=0 if plan.mask else plan.rows.window,
         row_cost=plan.costs.row,
         partial_cost=plan.costs.partial,
         TILE=plan.rows.tile,

@@ -38,7 +38,8 @@ def launch(
         phases: one launch does both; tests take two.
         own: the arguments that only this kernel takes, by the names of its parameters.
     """
-    ranges, counters, partials, weights = scratch
+    ranges, counters, partials, weights = scratch[:4]
+    starts = batch.lengths if batch.starts is None else batch.starts
     key = (type(batch), batch.key, lse is not None)
     constants = known_constants.get(key)
     if constants is None:
@@ -46,16 +47,13 @@ def launch(
             known_constants.clear()
         constants = known_constants[key] = batch.constants(with_lse=lse is not None)
     for work, merge in phases:
-        kernel[(len(ranges) * constants["PAIRED"],)](
+        kernel[(len(ranges) * constants["SHAPE"][1],)](
             query=batch.query,
             table=batch.table,
             lengths=batch.lengths,
-            out=out,
-            lse=out if lse is None else lse,
+            target=(out, out if lse is None else lse, starts),
             ranges=ranges,
-            counters=counters,
-            partials=partials,
-            weights=weights,
+            scratch=(counters, partials, weights),
             workers=len(ranges),
             query_stride=batch.query_strides[0],
             table_stride=batch.table.stride(0),

@@ -17,14 +17,17 @@ from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
 from pd_kernels.attention.split_merge import (
+    GROUP,
+    HEADS,
+    HEIGHT,
+    LINES,
+    PAIRED,
     finish_row,
     merge_split_rows,
-    own_scratch,
+    own_place,
     result_lines,
 )
-from pd_kernels.attention.work_partition import FIELDS
 
-_FIELDS = tl.constexpr(FIELDS)
 _LATENT = tl.constexpr(LATENT)
 _ROPE = tl.constexpr(ROPE)
 _SLICE = tl.constexpr(LATENT // 4)
@@ -37,52 +40,41 @@ def latent_attention(
     cache,
     table,
     lengths,
-    out,
-    lse,
+    target,
     ranges,
-    counters,
-    partials,
-    weights,
+    scratch,
     workers,
     query_stride,  # of a sequence
     table_stride,
     scale,
     max_polls,
-    HEADS: tl.constexpr,  # rows of a sequence
-    PAIRED: tl.constexpr,  # blocks of lines that run side by side
-    LINES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,  # heads
+    SHAPE: tl.constexpr,  # see `split_merge.py`, as PARTS
+    PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
     QUERY: tl.constexpr,  # strides of query, head
     CACHE: tl.constexpr,  # strides of page, token
     CODED: tl.constexpr,  # FlashMLA's FP8 layout
-    DEPTH: tl.constexpr,  # pieces merged at a time
-    PART: tl.constexpr,  # lines of a merge part
-    COLUMNS: tl.constexpr,  # elements of each of them
-    WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows
 ):
-    QUERIES: tl.constexpr = LINES // GROUP
-    worker, block = tl.program_id(0) // PAIRED, tl.program_id(0) % PAIRED
-    counters, partials, weights = own_scratch(
-        counters, partials, weights, block * workers, HEIGHT, _LATENT
+    ROWS: tl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
+    QUERIES: tl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
+    worker, block, work_range, scratch = own_place(
+        scratch, ranges, workers, tl.program_id(0), SHAPE
     )
-    work_range = ranges + worker * _FIELDS
     if WORK:
         for done in tl.range(0, rows_of(work_range), disable_licm=True):
-            line = tl.arange(0, HEIGHT)
+            line = tl.arange(0, SHAPE[HEIGHT])
             row, start, stop, length, _ = current_piece(
-                work_range, done, lengths, HEADS // PAIRED, QUERIES, 0, TILE
+                work_range, done, lengths, ROWS, QUERIES, 0, TILE
             )
-            sequence, _, number = result_lines(row * PAIRED + block, line, HEADS, LINES, HEIGHT)
-            place = number // GROUP * QUERY[0] + number % GROUP * QUERY[1]
+            sequence, _, number = result_lines(row * SHAPE[PAIRED] + block, line, SHAPE)
+            place = number // SHAPE[GROUP] * QUERY[0] + number % SHAPE[GROUP] * QUERY[1]
             place = (place + sequence.to(tl.int64) * query_stride)[:, None]
-            exists = (number < LINES)[:, None]
+            exists = (number < SHAPE[LINES])[:, None]
             column, rope = tl.arange(0, _SLICE)[None, :], tl.arange(0, _ROPE)[None, :]
             own = query + place
             result_0, result_1, result_2, result_3, top, total = _attend(
@@ -93,7 +85,7 @@ def latent_attention(
                 tl.load(own + 4 * _SLICE + rope, mask=exists, other=0.0),
                 cache=cache,
                 pages=table + sequence.to(tl.int64) * table_stride,
-                position=length - QUERIES + number // GROUP,
+                position=length - QUERIES + number // SHAPE[GROUP],
                 length=length,
                 begin=start,
                 end=stop,
@@ -109,50 +101,16 @@ def latent_attention(
             weight = top + tl.log2(total)
             # Read again instead of kept during the loop, whose products take nearly all registers.
             row, start, stop, length, tiles = current_piece(
-                work_range, done, lengths, HEADS // PAIRED, QUERIES, 0, TILE
+                work_range, done, lengths, ROWS, QUERIES, 0, TILE
             )
+            results = (result_0 * share, result_1 * share, result_2 * share, result_3 * share)
+            whole = (start == 0) & (stop == tiles)
+            row = row * SHAPE[PAIRED] + block
             finish_row(
-                partials=partials,
-                weights=weights,
-                counters=counters,
-                out=out,
-                lse=lse,
-                work_range=work_range,
-                worker=worker,
-                row=row * PAIRED + block,
-                start=start,
-                whole=(start == 0) & (stop == tiles),
-                results=(result_0 * share, result_1 * share, result_2 * share, result_3 * share),
-                weight=weight,
-                HEADS=HEADS,
-                LINES=LINES,
-                HEIGHT=HEIGHT,
-                GROUP=GROUP,
-                DIM=_LATENT,
-                WITH_LSE=WITH_LSE,
+                scratch, target, work_range, worker, row, start, whole, results, weight, SHAPE
             )
     if MERGE:
-        merge_split_rows(
-            partials=partials,
-            weights=weights,
-            counters=counters,
-            out=out,
-            lse=lse,
-            work_range=work_range,
-            worker=worker,
-            block=block,
-            max_polls=max_polls,
-            HEADS=HEADS,
-            PAIRED=PAIRED,
-            LINES=LINES,
-            HEIGHT=HEIGHT,
-            GROUP=GROUP,
-            DIM=_LATENT,
-            DEPTH=DEPTH,
-            PART=PART,
-            COLUMNS=COLUMNS,
-            WITH_LSE=WITH_LSE,
-        )
+        merge_split_rows(scratch, target, work_range, worker, block, max_polls, SHAPE, PARTS)
 
 
 @triton.jit

@@ -33,9 +33,6 @@ REGISTRY: dict[int, "Mod"] = {}
 """All mods by their numbers. An operator of torch takes no functions, so that it is passed
 numbers."""
 
-NO_MOD = -1
-"""Stands for no mod."""
-
 
 @dataclass(frozen=True, eq=False)
 class Mod:

@@ -9,7 +9,7 @@ import torch
 
 from pd_kernels.attention.decode_call import DecodeCall
 from pd_kernels.attention.decode_plan import DecodePlan
-from pd_kernels.attention.work_partition import RowShape
+from pd_kernels.attention.work_partition import NO_MOD, RowShape
 
 B = TypeVar("B", bound=DecodeCall)
 
@@ -19,16 +19,47 @@ def with_queries(q: torch.Tensor) -> torch.Tensor:
     return q.unsqueeze(1) if q.dim() == 3 else q
 
 
+class Queries(NamedTuple):
+    """The queries of a batch, as operators take them.
+
+    Attributes:
+        lines: `[batch, queries, heads, dim]`; in a jagged batch `[all queries, 1, heads, dim]`.
+        starts: of a jagged batch, where each sequence's queries begin and where the last ones end,
+            `[batch + 1]`.
+        most: of a jagged batch, the most queries of a sequence; 0 in others.
+    """
+
+    lines: torch.Tensor
+    starts: torch.Tensor | None = None
+    most: int = 0
+
+    @classmethod
+    def of(cls, q: torch.Tensor, plan: DecodePlan | None = None) -> "Queries":
+        """Take a dense or a nested `q`. A nested one that does not know its longest sequence takes
+        the plan's number of queries; without a plan it asks the device, and waits."""
+        if not q.is_nested:
+            return cls(with_queries(q))
+        if q.layout != torch.jagged or q.dim() != 4:
+            raise ValueError(
+                f"nested q of {q.layout} with {q.dim()} axes: must be torch.jagged, [batch, *, "
+                "heads, dim]"
+            )
+        most = plan.rows.queries if plan else q._get_max_seqlen()
+        return cls(q.values().unsqueeze(1), q.offsets(), int(most))
+
+
 class DecodeOutputs(NamedTuple):
     """The tensors that a call writes, shaped like its q.
 
     Attributes:
         out: dense `[batch, (queries,) heads, dim]`.
         lse: float32 `[batch, (queries,) heads]`, or `[0]` if the caller did not ask for it.
+        starts: of a jagged batch, whose `out` and `lse` have one axis for all queries.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
+    starts: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -44,14 +75,18 @@ class DecodeOutputs(NamedTuple):
         Raises:
             ValueError: `out` has another shape, or is not dense.
         """
-        shape = (*q.shape[:-1], dim)
+        starts = q.offsets() if q.is_nested else None
+        lines = q.values() if q.is_nested else q
+        if out is not None and out.is_nested:
+            out = out.values()
+        shape = (*lines.shape[:-1], dim)
         if out is None:
             dtype = torch.float32 if return_partials else q.dtype
             out = torch.empty(shape, dtype=dtype, device=q.device)
         elif out.shape != shape or not out.is_contiguous():
             raise ValueError(f"out {list(out.shape)}: must be dense, {list(shape)}")
-        sums = q.shape[:-1] if return_lse or return_partials else (0,)
-        return cls(out, torch.empty(sums, dtype=torch.float32, device=q.device))
+        sums = lines.shape[:-1] if return_lse or return_partials else (0,)
+        return cls(out, torch.empty(sums, dtype=torch.float32, device=q.device), starts)
 
     @property
     def by_query(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,8 +97,15 @@ class DecodeOutputs(NamedTuple):
 
     @property
     def returned(self) -> Any:
-        """What the public function returns: `out`, or `(out, lse)`."""
-        return (self.out, self.lse) if self.lse.dim() > 1 else self.out
+        """What the public function returns: `out`, or `(out, lse)`; nested if q was."""
+        if self.lse.dim() <= 1:
+            return self._like_q(self.out)
+        return self._like_q(self.out), self._like_q(self.lse)
+
+    def _like_q(self, found: torch.Tensor) -> torch.Tensor:
+        if self.starts is None:
+            return found
+        return torch.nested.nested_tensor_from_jagged(found, self.starts)
 
 
 def planned(plan: DecodePlan | None) -> tuple[list[torch.Tensor], list[int]]:
@@ -114,8 +156,10 @@ _checked: set[tuple[Any, ...]] = set()
 def _check(batch: DecodeCall, rows: list[int]) -> None:
     """Raise ValueError if a call is not supported, or its plan was made for other rows."""
     batch.check()
-    if rows and RowShape(*rows) != batch.rows:
-        raise ValueError(f"plan for {RowShape(*rows)}: must be for {batch.rows}")
+    # A plan without a mask has all tiles.
+    made = RowShape(*rows) if rows else batch.rows
+    if made not in (batch.rows, batch.rows._replace(mask=NO_MOD)):
+        raise ValueError(f"plan for {made}: must be for {batch.rows}")
     if batch.query.is_cuda and batch.query.numel():
         batch.check_kernel()
 

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from pd_kernels.attention.decode_plan import DecodePlan
-from pd_kernels.attention.mods import NO_MOD, REGISTRY, Mod
-from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
+from pd_kernels.attention.mods import REGISTRY, Mod
+from pd_kernels.attention.operators import DecodeOutputs, Queries, attend, operator, planned
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_paged_decode
+from pd_kernels.attention.work_partition import NO_MOD
 
 
 def paged_decode(
@@ -34,14 +35,16 @@ def paged_decode(
 ) -> Any:
     """Attend with the last tokens of each sequence to its KV.
 
-    On a GPU this queues one kernel on the current stream (three without `plan`) and returns. It may
+    On a GPU this queues one kernel on the current stream (a few more without `plan`) and returns. It may
     be captured in a CUDA graph; lengths, tables and caches may change between replays. CPU tensors
     take the reference in torch.
 
     Args:
         q: bfloat16 or float16 `[batch, heads, dim]`, or `[batch, queries, heads, dim]` with up to 8
             queries: the last tokens of the sequence, whose KV is in the cache. dim is one of
-            `paged_call.DIMS`.
+            `paged_call.DIMS`. If sequences have different numbers of queries: nested, of layout
+            torch.jagged, `[batch, *, heads, dim]`; no sequence may have more than the plan was
+            made for (or, without a plan, than the nested tensor's `max_seqlen`).
         k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any page
             size, any strides, but the elements of a head must be consecutive.
         block_table: int32 `[batch, pages of a sequence]`. The device does not check the ids.
@@ -53,9 +56,10 @@ def paged_decode(
         causal: queries see no later tokens. False for KV that does not hold the queries' own
             tokens.
         window: tokens that a query sees, its own included; 0 for all. Earlier tokens are not read.
-        score_mod, mask_mod: change scores, or say which tokens are seen; see `mods.py`.
+        score_mod, mask_mod: change scores, or say which tokens are seen; see `mods.py`. Tiles of
+            which no query sees a token are skipped, unless the plan was made without the mask mod.
         k_scale, v_scale: scales of an FP8 cache: stored values are multiplied by them.
-        out: dense, shaped like q; written and returned.
+        out: dense, shaped like q (nested, or its values, if q is nested); written and returned.
         return_lse: also return the natural log-sum-exp of each line's scores, float32 `[batch,
             (queries,) heads]`.
         return_partials: `out` is float32, and lse is returned, as `merge_partials` takes them.
@@ -63,7 +67,7 @@ def paged_decode(
             one is made.
 
     Returns:
-        `out`, or `(out, lse)`.
+        `out`, or `(out, lse)`; nested if q is.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit each other or are not supported.
@@ -87,12 +91,15 @@ def paged_decode(
         >>> torch.allclose(out[1, 0].float(), scores.softmax(0) @ v_cache[1, :5, 0].float(), atol=0.02)
         True
     """
+    queries = Queries.of(q, plan)
     results = DecodeOutputs.of(q, q.shape[-1], out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
     by_query_out, by_query_lse = results.by_query
     scratch, rows = planned(plan)
     run(
-        query=with_queries(q),
+        query=queries.lines,
+        starts=queries.starts,
+        most_queries=queries.most,
         keys=k_cache,
         values=v_cache,
         table=block_table,
@@ -118,16 +125,25 @@ def plan_paged_decode(
     *,
     window: int = 0,
     max_batch: int | None = None,
+    mask_mod: Mod | None = None,
+    max_tokens: int | None = None,
 ) -> DecodePlan:
     """Allocate a plan for calls of `paged_decode` with such a `q` and `k_cache`.
 
     Fill it once a step (`plan.fill(lengths)`), and pass it to every layer. Layers share a plan if
-    they have the same heads, dims, cache dtype and window.
+    they have the same heads, dims, cache dtype, window and mask mod.
 
     Args:
         q, k_cache: as `paged_decode` takes them; only shapes, dtypes and the device matter.
         window: as in `paged_decode`.
         max_batch: the most sequences of a batch; by default that of `q`.
+        mask_mod: `plan.fill` finds the tiles that it leaves, and calls with it read no others.
+            Without it, calls with a mask mod read all tiles.
+        max_tokens: the most tokens of a sequence; needed with `mask_mod`. Tokens beyond are not
+            seen.
+
+    Raises:
+        ValueError: `mask_mod` without `max_tokens`.
 
     Example:
         >>> import torch
@@ -139,26 +155,32 @@ def plan_paged_decode(
         >>> for layer in range(2):
         ...     out = paged_decode(q, k_cache, v_cache, table, lengths, plan=plan)
     """
-    query = with_queries(q)
+    if mask_mod and max_tokens is None:
+        raise ValueError("mask_mod without max_tokens: pass the most tokens of a sequence")
+    query, starts, most = Queries.of(q)
     example = PagedCall(
         query=query,
+        starts=starts,
+        most_queries=most,
         keys=k_cache,
         values=k_cache,
         table=query,
-        lengths=query,
+        lengths=query if starts is None else starts[1:],
         scale=1.0,
         key_scale=1.0,
         value_scale=1.0,
         causal=True,
         window=window,
         score_mod=None,
-        mask_mod=None,
+        mask_mod=mask_mod,
     )
-    return example.plan(max_batch)
+    return example.plan(max_batch, max_tokens)
 
 
 def _run(
     query: torch.Tensor,
+    starts: torch.Tensor | None,
+    most_queries: int,
     keys: torch.Tensor,
     values: torch.Tensor,
     table: torch.Tensor,
@@ -177,6 +199,8 @@ def _run(
 ) -> None:
     batch = PagedCall(
         query=query,
+        starts=starts,
+        most_queries=most_queries,
         keys=keys,
         values=values,
         table=table,

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 
 from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.mods import Mod
+from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.tuning import tuning
-from pd_kernels.attention.work_partition import RowShape, TileCosts
+from pd_kernels.attention.work_partition import NO_MOD, RowShape, TileCosts
 
 FP8 = torch.float8_e4m3fn
 DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -37,7 +39,8 @@ class PagedCall(DecodeCall):
     """The arguments of one call; see `paged_decode`.
 
     Attributes:
-        query: `[batch, queries, query heads, dim]`.
+        query: `[batch, queries, query heads, dim]`; `[all queries, 1, query heads, dim]` if numbers
+            of queries differ.
         keys, values: `[page, token, KV head, dim]`.
     """
 
@@ -57,10 +60,30 @@ class PagedCall(DecodeCall):
     window: int
     score_mod: Mod | None
     mask_mod: Mod | None
+    starts: torch.Tensor | None = None
+    """A jagged batch: where each sequence's queries begin, and where the last ones end, int32 or
+    int64 `[batch + 1]`."""
+
+    most_queries: int = 0
+    """The most queries of a sequence in a jagged batch."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (*super().key, self.window)
+        starts = None if self.starts is None else (self.starts.shape, self.most_queries)
+        masked = None if self.mask_mod is None else self.mask_mod.number
+        return (*super().key, self.window, starts, masked)
+
+    @property
+    def queries(self) -> int:
+        return super().queries if self.starts is None else self.most_queries
+
+    def own_queries(self, sequence: int) -> slice:
+        """Where a sequence's queries lie on the first axis of `query`. Waits for the device in a
+        jagged batch."""
+        if self.starts is None:
+            return slice(sequence, sequence + 1)
+        begin, end = self.starts[sequence : sequence + 2].tolist()
+        return slice(begin, end)
 
     @property
     def kv_heads(self) -> int:
@@ -87,7 +110,25 @@ class PagedCall(DecodeCall):
 
     @property
     def rows(self) -> RowShape:
-        return super().rows._replace(window=self.window)
+        mask = NO_MOD if self.mask_mod is None else self.mask_mod.number
+        return super().rows._replace(window=self.window, mask=mask)
+
+    def plan(self, max_batch: int | None = None, max_tokens: int | None = None) -> DecodePlan:
+        """A plan, see `DecodeCall.plan`; if there is a mask mod, with its `TileMask`, for sequences
+        of up to `max_tokens` tokens (by default, what a row of the block table has room for)."""
+        plan = super().plan(max_batch)
+        if self.mask_mod is None:
+            return plan
+        tokens = self.table.shape[1] * self.keys.shape[1] if max_tokens is None else max_tokens
+        mask = TileMask.of(
+            mod=self.mask_mod,
+            rows=self.rows,
+            heads=int(self.query.shape[2]),
+            batch=plan.room,
+            tokens=tokens,
+            device=self.query.device,
+        )
+        return replace(plan, mask=mask)
 
     def check(self) -> None:
         heads, dim = self.query.shape[2:]

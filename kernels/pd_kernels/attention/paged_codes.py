@@ -43,6 +43,7 @@ def attend_codes(
     keys,
     values,
     pages,
+    tiles,
     score_args,
     mask_args,
     sequence,
@@ -62,6 +63,7 @@ def attend_codes(
     VALUE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
+    LISTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence. Arguments and
@@ -78,7 +80,8 @@ def attend_codes(
     total = tl.zeros((HEIGHT,), tl.float32)
     result_even = tl.zeros((HEIGHT, WORDS), tl.float32)
     result_odd = tl.zeros((HEIGHT, WORDS), tl.float32)
-    for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
+    for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
+        tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < length
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)

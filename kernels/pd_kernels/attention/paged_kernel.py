@@ -18,44 +18,48 @@ from pd_kernels.attention.paged_codes import attend_codes
 from pd_kernels.attention.paged_tile import token_places, visible_scores
 from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
 from pd_kernels.attention.split_merge import (
+    DIM,
+    GROUP,
+    HEADS,
+    HEIGHT,
+    JAGGED,
+    LINES,
+    PAIRED,
     finish_row,
+    line_queries,
     merge_split_rows,
-    own_scratch,
+    own_place,
     result_lines,
 )
-from pd_kernels.attention.work_partition import FIELDS
-
-_FIELDS = tl.constexpr(FIELDS)
 
 
-@triton.jit(do_not_specialize=["workers", "table_stride", "scale", "value_scale", "max_polls"])
+@triton.jit(
+    do_not_specialize=[
+        *("workers", "table_stride", "list_stride", "scale", "value_scale", "max_polls")
+    ]
+)
 def paged_attention(
     query,
     keys,
     values,
     table,
     lengths,
-    out,
-    lse,
+    target,
     ranges,
-    counters,
-    partials,
-    weights,
+    scratch,
+    listed,
     score_args,
     mask_args,
     workers,
-    query_stride,  # of a sequence
+    query_stride,  # of a sequence; of a query in a jagged batch
     table_stride,
+    list_stride,
     scale,  # of scores, with K's scale
     value_scale,
     max_polls,
-    HEADS: tl.constexpr,  # rows of a sequence
-    PAIRED: tl.constexpr,  # blocks of lines that run side by side
-    LINES: tl.constexpr,  # per KV head
-    HEIGHT: tl.constexpr,  # lines of a row, padded
-    GROUP: tl.constexpr,  # query heads per KV head
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,  # DIM, padded
+    SHAPE: tl.constexpr,  # see `split_merge.py`, as PARTS
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a line, padded
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -65,110 +69,131 @@ def paged_attention(
     VALUE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
+    LISTED: tl.constexpr,  # tiles are those of a list
     ATTEND: tl.constexpr,  # the loop over tiles: `attend_tiles` or `attend_codes`
-    DEPTH: tl.constexpr,  # pieces merged at a time
-    PART: tl.constexpr,  # lines of a merge part
-    COLUMNS: tl.constexpr,  # elements of each of them
-    WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows
 ):
-    QUERIES: tl.constexpr = LINES // GROUP
-    worker, block = tl.program_id(0) // PAIRED, tl.program_id(0) % PAIRED
-    counters, partials, weights = own_scratch(
-        counters, partials, weights, block * workers, HEIGHT, DIM
+    worker, block, work_range, scratch = own_place(
+        scratch, ranges, workers, tl.program_id(0), SHAPE
     )
-    work_range = ranges + worker * _FIELDS
     if WORK:
-        # Without licm: values that no iteration changes are computed again in each. Kept in
-        # registers, they would leave room for one program less on a multiprocessor.
-        for done in tl.range(0, rows_of(work_range), disable_licm=True):
-            line = tl.arange(0, HEIGHT)
-            column = tl.arange(0, BLOCK)
-            row, start, stop, length, _ = current_piece(
-                work_range, done, lengths, HEADS // PAIRED, QUERIES, WINDOW, TILE
-            )
-            sequence, head, number = result_lines(row * PAIRED + block, line, HEADS, LINES, HEIGHT)
-            unseen = first_tile(length, QUERIES, WINDOW, TILE)
-            exists = number < LINES
-            place = number // GROUP * QUERY[0] + (head * GROUP + number % GROUP) * QUERY[1]
-            place += sequence.to(tl.int64) * query_stride
-            mask = exists[:, None] & (column < DIM)[None, :]
-            lines = tl.load(query + place[:, None] + column[None, :], mask=mask, other=0.0)
-            result, top, total = ATTEND(
-                lines=lines,
-                keys=keys + head.to(tl.int64) * KEY[2],
-                values=values + head.to(tl.int64) * VALUE[2],
-                pages=table + sequence.to(tl.int64) * table_stride,
-                score_args=score_args,
-                mask_args=mask_args,
-                sequence=sequence,
-                head=head * GROUP + number % GROUP,
-                position=length - QUERIES + number // GROUP,
-                length=length,
-                begin=unseen + start,
-                end=unseen + stop,
-                scale=scale,
-                DIM=DIM,
-                BLOCK=BLOCK,
-                PAGE=PAGE,
-                TILE=TILE,
-                WINDOW=WINDOW,
-                CAUSAL=CAUSAL,
-                KEY=KEY,
-                VALUE=VALUE,
-                SCORE_MOD=SCORE_MOD,
-                MASK_MOD=MASK_MOD,
-                STAGES=STAGES,
-            )
-            result = result * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
-            weight = top + tl.log2(total)
-            row, start, stop, length, tiles = current_piece(
-                work_range, done, lengths, HEADS // PAIRED, QUERIES, WINDOW, TILE
-            )
-            finish_row(
-                partials=partials,
-                weights=weights,
-                counters=counters,
-                out=out,
-                lse=lse,
-                work_range=work_range,
-                worker=worker,
-                row=row * PAIRED + block,
-                start=start,
-                whole=(start == 0) & (stop == tiles),
-                results=(result,),
-                weight=weight,
-                HEADS=HEADS,
-                LINES=LINES,
-                HEIGHT=HEIGHT,
-                GROUP=GROUP,
-                DIM=DIM,
-                WITH_LSE=WITH_LSE,
-            )
+        attend_range(
+            query, keys, values, table, lengths, target, scratch, listed, score_args, mask_args,
+            work_range, worker, block, query_stride, table_stride, list_stride, scale, value_scale,
+            SHAPE, BLOCK, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
+            LISTED, ATTEND, STAGES,
+        )  # fmt: skip
     if MERGE:
-        merge_split_rows(
-            partials=partials,
-            weights=weights,
-            counters=counters,
-            out=out,
-            lse=lse,
-            work_range=work_range,
-            worker=worker,
-            block=block,
-            max_polls=max_polls,
-            HEADS=HEADS,
-            PAIRED=PAIRED,
-            LINES=LINES,
-            HEIGHT=HEIGHT,
-            GROUP=GROUP,
-            DIM=DIM,
-            DEPTH=DEPTH,
-            PART=PART,
-            COLUMNS=COLUMNS,
-            WITH_LSE=WITH_LSE,
+        merge_split_rows(scratch, target, work_range, worker, block, max_polls, SHAPE, PARTS)
+
+
+@triton.jit
+def attend_range(
+    query,
+    keys,
+    values,
+    table,
+    lengths,
+    target,
+    scratch,
+    listed,
+    score_args,
+    mask_args,
+    work_range,
+    worker,
+    block,
+    query_stride,
+    table_stride,
+    list_stride,
+    scale,
+    value_scale,
+    SHAPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    QUERY: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    LISTED: tl.constexpr,
+    ATTEND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to all that a worker has, and write results and partials.
+
+    Args:
+        target: see `store_lines`.
+        scratch, work_range, worker, block: from `own_place`.
+        listed: with LISTED, `TileMask.tokens` and `TileMask.tiles`.
+        The others are those of the kernel.
+    """
+    ROWS: tl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
+    QUERIES: tl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
+    # A list holds a window's tiles only.
+    UNSEEN: tl.constexpr = 0 if LISTED else WINDOW
+    planned = listed[0] if LISTED else lengths
+    # Without licm: values that no iteration changes are computed again in each. Kept in
+    # registers, they would leave room for one program less on a multiprocessor.
+    for done in tl.range(0, rows_of(work_range), disable_licm=True):
+        line = tl.arange(0, SHAPE[HEIGHT])
+        column = tl.arange(0, BLOCK)
+        row, start, stop, length, _ = current_piece(
+            work_range, done, planned, ROWS, QUERIES, UNSEEN, TILE
         )
+        sequence, head, number = result_lines(row * SHAPE[PAIRED] + block, line, SHAPE)
+        unseen = first_tile(length, QUERIES, UNSEEN, TILE)
+        if LISTED:
+            length = tl.maximum(tl.load(lengths + sequence), 0).to(tl.int32)
+            unseen = sequence * list_stride
+        first, count, exists = line_queries(target[2], sequence, number, SHAPE)
+        if SHAPE[JAGGED]:
+            place = (first + number // SHAPE[GROUP]) * query_stride
+        else:
+            place = number // SHAPE[GROUP] * QUERY[0] + sequence.to(tl.int64) * query_stride
+        place += (head * SHAPE[GROUP] + number % SHAPE[GROUP]) * QUERY[1]
+        mask = exists[:, None] & (column < SHAPE[DIM])[None, :]
+        lines = tl.load(query + place[:, None] + column[None, :], mask=mask, other=0.0)
+        result, top, total = ATTEND(
+            lines=lines,
+            keys=keys + head.to(tl.int64) * KEY[2],
+            values=values + head.to(tl.int64) * VALUE[2],
+            pages=table + sequence.to(tl.int64) * table_stride,
+            tiles=listed[1],
+            score_args=score_args,
+            mask_args=mask_args,
+            sequence=sequence,
+            head=head * SHAPE[GROUP] + number % SHAPE[GROUP],
+            position=length - count + number // SHAPE[GROUP],
+            length=length,
+            begin=unseen + start,
+            end=unseen + stop,
+            scale=scale,
+            DIM=SHAPE[DIM],
+            BLOCK=BLOCK,
+            PAGE=PAGE,
+            TILE=TILE,
+            WINDOW=WINDOW,
+            CAUSAL=CAUSAL,
+            KEY=KEY,
+            VALUE=VALUE,
+            SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+            LISTED=LISTED,
+            STAGES=STAGES,
+        )
+        result = result * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
+        weight = top + tl.log2(total)
+        row, start, stop, length, count = current_piece(
+            work_range, done, planned, ROWS, QUERIES, UNSEEN, TILE
+        )
+        whole = (start == 0) & (stop == count)
+        row = row * SHAPE[PAIRED] + block
+        finish_row(scratch, target, work_range, worker, row, start, whole, (result,), weight, SHAPE)
 
 
 @triton.jit
@@ -177,6 +202,7 @@ def attend_tiles(
     keys,
     values,
     pages,
+    tiles,
     score_args,
     mask_args,
     sequence,
@@ -196,6 +222,7 @@ def attend_tiles(
     VALUE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
+    LISTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
@@ -204,6 +231,7 @@ def attend_tiles(
         lines: the queries, `[HEIGHT, BLOCK]`.
         keys, values: of the KV head.
         pages: the sequence's row of the block table.
+        tiles: with LISTED, the list of tiles, of which `begin` to `end` are places.
         head: query head of each line.
         position: place of each line's query in the sequence.
         length: tokens of the sequence.
@@ -218,7 +246,8 @@ def attend_tiles(
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
     total = tl.zeros((HEIGHT,), tl.float32)
     result = tl.zeros((HEIGHT, BLOCK), tl.float32)
-    for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
+    for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
+        tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < length
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
@@ -250,6 +279,7 @@ def launch_paged(
 ) -> None:
     """Run `paged_decode` by the kernel; the arguments are those of `launch`."""
     score, mask = batch.score_mod, batch.mask_mod
+    tokens, tiles = scratch[4:] or (batch.lengths, batch.lengths)
     launch(
         paged_attention,
         batch,
@@ -259,11 +289,12 @@ def launch_paged(
         phases,
         keys=batch.keys,
         values=batch.values,
+        listed=(tokens, tiles),
+        list_stride=tiles.stride(0),
         score_args=score.args if score else (),
         mask_args=mask.args if mask else (),
         scale=batch.scale * batch.key_scale * (1.0 if score else LOG2E),
         value_scale=batch.value_scale,
-        DIM=batch.width,
         BLOCK=triton.next_power_of_2(batch.width),
         PAGE=batch.keys.shape[1],
         WINDOW=batch.window,
@@ -271,5 +302,6 @@ def launch_paged(
         VALUE=batch.values.stride()[:3],
         SCORE_MOD=score.kernel if score else None,
         MASK_MOD=mask.kernel if mask else None,
+        LISTED=len(scratch) > 4,
         ATTEND=attend_codes if batch.words else attend_tiles,
     )

@@ -63,7 +63,8 @@ def visible_scores(
         seen = seen & (token[None, :] > position[:, None] - WINDOW)
     if SCORE_MOD is not None or MASK_MOD is not None:
         real = tl.minimum(token, length - 1)[None, :]
-        asked = tl.maximum(position, 0)[:, None]
+        # A line of padding has a query behind the last token.
+        asked = tl.maximum(tl.minimum(position, length - 1), 0)[:, None]
         if SCORE_MOD is not None:
             score = SCORE_MOD(score, sequence, head[:, None], asked, real, score_args)
             score = score * _LOG2E

@@ -75,8 +75,9 @@ def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tenso
                 (batch.values, batch.value_scale),
             )
         )
+        own = batch.own_queries(number)
         result, sums = attend(
-            batch.query[number],
+            batch.query[own].flatten(0, -3),
             keys,
             values,
             number,
@@ -86,9 +87,9 @@ def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tenso
             batch.score_mod,
             batch.mask_mod,
         )
-        out[number] = result
+        out[own] = result.view_as(out[own])
         if lse is not None:
-            lse[number] = sums
+            lse[own] = sums.view_as(lse[own])
 
 
 def decoded_latents(cache: torch.Tensor) -> torch.Tensor:

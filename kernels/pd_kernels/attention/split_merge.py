@@ -29,89 +29,126 @@ from pd_kernels.attention.plan_kernel import (
     LAST_WORKER,
     ROW,
 )
+from pd_kernels.attention.work_partition import FIELDS
 
 MAX_POLLS = 64
 """Polls of a counter, each a round trip to the L2."""
 
 _COUNTERS = tl.constexpr(COUNTERS)
+_FIELDS = tl.constexpr(FIELDS)
 _LN2 = tl.constexpr(1 / LOG2E)
 
 
-@triton.jit
-def own_scratch(counters, partials, weights, before, HEIGHT: tl.constexpr, DIM: tl.constexpr):
-    """The scratch of one block of lines, behind that of the `before` programs of other blocks."""
-    slots = before * (2 * HEIGHT)
-    return counters + before * _COUNTERS, partials + slots.to(tl.int64) * DIM, weights + slots
+# A row's shape, `SHAPE`: rows of a sequence, blocks of lines that run side by side, lines per KV head,
+# lines of a row (padded), query heads per KV head, elements of a line of the result, whether lse is
+# wanted, whether sequences have different numbers of queries.
+HEADS, PAIRED, LINES, HEIGHT, GROUP, DIM, WITH_LSE, JAGGED = (
+    tl.constexpr(place) for place in range(8)
+)
+
+# How a split row is merged, `PARTS`: pieces merged at a time, lines of a merge part, elements of
+# each of these lines.
+DEPTH, PART, COLUMNS = (tl.constexpr(place) for place in range(3))
 
 
 @triton.jit
-def result_lines(row, line, HEADS: tl.constexpr, LINES: tl.constexpr, HEIGHT: tl.constexpr):
-    """Where lines of a row belong: sequence, KV head, and number among that head's LINES lines.
+def own_place(scratch, ranges, workers, program, SHAPE: tl.constexpr):
+    """What a program works on.
 
-    A line is one query of one query head. The lines of a KV head are cut into rows of HEIGHT.
+    Args:
+        scratch: `DecodePlan.counters`, `partials` and `weights`.
+        ranges: `DecodePlan.ranges`.
+        program: number of the program.
+
+    Returns:
+        worker, block: the worker, and the block of lines that the program has of its rows.
+        work_range: the worker's record.
+        scratch: that of the block, behind that of other blocks' programs.
     """
-    BLOCKS: tl.constexpr = (LINES + HEIGHT - 1) // HEIGHT
-    sequence, place = row // HEADS, row % HEADS
-    return sequence, place // BLOCKS, place % BLOCKS * HEIGHT + line
+    counters, partials, weights = scratch
+    worker, block = program // SHAPE[PAIRED], program % SHAPE[PAIRED]
+    before = block * workers
+    slots = before * (2 * SHAPE[HEIGHT])
+    partials += slots.to(tl.int64) * SHAPE[DIM]
+    own = (counters + before * _COUNTERS, partials, weights + slots)
+    return worker, block, ranges + worker * _FIELDS, own
 
 
 @triton.jit
-def store_lines(
-    out,
-    lse,
-    row,
-    line,
-    column,
-    results,
-    weight,
-    HEADS: tl.constexpr,
-    LINES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-):
+def result_lines(row, line, SHAPE: tl.constexpr):
+    """Where lines of a row belong: sequence, KV head, and number among that head's lines.
+
+    A line is one query of one query head. The lines of a KV head are cut into rows.
+    """
+    BLOCKS: tl.constexpr = (SHAPE[LINES] + SHAPE[HEIGHT] - 1) // SHAPE[HEIGHT]
+    sequence, place = row // SHAPE[HEADS], row % SHAPE[HEADS]
+    return sequence, place // BLOCKS, place % BLOCKS * SHAPE[HEIGHT] + line
+
+
+@triton.jit
+def line_queries(starts, sequence, number, SHAPE: tl.constexpr):
+    """The queries of some lines of a sequence.
+
+    Args:
+        starts: where each sequence's queries begin among all of the batch, `[batch + 1]`; read only
+            if the batch is jagged.
+        number: of each line, among those of its KV head.
+
+    Returns:
+        first: the sequence's first query, among all of the batch, int64.
+        count: how many it has.
+        exists: which of the lines there are.
+    """
+    QUERIES: tl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
+    if SHAPE[JAGGED]:
+        first = tl.load(starts + sequence).to(tl.int64)
+        count = tl.load(starts + sequence + 1).to(tl.int64) - first
+        count = tl.minimum(count, QUERIES).to(tl.int32)
+        return first, count, number < count * SHAPE[GROUP]
+    return sequence.to(tl.int64) * QUERIES, QUERIES, number < SHAPE[LINES]
+
+
+@triton.jit
+def store_lines(target, row, line, column, results, weight, SHAPE: tl.constexpr):
     """Write finished lines of a row to the output.
 
     Args:
-        out: `[batch, query, query head, DIM]`, dense.
-        lse: float32 `[batch, query, query head]`.
+        target: `out`, dense `[batch, query, query head, dim]`; `lse`, float32 `[batch, query, query
+            head]`; and `starts`, see `line_queries`. In a jagged batch the first two axes are one.
         row: number of the row.
         line: which of its lines.
         column: which element of a line is the first of `results`.
         results: their elements, side by side in one or several tensors, float32 `[lines, BLOCK]`.
         weight: their base-2 log-sum-exp.
     """
-    BLOCKS: tl.constexpr = (LINES + HEIGHT - 1) // HEIGHT
-    QUERIES: tl.constexpr = LINES // GROUP
-    sequence, head, number = result_lines(row, line, HEADS, LINES, HEIGHT)
-    query = sequence.to(tl.int64) * QUERIES + number // GROUP
-    index = query * (HEADS // BLOCKS * GROUP) + head * GROUP + number % GROUP
-    exists = (number < LINES) & (line < HEIGHT)
-    _store(out, index, column, results, exists, DIM)
-    if WITH_LSE:
+    out, lse, starts = target
+    BLOCKS: tl.constexpr = (SHAPE[LINES] + SHAPE[HEIGHT] - 1) // SHAPE[HEIGHT]
+    sequence, head, number = result_lines(row, line, SHAPE)
+    first, _, exists = line_queries(starts, sequence, number, SHAPE)
+    index = (first + number // SHAPE[GROUP]) * (SHAPE[HEADS] // BLOCKS * SHAPE[GROUP])
+    index += head * SHAPE[GROUP] + number % SHAPE[GROUP]
+    exists = exists & (line < SHAPE[HEIGHT])
+    _store(out, index, column, results, exists, SHAPE[DIM])
+    if SHAPE[WITH_LSE]:
         tl.store(lse + index, weight * _LN2, mask=exists)
 
 
 @triton.jit
-def _store(out, index, first_column, results, exists, DIM: tl.constexpr):
-    """Write elements, from `first_column` on, of the lines `index` of `out`, which have DIM
+def _store(out, index, first_column, results, exists, WIDTH: tl.constexpr):
+    """Write elements, from `first_column` on, of the lines `index` of `out`, which have WIDTH
     elements, where they exist."""
     BLOCK: tl.constexpr = results[0].shape[1]
     column = first_column + tl.arange(0, BLOCK)[None, :]
     for number in tl.static_range(len(results)):
-        place = out + index.to(tl.int64)[:, None] * DIM + number * BLOCK + column
-        mask = exists[:, None] & (number * BLOCK + column < DIM)
+        place = out + index.to(tl.int64)[:, None] * WIDTH + number * BLOCK + column
+        mask = exists[:, None] & (number * BLOCK + column < WIDTH)
         tl.store(place, results[number].to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def finish_row(
-    partials,
-    weights,
-    counters,
-    out,
-    lse,
+    scratch,
+    target,
     work_range,
     worker,
     row,
@@ -119,42 +156,25 @@ def finish_row(
     whole,
     results,
     weight,
-    HEADS: tl.constexpr,
-    LINES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WITH_LSE: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Write a worker's result of a row: to the output if it is the whole row, otherwise to a slot
     as a partial.
 
     Args:
+        scratch: from `own_place`.
         start: first tile of the worker's piece.
         whole: whether the piece is the whole row.
-        results, weight: see `store_lines`.
+        target, results, weight: see `store_lines`.
     """
-    line = tl.arange(0, HEIGHT)
+    line = tl.arange(0, SHAPE[HEIGHT])
     if whole:
-        store_lines(
-            out=out,
-            lse=lse,
-            row=row,
-            line=line,
-            column=0,
-            results=results,
-            weight=weight,
-            HEADS=HEADS,
-            LINES=LINES,
-            HEIGHT=HEIGHT,
-            GROUP=GROUP,
-            DIM=DIM,
-            WITH_LSE=WITH_LSE,
-        )
+        store_lines(target, row, line, 0, results, weight, SHAPE)
     else:
+        counters, partials, weights = scratch
         leaves = (start == 0).to(tl.int32)  # slot 1: the row goes on with the next worker
-        place = (worker * 2 + leaves) * HEIGHT + line
-        _store(partials, place, 0, results, line < HEIGHT, DIM)
+        place = (worker * 2 + leaves) * SHAPE[HEIGHT] + line
+        _store(partials, place, 0, results, line < SHAPE[HEIGHT], SHAPE[DIM])
         tl.store(weights + place, weight)
         first = tl.where(leaves > 0, worker, tl.load(work_range + FIRST_WORKER))
         tl.debug_barrier()  # all threads have stored before one thread counts the arrival
@@ -163,25 +183,14 @@ def finish_row(
 
 @triton.jit
 def merge_split_rows(
-    partials,
-    weights,
-    counters,
-    out,
-    lse,
+    scratch,
+    target,
     work_range,
     worker,
     block,
     max_polls,
-    HEADS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    LINES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WITH_LSE: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Help to merge the split rows of a worker that has finished its range, see `merge_row`.
 
@@ -194,53 +203,27 @@ def merge_split_rows(
         row = tl.where(number == 0, begin, end)
         first = tl.where(number == 0, tl.load(work_range + FIRST_WORKER), worker)
         last = tl.load(work_range + tl.where(number == 0, LAST_WORKER, END_LAST_WORKER))
-        merge_row(
-            partials=partials,
-            weights=weights,
-            counters=counters,
-            out=out,
-            lse=lse,
-            row=row * PAIRED + block,
-            first=first,
-            last=last,
-            max_polls=max_polls,
-            HEADS=HEADS,
-            LINES=LINES,
-            HEIGHT=HEIGHT,
-            GROUP=GROUP,
-            DIM=DIM,
-            DEPTH=DEPTH,
-            PART=PART,
-            COLUMNS=COLUMNS,
-            WITH_LSE=WITH_LSE,
-        )
+        row = row * SHAPE[PAIRED] + block
+        merge_row(scratch, target, row, first, last, max_polls, SHAPE, PARTS)
 
 
 @triton.jit
 def merge_row(
-    partials,
-    weights,
-    counters,
-    out,
-    lse,
+    scratch,
+    target,
     row,
     first,
     last,
     max_polls,
-    HEADS: tl.constexpr,
-    LINES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DEPTH: tl.constexpr,  # pieces that are merged at a time
-    PART: tl.constexpr,  # lines of a part
-    COLUMNS: tl.constexpr,  # elements of each of these lines
-    WITH_LSE: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Help to merge a row whose pieces workers `first` to `last` have, and count this worker as
     done with it."""
-    STRIPS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
-    PARTS: tl.constexpr = (min(HEIGHT, LINES) + PART - 1) // PART * STRIPS
+    counters, partials, weights = scratch
+    STRIPS: tl.constexpr = (SHAPE[DIM] + PARTS[COLUMNS] - 1) // PARTS[COLUMNS]
+    REAL: tl.constexpr = min(SHAPE[HEIGHT], SHAPE[LINES])
+    COUNT: tl.constexpr = (REAL + PARTS[PART] - 1) // PARTS[PART] * STRIPS
     pieces = last - first + 1
     counter = counters + first * _COUNTERS
     arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
@@ -250,27 +233,11 @@ def merge_row(
         polls += 1
     if arrived == pieces:
         part = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
-        while part < PARTS:
-            line = part // STRIPS * PART + tl.arange(0, PART)
-            column = part % STRIPS * COLUMNS
-            result, weight = _merged(
-                partials, weights, first, pieces, line, column, HEIGHT, DIM, COLUMNS, DEPTH, PART
-            )
-            store_lines(
-                out=out,
-                lse=lse,
-                row=row,
-                line=line,
-                column=column,
-                results=(result,),
-                weight=weight,
-                HEADS=HEADS,
-                LINES=LINES,
-                HEIGHT=HEIGHT,
-                GROUP=GROUP,
-                DIM=DIM,
-                WITH_LSE=WITH_LSE,
-            )
+        while part < COUNT:
+            line = part // STRIPS * PARTS[PART] + tl.arange(0, PARTS[PART])
+            column = part % STRIPS * PARTS[COLUMNS]
+            result, weight = _merged(partials, weights, first, pieces, line, column, SHAPE, PARTS)
+            store_lines(target, row, line, column, (result,), weight, SHAPE)
             part = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
     done = tl.atomic_add(counter + 2, 1, sem="acq_rel", scope="gpu")
     if done == pieces - 1:
@@ -287,28 +254,27 @@ def _merged(
     pieces,
     line,
     first_column,
-    HEIGHT: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PART: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Merge some columns of some lines of a row: the result, float32 `[PART, COLUMNS]`, and the
-    lines' weight, `[PART]`."""
-    column = first_column + tl.arange(0, COLUMNS)
-    top = tl.full((PART,), float("-inf"), tl.float32)
-    total = tl.zeros((PART,), tl.float32)
-    result = tl.zeros((PART, COLUMNS), tl.float32)
-    for begin in range(0, pieces, DEPTH):
-        piece = begin + tl.arange(0, DEPTH)
+    """Merge some columns of some lines of a row: the result, float32, and the lines' weight."""
+    # Triton 3.6 takes no elements of a tuple as a shape.
+    TALL: tl.constexpr = PARTS[PART]
+    WIDE: tl.constexpr = PARTS[COLUMNS]
+    column = first_column + tl.arange(0, WIDE)
+    top = tl.full((TALL,), float("-inf"), tl.float32)
+    total = tl.zeros((TALL,), tl.float32)
+    result = tl.zeros((TALL, WIDE), tl.float32)
+    for begin in range(0, pieces, PARTS[DEPTH]):
+        piece = begin + tl.arange(0, PARTS[DEPTH])
         # The worker of the first piece left the row to others: slot 1. All others continued it:
         # slot 0.
         slot = (first + piece) * 2 + (piece == 0).to(tl.int32)
-        place = slot[:, None] * HEIGHT + line[None, :]
-        there = (piece < pieces)[:, None] & (line < HEIGHT)[None, :]
+        place = slot[:, None] * SHAPE[HEIGHT] + line[None, :]
+        there = (piece < pieces)[:, None] & (line < SHAPE[HEIGHT])[None, :]
         weight = tl.load(weights + place, mask=there, other=float("-inf"), cache_modifier=".cg")
-        spot = partials + place.to(tl.int64)[:, :, None] * DIM + column[None, None, :]
-        mask = there[:, :, None] & (column < DIM)[None, None, :]
+        spot = partials + place.to(tl.int64)[:, :, None] * SHAPE[DIM] + column[None, None, :]
+        mask = there[:, :, None] & (column < SHAPE[DIM])[None, None, :]
         value = tl.load(spot, mask=mask, other=0.0, cache_modifier=".cg")
         share, before, top, total = softmax_step(weight, top, total, 0)
         result = result * before[:, None] + tl.sum(value * share[:, :, None], 0)

@@ -30,6 +30,9 @@ TILES = 1 << 24
 """More tiles than a row can have. `row * TILES + tile` is a place on the line, as one number that
 sorts."""
 
+NO_MOD = -1
+"""Stands for no mod."""
+
 FIELDS = 8
 """Words of a work range in memory: the 7 fields of `WorkRange` and one unused."""
 
@@ -76,12 +79,14 @@ class RowShape(NamedTuple):
         tile: tokens of a tile.
         queries: queries per sequence; they are the last tokens of its KV.
         window: tokens that a query sees, itself included; 0 for all.
+        mask: number of the mask mod whose unseen tiles are left out (`TileMask`); NO_MOD for none.
     """
 
     heads: int
     tile: int
     queries: int
     window: int
+    mask: int = NO_MOD
 
 
 def tile_counts(lengths: torch.Tensor, rows: RowShape) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pd_kernels.attention import (
+    Mod,
+    document,
     merge_partials,
     mla_decode,
     paged_decode,
@@ -30,6 +32,7 @@ from pd_kernels.bench.decode_cases import (
     paged_set,
 )
 from pd_kernels.bench.decode_goals import geometric_means
+from pd_kernels.bench.mixed import STEPS, measure_mixed
 from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 
@@ -64,6 +67,9 @@ MLA_CASES: dict[str, tuple[list[int], int, int]] = {
 
 SHARDED = [131_072] * 8
 """Lengths of sequences that are long enough to lie on several instances."""
+
+DOCUMENTS = [8_192] * 64, 1_024
+"""Lengths of sequences, and of the documents in them: a query sees the last one only."""
 
 SHARDS = (2, 8)
 MERGE_BAR = 0.01
@@ -127,6 +133,12 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
                 told = params | {"page": decode_baselines.FLEX_PAGE}
                 flex = _against_flex(heads, told, lengths)
                 yield Case("paged_decode / FlexAttention", told, flex)
+    told = {"heads": str(LLAMA), "lengths": "64 x 8k, documents of 1k"}
+    yield Case("paged_decode, mask_mod", told, _masked(LLAMA, told, *DOCUMENTS))
+    for name in list(STEPS)[:1] if quick else STEPS:
+        told = {"heads": str(LLAMA), "lengths": name}
+        rows = measure_mixed(LLAMA, told, STEPS[name], seconds, REPLAYS)
+        yield Case("mixed_attention", told, rows)
     told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
     yield Case("merge_partials / paged_decode", told, _merging(LLAMA, told, SHARDED))
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
@@ -136,13 +148,20 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
             yield Case("mla_decode", told, _latent(told, lengths, count, queries, copy))
 
 
-def paged_calls(sets: Sequence[PagedSet]) -> tuple[Calls, Callable[[], Any]]:
+def paged_calls(
+    sets: Sequence[PagedSet], mask: Mod | None = None, skip: bool = True
+) -> tuple[Calls, Callable[[], Any]]:
     """One call per set, all with one plan, as the layers of a model; and the function that fills
-    the plan."""
-    plan = plan_paged_decode(sets[0].query, sets[0].keys).fill(sets[0].lengths)
+    the plan. With `skip`, tiles that a mask hides are not read."""
+    plan = plan_paged_decode(
+        sets[0].query,
+        sets[0].keys,
+        mask_mod=mask if skip else None,
+        max_tokens=int(sets[0].lengths.max()),
+    ).fill(sets[0].lengths)
     outs = [torch.empty_like(given.query) for given in sets]
     calls: Calls = [
-        functools.partial(paged_decode, *given, out=out, plan=plan)
+        functools.partial(paged_decode, *given, out=out, plan=plan, mask_mod=mask)
         for given, out in zip(sets, outs, strict=True)
     ]
     return calls, lambda: plan.fill(sets[0].lengths)
@@ -194,6 +213,25 @@ def _against_flex(
     if theirs_s:
         ours_s = seconds(paged_calls(sets)[0], REPLAYS)
         yield duration("paged_decode / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
+
+
+def _masked(
+    heads: Heads, params: dict[str, Param], lengths: list[int], document_tokens: int
+) -> Iterator[Comparison]:
+    """Compare a mask mod whose hidden tiles are skipped with one whose tiles are all read, and with
+    FlexAttention's block mask."""
+    sets = _sets(lengths, heads, decode_baselines.FLEX_PAGE, BF16)
+    ids = torch.arange(max(lengths), dtype=torch.int32, device=decode_cases.DEVICE)
+    ids = (ids // document_tokens).repeat(len(lengths), 1)
+    calls, fill = paged_calls(sets, document(ids))
+    ours_s = seconds(calls, REPLAYS)
+    whole_s = seconds(paged_calls(sets, document(ids), skip=False)[0], REPLAYS)
+    yield duration("mask_mod: tiles skipped / read", params, ours_s, whole_s, None)
+    yield duration("planning / mask_mod", params, seconds([fill]), ours_s, None)
+    flex = functools.partial(decode_baselines.flex_attention_calls, documents=ids)
+    theirs_s = _seconds("FlexAttention", flex, sets)
+    if theirs_s:
+        yield duration("mask_mod / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
 
 
 def _merging(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Comparison]:

@@ -21,8 +21,11 @@ FLEX_PAGE = 128
 """The page size must be the block size of FlexAttention's masks, which is 128 by default."""
 
 
-def flex_attention_calls(sets: Sequence[PagedSet], compiled: bool = True) -> Calls:
-    """torch's FlexAttention with its own `PagedAttention`, whose pages must have 128 tokens.
+def flex_attention_calls(
+    sets: Sequence[PagedSet], compiled: bool = True, documents: torch.Tensor | None = None
+) -> Calls:
+    """torch's FlexAttention with its own `PagedAttention`, whose pages must have 128 tokens. With
+    `documents` (see `mods.document`) its block mask skips what `paged_decode`'s skips.
 
     Resets torch's compiler: all shapes share one limit of recompilations, beyond which torch would
     run FlexAttention uncompiled and slowly. `fullgraph` turns that into an error.
@@ -46,7 +49,12 @@ def flex_attention_calls(sets: Sequence[PagedSet], compiled: bool = True) -> Cal
             paged.physical_to_logical[row, ids] = torch.arange(used, device=device)
 
         def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return kv_idx < lengths[b]
+            there = kv_idx < lengths[b]
+            if documents is None:
+                return there
+            # It asks about whole blocks of tokens.
+            token = kv_idx.clamp(max=documents.shape[1] - 1)
+            return there & (documents[b, token] == documents[b, lengths[b] - 1])
 
         longest = int(lengths.max())
         logical = flex.create_block_mask(seen, batch, None, 1, longest, device=device)

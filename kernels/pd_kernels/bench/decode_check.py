@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode kernels on a GPU against their references in float32, on random batches."""
 
+import itertools
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from pd_kernels.attention import (
     DecodePlan,
+    MixedPlan,
     Mod,
     alibi,
     document,
     plan_mla_decode,
-    plan_paged_decode,
     soft_cap,
 )
 from pd_kernels.attention.merge import launch_merge, reference_merge
+from pd_kernels.attention.mixed_kernel import launch_mixed
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
-from pd_kernels.attention.work_partition import partition
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.bench.random_cases import problems
@@ -35,6 +37,9 @@ LAUNCHES = 4
 """Launches of each case, with one plan: a race may show in one of them only."""
 
 LONGEST = 20_000
+LONGEST_CHUNK = 400
+"""Queries of a prefill chunk: the reference holds all their scores."""
+
 HEADS = (
     *(Heads(32, 8, 128), Heads(28, 4, 128), Heads(40, 8, 128), Heads(8, 1, 64), Heads(6, 6, 80)),
     *(Heads(8, 4, 256), Heads(64, 8, 128)),
@@ -48,6 +53,7 @@ def check_decode(cases: int, seed: int) -> list[str]:
         ("paged", cases - latent, _paged),
         ("latent", latent, _latent),
         ("merge", merges, _merge),
+        ("mixed", merges, _mixed),
     )
     return problems(checks, seed)
 
@@ -73,10 +79,14 @@ def _paged(chance: random.Random) -> str:
     arguments = paged_set(lengths, heads, page, cache, queries)
     scales = (heads.dim**-0.5, 1.0, 1.0) if cache != FP8 else (heads.dim**-0.5, 0.7, 1.3)
     batch = PagedCall(*arguments, *scales, True, window, *_mods(chance, heads.query, lengths))
+    skip = chance.random() < 0.7
+    if chance.random() < 0.3:
+        batch = _jagged(chance, batch)
     told = f"{heads} page {page} {cache} queries {queries} window {window} lengths {lengths}"
+    told += " jagged" * (batch.starts is not None) + " masked" * (batch.mask_mod is not None)
     batch.check()
     batch.check_kernel()
-    plan = plan_paged_decode(batch.query, batch.keys, window=window)
+    plan = (batch if skip else replace(batch, mask_mod=None)).plan()
     kernel = _Kernel(
         plan=plan,
         lengths=batch.lengths,
@@ -86,6 +96,16 @@ def _paged(chance: random.Random) -> str:
     )
     wrong = _compare(kernel)
     return f"{told}: {wrong}" if wrong else ""
+
+
+def _jagged(chance: random.Random, batch: PagedCall) -> PagedCall:
+    """The batch with fewer queries of some sequences."""
+    most = batch.queries
+    counts = [chance.randint(0, most) for _ in batch.query[1:]] + [most]
+    starts = torch.tensor([0, *counts], device=decode_cases.DEVICE).cumsum(0)
+    kept = [own[:count] for own, count in zip(batch.query, counts, strict=True)]
+    query = torch.cat(kept).unsqueeze(1)
+    return replace(batch, query=query, starts=starts, most_queries=most)
 
 
 def _latent(chance: random.Random) -> str:
@@ -127,6 +147,40 @@ def _merge(chance: random.Random) -> str:
             return f"{told}: error {error:.2e}, at most {MERGE_BOUND}"
         if out[0].any() or not torch.allclose(lse.double(), sums, rtol=1e-6, atol=1e-6):
             return f"{told}: lse, or what is empty, differs"
+    return ""
+
+
+def _mixed(chance: random.Random) -> str:
+    """Prefill chunks and decodes in one launch, several times over one plan."""
+    heads, cache = chance.choice(HEADS), chance.choice([torch.bfloat16, FP8])
+    decodes, chunks = chance.randint(1, 12), chance.randint(1, 2)
+    lengths = [chance.randint(1, LONGEST) for _ in range(decodes + chunks)]
+    counts = [1] * decodes + [
+        chance.randint(1, min(length, LONGEST_CHUNK)) for length in lengths[decodes:]
+    ]
+    starts = [0, *itertools.accumulate(counts)]
+    given = paged_set(lengths, heads, chance.choice([16, 64]), cache)
+    query = torch.randn(
+        starts[-1], heads.query, heads.dim, dtype=torch.bfloat16, device=decode_cases.DEVICE
+    )
+    plan = MixedPlan.of(query, given.keys, given.table, given.lengths, starts, decodes)
+    layer: dict[str, Any] = {
+        "query": query.unsqueeze(1),
+        "keys": given.keys,
+        "values": given.values,
+    }
+    layer["scale"] = heads.dim**-0.5
+    wanted = torch.zeros(layer["query"].shape, device=decode_cases.DEVICE)
+    reference_paged_decode(plan.whole(**layer), wanted, None)
+    for _ in range(LAUNCHES):
+        out = torch.full_like(query, 7.0)
+        aware = decode_cases.DEVICE != "cpu"
+        launch_mixed(*plan.calls(**layer), plan.plans, plan.tickets, out, None, sm_aware=aware)
+        error = float((out.float() - wanted[:, 0]).norm() / wanted.norm().clamp_min(1e-30))
+        if not error <= BOUND:
+            return f"{heads} {cache} lengths {lengths} queries {counts}: error {error:.2e}"
+        if plan.tickets.any():
+            return f"{heads} {cache} lengths {lengths}: tickets are not zero after a launch"
     return ""
 
 
@@ -206,8 +260,7 @@ def _differs(
     wanted: tuple[torch.Tensor, torch.Tensor],
 ) -> str:
     plan, (out, lse), (result, sums) = kernel.plan, found, wanted
-    defined = partition(kernel.lengths, plan.rows, plan.workers, plan.costs)
-    if not torch.equal(plan.ranges, defined):
+    if not torch.equal(plan.ranges, plan.defined(kernel.lengths)):
         return "the plan differs from its definition"
     error = float((out.float() - result).norm() / result.norm().clamp_min(1e-30))
     if not error <= BOUND:

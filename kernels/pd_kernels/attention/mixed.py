@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a step with prefill chunks and decodes, in one launch."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pd_kernels.attention.decode_call import MAX_HEIGHT
+from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
+from pd_kernels.attention.mixed_kernel import launch_mixed, make_tickets
+from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.reference import reference_paged_decode
+
+
+class PrefillCall(PagedCall):
+    """A part of a prefill chunk for each sequence: as many queries as fit into a row."""
+
+    max_queries = MAX_HEIGHT
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPlan:
+    """Which program does what in a step. Made and filled once a step, used by every layer.
+
+    A prefill chunk is cut into parts of as many queries as a row has room for. A part is a sequence
+    of its own, that ends with its last query.
+
+    Attributes:
+        starts: of all sequences, where their queries begin and the last ones end, int64
+            `[sequences + 1]`.
+        decodes: how many of the sequences, the first ones, are decodes.
+        most: the most queries of a sequence.
+        owner: the sequence of each part, int64 `[parts]`.
+        behind: queries of its sequence that come behind each part, int64 `[parts]`.
+        prefill, decode: calls with the right shapes; their tables and lengths come with `fill`.
+        plans: theirs.
+        tickets: of `mixed_kernel.claim`.
+        lengths: tokens of each sequence, with `fill`.
+    """
+
+    starts: torch.Tensor
+    decodes: int
+    most: int
+    owner: torch.Tensor
+    behind: torch.Tensor
+    prefill: PagedCall
+    decode: PagedCall
+    plans: tuple[DecodePlan, DecodePlan]
+    tickets: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: list[int],
+        decodes: int,
+        window: int = 0,
+    ) -> "MixedPlan":
+        """Plan a step. Nothing is read from the device, so that nobody waits for it.
+
+        Args:
+            q: `[tokens, heads, dim]`, the queries of all sequences one after another.
+            k_cache: as `paged_decode` takes it; as `q`, only shape, dtype and device matter.
+            block_table, lengths: of all sequences, as `paged_decode` takes them.
+            starts: where each sequence's queries begin, and where the last ones end.
+            decodes: how many sequences, the first ones, are decodes of up to 8 queries. At least
+                one, and not all.
+            window: as in `paged_decode`.
+
+        Raises:
+            ValueError: there are no decodes or no prefills.
+        """
+        sequences, device = len(starts) - 1, q.device
+        if not 0 < decodes < sequences:
+            raise ValueError(
+                f"{decodes} decodes of {sequences} sequences: must be at least one and not all; "
+                "paged_decode takes decodes alone"
+            )
+        room = max(1, MAX_HEIGHT // (q.shape[1] // k_cache.shape[2]))
+        firsts, owner, behind = [], [], []
+        for sequence in range(decodes, sequences):
+            end = starts[sequence + 1]
+            for first in range(starts[sequence], end, room):
+                firsts.append(first)
+                owner.append(sequence)
+                behind.append(max(0, end - first - room))
+        counts = [end - first for first, end in itertools.pairwise(starts)]
+        places = [torch.tensor(each) for each in (starts, owner, behind, [*firsts, starts[-1]])]
+        begins, owners, rests, parts = (each.to(device, non_blocking=True) for each in places)
+        decode = PagedCall(
+            query=q.unsqueeze(1),
+            keys=k_cache,
+            values=k_cache,
+            table=block_table[:decodes],
+            lengths=lengths[:decodes],
+            scale=1.0,
+            key_scale=1.0,
+            value_scale=1.0,
+            causal=True,
+            window=window,
+            score_mod=None,
+            mask_mod=None,
+            starts=begins[: decodes + 1],
+            most_queries=max(counts[:decodes]),
+        )
+        prefill = PrefillCall(
+            **{
+                **decode.__dict__,
+                "table": block_table[owners],
+                "lengths": (lengths[owners] - rests).to(lengths.dtype),
+                "starts": parts,
+                "most_queries": room,
+            }
+        )
+        for call in (prefill, decode):
+            call.check()
+        processors = multiprocessors(device)
+        plans = tuple(
+            DecodePlan.of(
+                rows=call.rows,
+                costs=call.costs,
+                batch=len(call.lengths),
+                workers=max(1, processors // call.paired),
+                paired=call.paired,
+                height=call.height,
+                dim=call.width,
+                device=device,
+            ).fill(call.lengths)
+            for call in (prefill, decode)
+        )
+        return cls(
+            starts=begins,
+            decodes=decodes,
+            most=max(counts),
+            owner=owners,
+            behind=rests,
+            prefill=prefill,
+            decode=decode,
+            plans=(plans[0], plans[1]),
+            tickets=make_tickets(device),
+            table=block_table,
+            lengths=lengths,
+        )
+
+    def calls(self, **layer: Any) -> tuple[PagedCall, PagedCall]:
+        """The prefills' and the decodes' call for a layer: its queries, caches and scales."""
+        return replace(self.prefill, **layer), replace(self.decode, **layer)
+
+    def whole(self, **layer: Any) -> PagedCall:
+        """One call for all sequences, for the reference."""
+        own = {"table": self.table, "lengths": self.lengths, "starts": self.starts}
+        return replace(self.decode, **layer, **own, most_queries=self.most)
+
+
+def mixed_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: MixedPlan,
+    *,
+    scale: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with the queries of prefill chunks and of decodes to their paged KV, in one launch.
+
+    Args:
+        q: bfloat16 or float16 `[tokens, heads, dim]`, as the plan was made for.
+        k_cache, v_cache, scale, k_scale, v_scale: as in `paged_decode`. Queries are the last tokens
+            of their sequence, whose KV is in the cache, and see no later tokens.
+        plan: of the step, for all layers.
+        out: dense, shaped like q; written and returned.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that are not supported.
+
+    Source:
+        POD-Attention (Kamath et al. 2024), with its SM-aware scheduling; see `mixed_kernel.py`.
+
+    Example:
+        A decode of a sequence of 20 tokens, and the last 6 of 9 tokens as a prefill chunk.
+
+        >>> import torch
+        >>> from pd_kernels.attention import MixedPlan, mixed_attention
+        >>> q, (keys, values) = torch.randn(7, 4, 64), torch.randn(2, 3, 16, 2, 64)
+        >>> table = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
+        >>> plan = MixedPlan.of(q, keys, table, torch.tensor([20, 9]), [0, 1, 7], decodes=1)
+        >>> mixed_attention(q, keys, values, plan).shape
+        torch.Size([7, 4, 64])
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    layer = {
+        "query": q.unsqueeze(1),
+        "keys": k_cache,
+        "values": v_cache,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "key_scale": k_scale,
+        "value_scale": v_scale,
+    }
+    if not q.is_cuda:
+        reference_paged_decode(plan.whole(**layer), out.unsqueeze(1), None)
+        return out
+    prefill, decode = plan.calls(**layer)
+    for call in (prefill, decode):
+        call.check()
+        call.check_kernel()
+    with torch.cuda.device(q.device):
+        launch_mixed(prefill, decode, plan.plans, plan.tickets, out, None)
+    return out
