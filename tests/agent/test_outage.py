@@ -161,7 +161,7 @@ def started(
     )
     try:
         yield process
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()
@@ -181,8 +181,8 @@ def between_machines(**host: str) -> tuple[list[Any], str, str]:
             where = producer.stdout.readline()
             mine = {"HOST_OF_THE_ENGINE": right.address}
             with started(right, "consumer", mine, where) as consumer:
-                found, log = consumer.communicate(timeout=60)
-            _, producers_log = producer.communicate(timeout=60)
+                found, log = consumer.communicate(timeout=240)
+            _, producers_log = producer.communicate(timeout=240)
     return json.loads(found), log, producers_log
 
 
