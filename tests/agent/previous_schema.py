@@ -67,7 +67,7 @@ class PreviousRank:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        assert self._process.wait(30) == 0
+        assert self._process.wait(120) == 0
         self._process.stdout.close()
 
 

@@ -141,7 +141,12 @@ else:
     print(json.dumps([causes[-1], finished.detail, rank.gauge("failing_ranks")]), flush=True)
 rank.agent.close()
 """
-SETTINGS: dict[str, Any] = {"insecure": True, "transports": ["tcp"], "connect_timeout_s": 2.0}
+SETTINGS: dict[str, Any] = {
+    "insecure": True,
+    "transports": ["tcp"],
+    "connect_timeout_s": 2.0,
+    "lease_s": 300.0,
+}
 
 
 @contextmanager
