@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.peer_environment import how_to_make, installed_version
 from pd_connector.tools.launch import RouterProcess, Service
 from scheduler_plugins.bench.routers.mocks import MockProcess
 
@@ -146,16 +146,9 @@ def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
 
 def version(env: Path, package: str) -> str:
     """The version of a peer. Raises BenchError: it is not there; says how to make it."""
-    python = env / "bin" / "python"
-    asked = f"from importlib.metadata import version; print(version('{package}'))"
-    if python.exists():
-        done = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    raise BenchError(
-        f"no {package} in {env}: make an environment of its own with `python3 -m venv {env} && "
-        f"{env}/bin/pip install {package}=={_PACKAGES[package]}`"
-    )
+    if found := installed_version(env, package):
+        return found
+    raise BenchError(f"no {package} in {env}: {how_to_make(env, package, _PACKAGES[package])}")
 
 
 def _program(env: Path, name: str) -> Path:

@@ -16,6 +16,7 @@ from rich.console import Console
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
+from pd_connector.tools.bench.peer_environment import how_to_make
 from pd_connector.tools.bench.serve.measure import Measurement, Plan, ServeFindings
 from pd_connector.tools.bench.serve.stack import (
     RIVAL_ROUTER,
@@ -55,8 +56,8 @@ class ServeBench:
         if not version:
             env = self.peer_env
             raise BenchError(
-                f"no {RIVAL_ROUTER} in {env} (--peer-env): make an environment of its own with "
-                f"`python3 -m venv {env} && {env}/bin/pip install {RIVAL_ROUTER}=={TESTED_VERSION}`"
+                f"no {RIVAL_ROUTER} in {env} (--peer-env): "
+                f"{how_to_make(env, RIVAL_ROUTER, TESTED_VERSION)}"
             )
         for module, mend in (
             ("vllm", "install vLLM, or use the environment that has it"),

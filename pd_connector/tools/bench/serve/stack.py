@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_connector.tools.bench.machine import cpu_seconds
+from pd_connector.tools.bench.peer_environment import installed_version
 from pd_connector.tools.launch import RouterProcess, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.netns import Namespace
@@ -156,12 +156,7 @@ def program(environment: Path) -> Path:
 
 def router_version(environment: Path) -> str:
     """The version of the rival's router; empty if it is not there."""
-    python = environment / "bin" / "python"
-    if not python.exists() or not program(environment).exists():
-        return ""
-    asked = f"from importlib.metadata import version; print(version('{RIVAL_ROUTER}'))"
-    done = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    return installed_version(environment, RIVAL_ROUTER) if program(environment).exists() else ""
 
 
 def _engines(

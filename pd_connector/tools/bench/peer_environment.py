@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other projects' programs that a benchmark compares with, each in a virtual environment of its own."""
+
+import subprocess
+from pathlib import Path
+
+
+def installed_version(environment: Path, package: str) -> str:
+    """The version of a package in a virtual environment; empty if it is not there."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        return ""
+    asked = f"from importlib.metadata import version; print(version('{package}'))"
+    done = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def how_to_make(environment: Path, package: str, version: str) -> str:
+    """What to type for an environment with this package, for messages."""
+    return (
+        f"make an environment of its own with `python3 -m venv {environment} && "
+        f"{environment}/bin/pip install {package}=={version}`"
+    )
