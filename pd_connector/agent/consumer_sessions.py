@@ -26,9 +26,7 @@ class ConsumerSession:
     engine_id: str
     path: SendPath
     routes: tuple[Route, ...]
-    plain: tuple[
-        Route, ...
-    ]  # the same in `raw`, for transfers that the consumer does not want coded
+    plain: tuple[Route, ...]  # in `raw`, for transfers that the consumer does not want coded
     last_heard: float
 
 

@@ -101,9 +101,8 @@ class Inbox:
                 else:
                     distances = self._cache.compare(*where)
                 if place.authentic and not place.header.checksum:
-                    found = (
-                        b""  # its transport has checked every byte, and nobody else can write them
-                    )
+                    # Its transport has checked every byte, and nobody else can write them.
+                    found = b""
                 else:
                     found = self._cache.last_checksum or checksum(
                         place.payload, place.route.rules.sums_digest
