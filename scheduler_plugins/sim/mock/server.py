@@ -197,7 +197,7 @@ class MockEngine:
                 generation = self.clock.receive(waiting)
             elif params is not None and params.do_remote_prefill:
                 source = f"{params.remote_host}:{params.remote_port}"
-                await self._fetch(source, params.remote_request_id)
+                await self._fetch(source, str(params.remote_request_id))
                 generation = self.clock.receive(waiting)
             else:
                 generation = self.clock.prefill(waiting, hands_over=False)
