@@ -117,7 +117,7 @@ class StreamRecord:
             return None
         events = []
         if not self._finished:
-            said = {"delta": {}} if self._chat else {"text": ""}
+            said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
             choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
             events.append({**self._first, "choices": [choice]})
         if (self._body.get("stream_options") or {}).get("include_usage") and not self._told_usage:
