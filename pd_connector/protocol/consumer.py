@@ -167,22 +167,8 @@ class Consumer:
         return actions
 
     def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
-        """A producer's agent lives, and says how long ago its engine began its last step. What
-        waits for a prefill there for longer than `engine_timeout_s` is given up, if the engine has
-        made no step in that time."""
-        limit_s = self._config.engine_timeout_s
-        if engine_age_s <= limit_s:
-            return []
-        actions: list[Action] = []
-        detail = f"the producer's engine has made no step for {engine_age_s:.0f} s"
-        for transfer in self.wanted(source):
-            incoming = self._transfers.get(transfer)
-            if incoming is None or incoming.since + limit_s > now:
-                continue
-            waits = incoming.load is not None and not incoming.streams[source].complete
-            if waits or incoming.watched:
-                actions += self._fetches.finish(incoming, Cause.ENGINE_HUNG, detail, now)
-        return actions
+        """A producer's agent lives, and says how long ago its engine began its last step."""
+        return self._fetches.pulse(source, engine_age_s, now)
 
     def session_down(
         self, source: Source, cause: Cause, detail: str, now: float, *, silenced: bool = False
