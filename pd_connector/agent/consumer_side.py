@@ -25,6 +25,7 @@ from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.sealed import Sealed
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
@@ -192,7 +193,7 @@ class ConsumerSide:
         self,
         data: bytes,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Sealed,
         problem: str,
         now: float,
         *,

@@ -10,6 +10,7 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause, TransportError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.sealed import LEAST_PIECE_BYTES, Sealed
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.audit import Distance
@@ -89,24 +90,15 @@ class Inbox:
         request, fence = self._loads[place.header.transfer]
         distances: list[Distance] = []
         with self._gate.touching(request):
-            if isinstance(place.payload, Pieces):
-                try:
+            try:
+                if isinstance(place.payload, Pieces):
                     found = self._pull(place, place.payload, path)
-                except TransportError as error:
-                    return Cause.TRANSPORT, str(error)
-            else:
-                where = place.route, place.chunk, place.pages, place.payload, fence
-                if place.comparison is None:
-                    self._cache.scatter(*where)
-                else:
-                    distances = self._cache.compare(*where)
-                if place.authentic and not place.header.checksum:
-                    # Its transport has checked every byte, and nobody else can write them.
+                elif self._opened_in_pages(place):
                     found = b""
                 else:
-                    found = self._cache.last_checksum or checksum(
-                        place.payload, place.route.rules.sums_digest
-                    )
+                    found, distances = self._copy(place, fence)
+            except TransportError as error:
+                return Cause.TRANSPORT, str(error)
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
@@ -115,6 +107,42 @@ class Inbox:
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         return None, ""
+
+    def _copy(self, place: PlaceChunk, fence: Any) -> tuple[bytes, list[Distance]]:
+        """Scatter a chunk, or compare it; returns its checksum, and what comparing has found.
+
+        Raises TransportError if it does not open.
+        """
+        payload, distances = place.payload, list[Distance]()
+        assert not isinstance(payload, Pieces)
+        if isinstance(payload, Sealed):
+            payload = payload.open()
+        where = place.route, place.chunk, place.pages, payload, fence
+        if place.comparison is None:
+            self._cache.scatter(*where)
+        else:
+            distances = self._cache.compare(*where)
+        if place.authentic and not place.header.checksum:
+            # Its transport has checked every byte, and nobody else can write them.
+            return b"", distances
+        found = self._cache.last_checksum or checksum(payload, place.route.rules.sums_digest)
+        return found, distances
+
+    def _opened_in_pages(self, place: PlaceChunk) -> bool:
+        """Decrypt a chunk straight into its pages, if it came encrypted and is whole pages; returns
+        whether. What it leaves there counts only if all of it was authentic, as with `scatter`.
+
+        Raises TransportError if it does not open.
+        """
+        payload, route = place.payload, place.route
+        if not isinstance(payload, Sealed) or place.comparison is not None or place.header.checksum:
+            return False
+        where = route.destination, route.destination_head, route, place.chunk, place.pages
+        pieces = self._cache.pieces(*where)
+        if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
+            return False
+        payload.open_into(pieces)
+        return True
 
     def _pull(self, place: PlaceChunk, theirs: Pieces, path: ReceivePath) -> bytes:
         """Copy a chunk from the producer's pages into ours; returns the checksum of ours.

@@ -12,6 +12,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.sealed import Sealed
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.audit import AuditBook, Comparison, Counterpart
@@ -240,7 +241,7 @@ class Consumer:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Sealed,
         now: float,
         *,
         problem: str = "",
@@ -252,7 +253,8 @@ class Consumer:
         another transfer's by now.
 
         Args:
-            payload: the bytes in the slot, or the producer's pages, from which they can be read.
+            payload: the bytes in the slot, encrypted or not; or the producer's pages, from which they
+                can be read.
             problem: why the chunk will not come, if so.
             authentic: as in `transport.base.Landed`.
         """

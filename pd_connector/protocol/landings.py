@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.sealed import Sealed
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
 from pd_connector.protocol.header import ChunkHeader
@@ -40,7 +41,7 @@ class Landings:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Sealed,
         now: float,
         *,
         problem: str,

@@ -8,11 +8,12 @@ or leases. The agent verifies what it delivers.
 """
 
 import abc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
 from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.sealed import Sealed
 from pd_connector.memory.slab import Slab
 
 Link = Hashable
@@ -36,17 +37,21 @@ class Landed(NamedTuple):
         payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
             granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
             Those of a read may lie in the producer's send slot; they are valid until the producer is
-            told that they were taken.
+            told that they were taken. `Sealed` is to be decrypted by whoever wants it.
         problem: why a read failed, for the log; its payload is empty then.
         authentic: the transport has verified, by keys that only the peer has, that these are the
-            bytes that the peer sent; and nobody but this process can write where they lie.
+            bytes that the peer sent, or does so when they are decrypted; and nobody but this process can write where they lie.
     """
 
     header: bytes
     slot: int
-    payload: memoryview
+    payload: memoryview | Sealed
     problem: str = ""
     authentic: bool = False
+
+    def opened(self) -> memoryview:
+        """The payload, decrypted. Raises TransportError if it is not what the peer sealed."""
+        return self.payload.open() if isinstance(self.payload, Sealed) else self.payload
 
 
 class Transport(abc.ABC):
@@ -103,6 +108,21 @@ class Transport(abc.ABC):
         are under way over it end as failed, and later ones wait for the next connection. Raises
         TransportError if it cannot start.
         """
+
+    def prepare(
+        self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
+    ) -> Callable[[], int] | None:
+        """Read a payload that lies in pieces, and encrypt it into `into`, before the call returns.
+
+        Returns:
+            What starts the write (see `write`) and returns its token; call it at once, or never. None
+            where this transport does not: the payload has to be gathered then. `into` must stay
+            unchanged until the `Written` with this token is polled.
+
+        Raises:
+            TransportError: it cannot be written.
+        """
+        return None
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         """Start to fetch the first `nbytes` bytes of the producer's send slot `send_slot`.

@@ -5,9 +5,15 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
+import msgspec
+import numpy as np
 import pytest
 
+from pd_connector.errors import TransportError
+from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.sealed import Sealed
 from pd_connector.memory.slab import Slab
+from pd_connector.transport.base import Landed
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake, Opener, Sealer
 from pd_connector.transport.tcp.frames import (
@@ -41,9 +47,14 @@ def address(name: bytes) -> TcpAddress:
 DIALLER, LISTENER = address(b"d"), address(b"l")
 
 
-def handshake(shared: bytes = SHARED, nonce: bytes = bytes(32)) -> Handshake:
+def handshake(
+    shared: bytes = SHARED, nonce: bytes = bytes(32), *, fast_aes: bool = True
+) -> Handshake:
+    dialler, listener = (
+        msgspec.structs.replace(one, fast_aes=fast_aes) for one in (DIALLER, LISTENER)
+    )
     dial = DialFrame(DIALLER.identity, LISTENER.identity, nonce)
-    return Handshake(shared, DIALLER, LISTENER, dial, bytes(32))
+    return Handshake(shared, dialler, listener, dial, bytes(32))
 
 
 class Line:
@@ -119,14 +130,14 @@ def chunk(token: int, payload: bytes) -> ChunkWrite:
 FIRST, SECOND = os.urandom(SLOT_BYTES), os.urandom(1000)
 
 
-@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("cipher", ["AES", "ChaCha20", ""])
 @pytest.mark.parametrize("nbytes", [0, 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, SLOT_BYTES])
 def test_chunks_arrive_however_the_bytes_are_cut(
-    line: Callable[..., Line], sealed: bool, nbytes: int
+    line: Callable[..., Line], cipher: str, nbytes: int
 ) -> None:
-    one = handshake()
-    sealer = one.listener_ciphers()[0] if sealed else None
-    receiver = line(one.dialler_ciphers()[1] if sealed else None)
+    one = handshake(fast_aes=cipher == "AES")
+    sealer = one.listener_ciphers()[0] if cipher else None
+    receiver = line(one.dialler_ciphers()[1] if cipher else None)
     payload = FIRST[:nbytes]
     sent = b"".join(records(sealer, [chunk(1, payload), chunk(2, SECOND)]))
     cuts = [*range(0, 200, 7), len(sent) // 2, len(sent)]
@@ -134,11 +145,16 @@ def test_chunks_arrive_however_the_bytes_are_cut(
     for start, stop in zip([0, *cuts], cuts, strict=False):
         for event in receiver.take(sent[start:stop]):
             assert isinstance(event, Arrived)
-            events.append((event.head, bytes(event.payload)))
+            events.append((event.head, opened(event)))
     assert events == [
         (chunk(1, payload).head, payload),
         (chunk(2, SECOND).head, SECOND),
     ]
+
+
+def opened(event: Arrived) -> bytes:
+    """The chunk's bytes. Raises TransportError if they are not what the peer sealed."""
+    return bytes(Landed(b"", 0, event.payload).opened())
 
 
 def flipped(record: bytes, at: int) -> bytes:
@@ -163,23 +179,30 @@ TAMPERED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 }
 
 
+@pytest.mark.parametrize("fast_aes", [True, False])
 @pytest.mark.parametrize("name", TAMPERED)
-def test_what_was_tampered_with_does_not_open(line: Callable[..., Line], name: str) -> None:
-    one = handshake()
+def test_what_was_tampered_with_does_not_open(
+    line: Callable[..., Line], name: str, fast_aes: bool
+) -> None:
+    one = handshake(fast_aes=fast_aes)
     sent = records(one.listener_ciphers()[0], [chunk(1, FIRST), chunk(2, SECOND)])
     assert len(sent) == 5
     receiver = line(one.dialler_ciphers()[1])
-    arrived: list[Event] = []
+    arrived: list[tuple[int, bytes]] = []
 
     def take_all() -> None:
         for record in (*TAMPERED[name](sent), sent[0]):
-            arrived.extend(receiver.take(record))
+            for event in receiver.take(record):
+                assert isinstance(event, Arrived)
+                arrived.append((event.head.token, opened(event)))
 
-    with pytest.raises(FrameError):
+    with pytest.raises((FrameError, TransportError)) as caught:
         take_all()
-    for event in arrived:  # what came before
-        assert isinstance(event, Arrived)
-        assert bytes(event.payload) == (FIRST, SECOND)[event.head.token - 1]
+    if caught.type is TransportError:  # nothing that comes after it is taken
+        with pytest.raises(FrameError, match="did not open"):
+            receiver.take(sent[0])
+    for token, payload in arrived:  # what came before
+        assert payload == (FIRST, SECOND)[token - 1]
 
 
 def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> None:
@@ -187,7 +210,7 @@ def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> 
     sent = records(None, [chunk(1, FIRST)])
     (event,) = line(None).take(b"".join([sent[0], flipped(sent[1], 1000)]))
     assert isinstance(event, Arrived)
-    assert bytes(event.payload) != FIRST
+    assert opened(event) != FIRST
 
 
 def test_records_of_another_connection_or_direction_do_not_open(line: Callable[..., Line]) -> None:
@@ -269,6 +292,100 @@ def test_a_chunk_counts_as_sent_when_its_last_byte_is() -> None:
     assert sending.sent(1)
     near.close()
     far.close()
+
+
+PIECE = 24 << 10
+
+
+def in_pieces(payload: bytes, piece_bytes: int = PIECE) -> tuple[np.ndarray, Pieces]:
+    """A payload in pieces that lie apart and in no order; the memory, and the pieces."""
+    count = -(-len(payload) // piece_bytes)
+    memory = np.zeros(2 * count * piece_bytes, np.uint8)
+    places = np.random.default_rng(1).permutation(2 * count)[:count] * piece_bytes
+    for number, place in enumerate(places):
+        part = payload[number * piece_bytes :][:piece_bytes]
+        memory[place : place + len(part)] = np.frombuffer(part, np.uint8)
+    return memory, Pieces(memory.ctypes.data + places.astype(np.uint64), piece_bytes)
+
+
+def whole(memory: np.ndarray, pieces: Pieces) -> bytes:
+    at = (pieces.addresses - np.uint64(memory.ctypes.data)).astype(int)
+    return b"".join(bytes(memory[place : place + pieces.piece_bytes]) for place in at)
+
+
+@pytest.mark.parametrize(
+    "nbytes", [PIECE, SEGMENT_BYTES // PIECE * PIECE, SLOT_BYTES // PIECE * PIECE]
+)
+def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
+    line: Callable[..., Line], nbytes: int
+) -> None:
+    one = handshake()
+    receiver = line(one.dialler_ciphers()[1])
+    near, far = receiver.near, receiver.far
+    sending = Sending(near, one.listener_ciphers()[0])
+    payload, events = FIRST[:nbytes], list[Event]()
+    kept = []  # its memory is read until it has been sent
+    for token in (1, 2):
+        memory, pieces = in_pieces(payload)
+        slot = memoryview(bytearray(nbytes))
+        head = ChunkHead(token, nbytes, 0, b"header")
+        assert sending.can_seal
+        sending.queue(sending.seal(head, pieces, slot))
+        kept.append((memory, slot))
+        memory[:] = 0
+        assert bytes(slot) != payload
+    sending.say(PING)
+    assert not sending.can_seal, "its number would come before that of the ping"
+    sending.queue(chunk(3, SECOND))
+    while len(events) < 3:
+        sending.pump()
+        events += receiver.receiving.receive()[1]
+        for event in events[2:]:
+            assert isinstance(event, Arrived)
+            assert opened(event) == SECOND
+        if len(events) == 2:  # they lie in both slots: the third chunk finds none yet
+            for event in events:
+                assert isinstance(event, Arrived)
+                assert isinstance(event.payload, Sealed)
+            memory, pieces = in_pieces(bytes(nbytes), 8 << 10)
+            events[0].payload.open_into(pieces)
+            assert whole(memory, pieces) == payload
+            assert opened(events[1]) == opened(events[1]) == payload
+            receiver.landing.recycle()
+    assert far.fileno() >= 0
+
+
+def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
+    line: Callable[..., Line],
+) -> None:
+    """The numbers of its records have been used."""
+    one = handshake()
+    receiver = line(one.dialler_ciphers()[1])
+    sending = Sending(receiver.near, one.listener_ciphers()[0])
+    _, pieces = in_pieces(FIRST[:PIECE])
+    slot = memoryview(bytearray(PIECE))
+    left_out = sending.seal(ChunkHead(1, PIECE, 0, b""), pieces, slot)
+    sending.queue(sending.seal(ChunkHead(2, PIECE, 0, b""), pieces, slot))
+    assert not sending.withdraw(2)
+    sending.pump()
+    assert left_out.frames
+    with pytest.raises(FrameError, match="does not open"):
+        receiver.receiving.receive()
+
+
+def test_a_piece_that_was_changed_on_its_way_does_not_open_into_pages(
+    line: Callable[..., Line],
+) -> None:
+    one = handshake()
+    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST)])
+    (event,) = line(one.dialler_ciphers()[1]).take(
+        b"".join([sent[0], flipped(sent[1], 9), *sent[2:]])
+    )
+    assert isinstance(event, Arrived)
+    assert isinstance(event.payload, Sealed)
+    _, pieces = in_pieces(bytes(SLOT_BYTES), 1 << 14)
+    with pytest.raises(TransportError, match="does not open"):
+        event.payload.open_into(pieces)
 
 
 def test_a_dial_is_read_as_it_was_written() -> None:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the socket into landing memory."""
 
+import fcntl
 import socket
+import sys
+import termios
 from typing import NamedTuple
 
+from pd_connector.memory.sealed import Sealed
 from pd_connector.transport.tcp.cipher import Opener
 from pd_connector.transport.tcp.frames import (
     ACK,
@@ -22,10 +26,14 @@ from pd_connector.transport.tcp.frames import (
     read_token,
 )
 from pd_connector.transport.tcp.landing import Landing
+from pd_connector.transport.tcp.sealed_chunk import SealedChunk, SealedRecord
 from pd_connector.transport.tcp.sending import BUDGET_BYTES
 
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
+_LOW_WATER_BYTES = 1 << 20
+"""Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
+as much as a copy of some hundred KiB."""
 
 
 class Greeted(NamedTuple):
@@ -42,7 +50,7 @@ class Arrived(NamedTuple):
     """A chunk has landed here."""
 
     head: ChunkHead
-    payload: memoryview
+    payload: memoryview | Sealed
 
 
 Event = Greeted | Acked | Arrived
@@ -50,6 +58,9 @@ Event = Greeted | Acked | Arrived
 
 class Receiving:
     """The receiving half of a connection.
+
+    Bodies of `DATA` go from the socket into landing memory. Where they can be opened part by part,
+    they stay as they are until somebody wants the chunk; otherwise each goes through a segment.
 
     Args:
         opener: opens every record; None for plaintext.
@@ -62,17 +73,21 @@ class Receiving:
         self._landing = landing
         self._tag_bytes = TAG_BYTES if opener else 0
         self._kinds = frozenset((PING, CHUNK) if landing else (PING, GREET, ACK))
-        largest = _SMALL_BYTES
-        if landing:
-            largest = max(MAX_CHUNK_BYTES, SEGMENT_BYTES) if opener else MAX_CHUNK_BYTES
-        # One record, and the prefix of the next.
+        largest = MAX_CHUNK_BYTES if landing else _SMALL_BYTES
+        # One record without a chunk's bytes, and the prefix of the next.
         self._buffer = memoryview(bytearray(2 * PREFIX_BYTES + largest + self._tag_bytes))
+        through = landing is not None and opener is not None and not opener.in_parts
+        self._segment = memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES if through else 0))
         self._have = 0
         self._record: tuple[int, int] | None = None  # kind and body's length, once read
         self._head: ChunkHead | None = None  # of the chunk under way
         self._slot: int | None = None  # where it lands
-        self._rest = memoryview(b"")  # of that memory
-        self._straight = 0  # bytes that go from the socket into it as they are
+        self._rest = memoryview(b"")  # of that memory, without the records that are complete
+        self._body = memoryview(b"")  # memory for what is still to come of this record of a chunk
+        self._sealed: list[SealedRecord] = []  # of the chunk under way
+        self._is_spoiled = False
+        self._low_water = 1
+        self._queued = 0
 
     @property
     def paused(self) -> bool:
@@ -87,6 +102,8 @@ class Receiving:
             OSError: the connection has ended.
             FrameError: the peer sent what it may not.
         """
+        if self._is_spoiled:
+            raise FrameError("a chunk did not open")
         events: list[Event] = []
         taken = 0
         if self.paused and self._begin(events):
@@ -94,39 +111,64 @@ class Receiving:
         while taken < BUDGET_BYTES and not self.paused:
             if events and isinstance(events[-1], Arrived):
                 break
+            targets = self._targets()
             try:
-                got = self._sock.recv_into(self._target())
+                got = self._sock.recvmsg_into(targets)[0]
             except (BlockingIOError, InterruptedError):
                 break
             if not got:
                 raise ConnectionResetError("the peer has closed the connection")
             taken += got
             self._took(got, events)
+            if got < sum(map(len, targets)):  # there was no more
+                break
+        self._ask()
         return taken, events
+
+    def grows(self) -> bool:
+        """Whether bytes have come since the last call that wait for others to come."""
+        queued = int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        before, self._queued = self._queued, queued
+        return queued > before
 
     def close(self) -> None:
         """Give landing memory back."""
         if self._slot is not None and self._landing is not None:
             self._landing.give_back(self._slot)
         self._slot = None
-        self._rest = memoryview(b"")
+        self._rest = self._body = memoryview(b"")
 
-    def _target(self) -> memoryview:
+    def _ask(self) -> None:
+        """Be told when enough has come to be worth it, and not of every packet."""
+        wanted = max(1, min(self._due(), _LOW_WATER_BYTES))
+        if wanted != self._low_water and not self.paused:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._low_water = wanted
+
+    def _due(self) -> int:
+        """How many bytes will certainly come before the chunk under way has ended."""
+        if self._head is None:
+            return 0
+        if self._record is None:
+            return PREFIX_BYTES - self._have + len(self._rest) + self._tag_bytes
+        after = len(self._rest) - self._record[1]
+        tail = PREFIX_BYTES + self._tag_bytes - self._have
+        return len(self._body) + tail + (after and after + PREFIX_BYTES + self._tag_bytes)
+
+    def _targets(self) -> list[memoryview]:
         """Where the next bytes go."""
-        if self._straight:
-            return self._rest[: self._straight]
         stop = PREFIX_BYTES
         if self._record is not None:
-            stop += self._record[1] + self._tag_bytes + PREFIX_BYTES
-        return self._buffer[self._have : stop]
+            kind, nbytes = self._record
+            stop += self._tag_bytes + PREFIX_BYTES + (0 if kind == DATA else nbytes)
+        tail = self._buffer[self._have : stop]
+        return [self._body, tail] if self._body else [tail]
 
     def _took(self, got: int, events: list[Event]) -> None:
-        if self._straight:
-            self._straight -= got
-            self._fill(got, events)
-        else:
-            self._have += got
-            self._parse_all(events)
+        into_body = min(got, len(self._body))
+        self._body = self._body[into_body:]
+        self._have += got - into_body
+        self._parse_all(events)
 
     def _parse_all(self, events: list[Event]) -> None:
         while not self.paused and self._parse(events):
@@ -138,23 +180,22 @@ class Receiving:
             if self._have < PREFIX_BYTES:
                 return False
             self._record = self._checked(*read_prefix(self._buffer, self._kinds))
-            if self._record[0] == DATA and self._opener is None:
-                self._straight, self._record, self._have = self._record[1], None, 0
-                return False
+            if self._record[0] == DATA:
+                self._body = (self._segment or self._rest)[: self._record[1]]
         kind, nbytes = self._record
-        stop = PREFIX_BYTES + nbytes + self._tag_bytes
-        if self._have < stop:
+        stop = PREFIX_BYTES + self._tag_bytes + (0 if kind == DATA else nbytes)
+        if self._body or self._have < stop:
             return False
-        body = self._buffer[PREFIX_BYTES:stop]
+        tail = self._buffer[PREFIX_BYTES:stop]
         if kind == DATA:
-            assert self._opener is not None
-            self._opener.open(self._buffer[:PREFIX_BYTES], body, self._rest[:nbytes])
-            self._fill(nbytes, events)
+            self._landed(nbytes, tail)
         else:
-            self._heed(kind, self._opened(body, nbytes), events)
+            self._heed(kind, self._opened(tail, nbytes), events)
         after = self._have - stop
         self._buffer[:after] = self._buffer[stop : self._have]
         self._have, self._record = after, None
+        if kind == DATA:
+            self._fill(nbytes, events)
         return True
 
     def _checked(self, kind: int, nbytes: int) -> tuple[int, int]:
@@ -163,6 +204,18 @@ class Receiving:
             if nbytes > most:
                 raise FrameError(f"{nbytes} bytes of a chunk where at most {most} may come")
         return kind, nbytes
+
+    def _landed(self, nbytes: int, tag: memoryview) -> None:
+        """A record of a chunk is complete."""
+        head = self._buffer[:PREFIX_BYTES]
+        if self._opener is None:
+            return
+        if self._opener.in_parts:
+            nonce = self._opener.next_nonce()
+            self._sealed.append(SealedRecord(nonce, bytes(head), bytes(tag), nbytes))
+            return
+        self._segment[nbytes : nbytes + TAG_BYTES] = tag
+        self._opener.open(head, self._segment[: nbytes + TAG_BYTES], self._rest[:nbytes])
 
     def _opened(self, body: memoryview, nbytes: int) -> bytes:
         if self._opener is None:
@@ -206,8 +259,15 @@ class Receiving:
         assert self._landing is not None
         assert self._head is not None
         assert self._slot is not None
-        payload = self._landing.memory(self._slot, self._head.nbytes)
+        payload: memoryview | Sealed = self._landing.memory(self._slot, self._head.nbytes)
+        if self._sealed and self._opener is not None:
+            payload = SealedChunk(payload, self._sealed, self._opener, self._spoil)
         self._landing.landed(self._slot)
         events.append(Arrived(self._head, payload))
         self._head = self._slot = None
+        self._sealed = []
         self._kinds = frozenset((PING, CHUNK))
+
+    def _spoil(self) -> None:
+        """A chunk that has arrived does not open."""
+        self._is_spoiled = True

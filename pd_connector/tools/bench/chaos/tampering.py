@@ -123,17 +123,18 @@ class TamperingTransport(WrappingTransport):
                 return []
             case (Fault.DELAY | Fault.REORDER) as fault:
                 if not self.inner.one_sided:  # its memory is the transport's from the next poll on
-                    landed = landed._replace(payload=memoryview(bytes(landed.payload)))
+                    landed = landed._replace(payload=memoryview(bytes(landed.opened())))
                 due = time.monotonic() + DELAY_S
                 self._later.append(_Late(due, landed, fault is Fault.REORDER))
                 return []
             case Fault.DUPLICATE:
                 return [landed, landed]
             case Fault.TRUNCATE:
-                half = landed.payload[: len(landed.payload) // 2]
+                whole = landed.opened()
+                half = whole[: len(whole) // 2]
                 return [landed._replace(payload=half, authentic=False)]
             case Fault.CORRUPT:
-                copy = bytearray(landed.payload)
+                copy = bytearray(landed.opened())
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
                 return [landed._replace(payload=memoryview(copy), authentic=False)]
