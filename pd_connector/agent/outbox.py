@@ -11,13 +11,12 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
-from pd_connector.memory.sealed import LEAST_PIECE_BYTES
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.header import encode_header, header_of
 from pd_connector.protocol.outgoing import Send
-from pd_connector.transport.base import Transport
+from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
 
 OFFERED = "offered"
 """Stands for a transport's name in the keys of chunks that the consumer reads."""

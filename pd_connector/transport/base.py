@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
-from pd_connector.memory.sealed import Sealed
 from pd_connector.memory.slab import Slab
 
 Link = Hashable
@@ -37,21 +37,24 @@ class Landed(NamedTuple):
         payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
             granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
             Those of a read may lie in the producer's send slot; they are valid until the producer is
-            told that they were taken. `Sealed` is to be decrypted by whoever wants it.
+            told that they were taken. A `Destination` is what `destinations` has named: they lie there.
         problem: why a read failed, for the log; its payload is empty then.
         authentic: the transport has verified, by keys that only the peer has, that these are the
-            bytes that the peer sent, or does so when they are decrypted; and nobody but this process can write where they lie.
+            bytes that the peer sent; and nobody but this process can write where they lie.
     """
 
     header: bytes
     slot: int
-    payload: memoryview | Sealed
+    payload: memoryview | Destination
     problem: str = ""
     authentic: bool = False
 
-    def opened(self) -> memoryview:
-        """The payload, decrypted. Raises TransportError if it is not what the peer sealed."""
-        return self.payload.open() if isinstance(self.payload, Sealed) else self.payload
+
+Destinations = Callable[[bytes, int, int], Destination | None]
+"""Takes header, landing slot and length of a chunk that arrives; says where it belongs, if that is known."""
+
+LEAST_PIECE_BYTES = 16 << 10
+"""Memory in smaller pieces is encrypted and decrypted by way of a slot: each piece costs microseconds."""
 
 
 class Transport(abc.ABC):
@@ -70,6 +73,9 @@ class Transport(abc.ABC):
     """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
     authenticates: bool = False
     """Whether everything it delivers is `authentic`. Chunks need no checksum then."""
+    destinations: Destinations | None = None
+    """Set by the consumer. A transport that decrypts may ask it where a chunk belongs, and decrypt each part
+    of it there as it arrives. What it wrote there is authentic only if `Landed` is."""
     sends_from: Slab | None = None
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
     `authenticates` needs them: memory that no peer can write. Such a transport delivers the chunks of

@@ -41,7 +41,7 @@ class Corrupted(Forged):
     """What it says is authentic has one wrong byte."""
 
     def _strip(self, landed: Landed) -> Landed:
-        wrong = bytearray(landed.opened())
+        wrong = bytearray(landed.payload)
         wrong[7] ^= 1
         return super()._strip(landed)._replace(payload=memoryview(wrong))
 

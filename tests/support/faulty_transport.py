@@ -151,18 +151,18 @@ class FaultTransport(WrappingTransport):
         number, self._landings = self._landings, self._landings + 1
         match self._plan.landings.get(number):
             case Corrupt(offset):
-                copy = bytearray(landed.opened())
+                copy = bytearray(landed.payload)
                 if not landed.problem:
                     copy[offset] ^= 0xFF
                 self._landed.add(landed._replace(payload=memoryview(copy), authentic=False))
             case Truncate(nbytes):
-                part = landed.opened()[:nbytes]
+                part = landed.payload[:nbytes]
                 self._landed.add(landed._replace(payload=part, authentic=False))
             case Fail():
                 problem = f"injected: landing {number} fails"
                 self._landed.add(landed._replace(payload=memoryview(b""), problem=problem))
             case Delay() as delay:  # what lies in the transport's memory does not stay there
-                kept = memoryview(bytes(landed.opened()))
+                kept = memoryview(bytes(landed.payload))
                 self._landed.deliver(landed._replace(payload=kept), delay)
             case fault:
                 self._landed.deliver(landed, fault)

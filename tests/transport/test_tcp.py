@@ -378,7 +378,7 @@ def test_ipv6_loopback_works_like_ipv4() -> None:
         landed: list[bytes] = []
         while not landed:
             producer.poll()
-            landed += [bytes(arrival.opened()) for arrival in consumer.poll()[1]]
+            landed += [bytes(arrival.payload) for arrival in consumer.poll()[1]]
         assert landed == [b"payload"]
     finally:
         producer.close()

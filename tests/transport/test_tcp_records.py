@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of the tcp transport: what is not the peer's next record, whole, does not open."""
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 import pytest
 
-from pd_connector.errors import TransportError
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
-from pd_connector.memory.sealed import Sealed
 from pd_connector.memory.slab import Slab
-from pd_connector.transport.base import Landed
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake, Opener, Sealer
 from pd_connector.transport.tcp.frames import (
@@ -145,16 +144,12 @@ def test_chunks_arrive_however_the_bytes_are_cut(
     for start, stop in zip([0, *cuts], cuts, strict=False):
         for event in receiver.take(sent[start:stop]):
             assert isinstance(event, Arrived)
-            events.append((event.head, opened(event)))
+            assert isinstance(event.payload, memoryview)
+            events.append((event.head, bytes(event.payload)))
     assert events == [
         (chunk(1, payload).head, payload),
         (chunk(2, SECOND).head, SECOND),
     ]
-
-
-def opened(event: Arrived) -> bytes:
-    """The chunk's bytes. Raises TransportError if they are not what the peer sealed."""
-    return bytes(Landed(b"", 0, event.payload).opened())
 
 
 def flipped(record: bytes, at: int) -> bytes:
@@ -194,13 +189,11 @@ def test_what_was_tampered_with_does_not_open(
         for record in (*TAMPERED[name](sent), sent[0]):
             for event in receiver.take(record):
                 assert isinstance(event, Arrived)
-                arrived.append((event.head.token, opened(event)))
+                assert isinstance(event.payload, memoryview)
+                arrived.append((event.head.token, bytes(event.payload)))
 
-    with pytest.raises((FrameError, TransportError)) as caught:
+    with pytest.raises(FrameError):
         take_all()
-    if caught.type is TransportError:  # nothing that comes after it is taken
-        with pytest.raises(FrameError, match="did not open"):
-            receiver.take(sent[0])
     for token, payload in arrived:  # what came before
         assert payload == (FIRST, SECOND)[token - 1]
 
@@ -210,7 +203,8 @@ def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> 
     sent = records(None, [chunk(1, FIRST)])
     (event,) = line(None).take(b"".join([sent[0], flipped(sent[1], 1000)]))
     assert isinstance(event, Arrived)
-    assert opened(event) != FIRST
+    assert isinstance(event.payload, memoryview)
+    assert bytes(event.payload) != FIRST
 
 
 def test_records_of_another_connection_or_direction_do_not_open(line: Callable[..., Line]) -> None:
@@ -313,46 +307,76 @@ def whole(memory: np.ndarray, pieces: Pieces) -> bytes:
     return b"".join(bytes(memory[place : place + pieces.piece_bytes]) for place in at)
 
 
-@pytest.mark.parametrize(
-    "nbytes", [PIECE, SEGMENT_BYTES // PIECE * PIECE, SLOT_BYTES // PIECE * PIECE]
-)
+class Pages(Destination):
+    """Memory in pieces that a chunk is opened into, until it is taken back."""
+
+    def __init__(self, nbytes: int, piece_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.buffer, self.pieces = in_pieces(bytes(nbytes), piece_bytes)
+        self.taken_back = False
+
+    @contextlib.contextmanager
+    def memory(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        yield () if self.taken_back else list(self.pieces.buffers(start, stop))
+
+
+@pytest.mark.parametrize("pieces", [1, SEGMENT_BYTES // PIECE, SLOT_BYTES // PIECE])
 def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
-    line: Callable[..., Line], nbytes: int
+    line: Callable[..., Line], pieces: int
 ) -> None:
-    one = handshake()
+    one, nbytes = handshake(), pieces * PIECE
     receiver = line(one.dialler_ciphers()[1])
-    near, far = receiver.near, receiver.far
-    sending = Sending(near, one.listener_ciphers()[0])
+    pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: Pages(nbytes, PIECE)}
+    receiver.landing.destinations = lambda header, slot, nbytes: pages[slot]
+    sending = Sending(receiver.near, one.listener_ciphers()[0])
     payload, events = FIRST[:nbytes], list[Event]()
-    kept = []  # its memory is read until it has been sent
+    slots = []
     for token in (1, 2):
-        memory, pieces = in_pieces(payload)
-        slot = memoryview(bytearray(nbytes))
-        head = ChunkHead(token, nbytes, 0, b"header")
+        memory, source = in_pieces(payload)
+        slots.append(memoryview(bytearray(nbytes)))
         assert sending.can_seal
-        sending.queue(sending.seal(head, pieces, slot))
-        kept.append((memory, slot))
+        head = ChunkHead(token, nbytes, token, b"header")
+        sending.queue(sending.seal(head, source, slots[-1]))
         memory[:] = 0
-        assert bytes(slot) != payload
+        assert bytes(slots[-1]) != payload
     sending.say(PING)
     assert not sending.can_seal, "its number would come before that of the ping"
-    sending.queue(chunk(3, SECOND))
+    sending.queue(ChunkWrite(ChunkHead(3, nbytes, 3, b""), memoryview(payload)))
     while len(events) < 3:
         sending.pump()
         events += receiver.receiving.receive()[1]
-        for event in events[2:]:
-            assert isinstance(event, Arrived)
-            assert opened(event) == SECOND
-        if len(events) == 2:  # they lie in both slots: the third chunk finds none yet
-            for event in events:
-                assert isinstance(event, Arrived)
-                assert isinstance(event.payload, Sealed)
-            memory, pieces = in_pieces(bytes(nbytes), 8 << 10)
-            events[0].payload.open_into(pieces)
-            assert whole(memory, pieces) == payload
-            assert opened(events[1]) == opened(events[1]) == payload
-            receiver.landing.recycle()
-    assert far.fileno() >= 0
+    for token, event in enumerate(events, 1):
+        assert isinstance(event, Arrived)
+        assert event.head.token == token
+        if isinstance(event.payload, Pages):
+            assert event.payload is pages[token]
+            assert whole(event.payload.buffer, event.payload.pieces) == payload
+        else:
+            assert isinstance(event.payload, memoryview)
+            assert bytes(event.payload) == payload
+    assert receiver.landing.take() is not None
+    assert receiver.landing.take() is None, "only the second chunk lies in landing memory"
+
+
+@pytest.mark.parametrize("tampered", [False, True])
+def test_pages_that_are_taken_back_are_not_written_and_the_rest_is_still_verified(
+    line: Callable[..., Line], tampered: bool
+) -> None:
+    one = handshake()
+    receiver, pages = line(one.dialler_ciphers()[1]), Pages(SLOT_BYTES, 1 << 14)
+    receiver.landing.destinations = lambda *_: pages
+    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST), chunk(2, SECOND)])
+    assert receiver.take(b"".join(sent[:2])) == []
+    pages.taken_back = True
+    if tampered:
+        with pytest.raises(FrameError, match="does not open"):
+            receiver.take(flipped(sent[2], 9))
+        return
+    (event,) = receiver.take(sent[2])
+    assert isinstance(event, Arrived)
+    assert event.payload is pages
+    got = whole(pages.buffer, pages.pieces)
+    assert got == FIRST[:SEGMENT_BYTES] + bytes(SLOT_BYTES - SEGMENT_BYTES)
 
 
 def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
@@ -373,19 +397,15 @@ def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
         receiver.receiving.receive()
 
 
-def test_a_piece_that_was_changed_on_its_way_does_not_open_into_pages(
+def test_a_record_that_was_changed_on_its_way_does_not_open_into_pages(
     line: Callable[..., Line],
 ) -> None:
     one = handshake()
+    receiver = line(one.dialler_ciphers()[1])
+    receiver.landing.destinations = lambda *_: Pages(SLOT_BYTES, 1 << 14)
     sent = records(one.listener_ciphers()[0], [chunk(1, FIRST)])
-    (event,) = line(one.dialler_ciphers()[1]).take(
-        b"".join([sent[0], flipped(sent[1], 9), *sent[2:]])
-    )
-    assert isinstance(event, Arrived)
-    assert isinstance(event.payload, Sealed)
-    _, pieces = in_pieces(bytes(SLOT_BYTES), 1 << 14)
-    with pytest.raises(TransportError, match="does not open"):
-        event.payload.open_into(pieces)
+    with pytest.raises(FrameError, match="does not open"):
+        receiver.take(b"".join([sent[0], flipped(sent[1], 9), *sent[2:]]))
 
 
 def test_a_dial_is_read_as_it_was_written() -> None:

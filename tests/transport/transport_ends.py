@@ -77,7 +77,7 @@ class End:
             self.gatekeeper.answer()
         written, landed = self.transport.poll()
         self.written += written
-        self.landed += [Arrival(a.header, a.slot, bytes(a.opened()), a.problem) for a in landed]
+        self.landed += [Arrival(a.header, a.slot, bytes(a.payload), a.problem) for a in landed]
 
     def close(self) -> None:
         self.transport.close()

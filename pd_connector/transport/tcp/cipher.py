@@ -77,7 +77,7 @@ class Opener:
     """Opens the records of one direction of one connection.
 
     Attributes:
-        in_parts: whether a record's body can be opened later, part by part (`open_parts`).
+        in_parts: whether a record's body can be opened part by part (`open_parts`).
     """
 
     def __init__(self, key: bytes, aes: bool) -> None:
@@ -93,37 +93,34 @@ class Opener:
         then.
         """
         try:
-            self._aead.decrypt_into(self.next_nonce(), sealed, head, out)
+            self._aead.decrypt_into(self._next(), sealed, head, out)
         except InvalidTag:
             raise FrameError(_NOT_NEXT) from None
 
-    def next_nonce(self) -> bytes:
-        """Count one record, which is opened later; returns its nonce."""
+    def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
+        """Like `open`, into memory that lies in parts; they are as long as the body together, or
+        there are none: the record is only counted then.
+
+        Raises FrameError as `open` does; the parts are undefined then.
+        """
+        nonce = self._next()
+        at = 0
+        context = None
+        for part in parts:
+            if context is None:
+                context = Cipher(self._key, modes.GCM(nonce)).decryptor()
+                context.authenticate_additional_data(head)
+            at += context.update_into(sealed[at : at + len(part)], part)
+        if context is None:
+            return
+        try:
+            context.finalize_with_tag(bytes(sealed[at:]))
+        except InvalidTag:
+            raise FrameError(_NOT_NEXT) from None
+
+    def _next(self) -> bytes:
         self._records += 1
         return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
-
-    def open_parts(
-        self, nonce: bytes, head: bytes, tag: bytes, parts: Iterable[tuple[Any, Any]]
-    ) -> None:
-        """Decrypt the body of a record part by part.
-
-        Args:
-            nonce: the record's, of `next_nonce`.
-            head: its prefix.
-            tag: its tag.
-            parts: encrypted bytes, and memory of the same length for what they say; it may be the
-                same memory.
-
-        Raises FrameError as `open` does.
-        """
-        context = Cipher(self._key, modes.GCM(nonce)).decryptor()
-        context.authenticate_additional_data(head)
-        for sealed, out in parts:
-            context.update_into(sealed, out)
-        try:
-            context.finalize_with_tag(tag)
-        except InvalidTag:
-            raise FrameError(_NOT_NEXT) from None
 
 
 def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:

@@ -7,7 +7,7 @@ import sys
 import termios
 from typing import NamedTuple
 
-from pd_connector.memory.sealed import Sealed
+from pd_connector.memory.destination import Destination
 from pd_connector.transport.tcp.cipher import Opener
 from pd_connector.transport.tcp.frames import (
     ACK,
@@ -26,12 +26,11 @@ from pd_connector.transport.tcp.frames import (
     read_token,
 )
 from pd_connector.transport.tcp.landing import Landing
-from pd_connector.transport.tcp.sealed_chunk import SealedChunk, SealedRecord
 from pd_connector.transport.tcp.sending import BUDGET_BYTES
 
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
-_LOW_WATER_BYTES = 1 << 20
+_LOW_WATER_BYTES = 512 << 10
 """Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
 as much as a copy of some hundred KiB."""
 
@@ -50,7 +49,7 @@ class Arrived(NamedTuple):
     """A chunk has landed here."""
 
     head: ChunkHead
-    payload: memoryview | Sealed
+    payload: memoryview | Destination  # where it lies already
 
 
 Event = Greeted | Acked | Arrived
@@ -59,8 +58,9 @@ Event = Greeted | Acked | Arrived
 class Receiving:
     """The receiving half of a connection.
 
-    Bodies of `DATA` go from the socket into landing memory. Where they can be opened part by part,
-    they stay as they are until somebody wants the chunk; otherwise each goes through a segment.
+    Bodies of `DATA` go from the socket into landing memory; or, where they are sealed, into a segment
+    that stays in the processor's cache, and are opened from there into landing memory, or into the
+    chunk's `Destination`.
 
     Args:
         opener: opens every record; None for plaintext.
@@ -76,23 +76,22 @@ class Receiving:
         largest = MAX_CHUNK_BYTES if landing else _SMALL_BYTES
         # One record without a chunk's bytes, and the prefix of the next.
         self._buffer = memoryview(bytearray(2 * PREFIX_BYTES + largest + self._tag_bytes))
-        through = landing is not None and opener is not None and not opener.in_parts
-        self._segment = memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES if through else 0))
+        sealed = landing is not None and opener is not None
+        self._segment = memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES if sealed else 0))
         self._have = 0
         self._record: tuple[int, int] | None = None  # kind and body's length, once read
         self._head: ChunkHead | None = None  # of the chunk under way
         self._slot: int | None = None  # where it lands
-        self._rest = memoryview(b"")  # of that memory, without the records that are complete
+        self._destination: Destination | None = None  # or where it belongs
+        self._landed = 0  # bytes of it, in records that are complete
         self._body = memoryview(b"")  # memory for what is still to come of this record of a chunk
-        self._sealed: list[SealedRecord] = []  # of the chunk under way
-        self._is_spoiled = False
         self._low_water = 1
         self._queued = 0
 
     @property
     def paused(self) -> bool:
         """Whether a chunk waits for memory to land in."""
-        return self._head is not None and self._slot is None
+        return self._head is not None and self._slot is None and self._destination is None
 
     def receive(self) -> tuple[int, list[Event]]:
         """Take what has come, within the budget and up to the end of one chunk; returns how many
@@ -102,8 +101,6 @@ class Receiving:
             OSError: the connection has ended.
             FrameError: the peer sent what it may not.
         """
-        if self._is_spoiled:
-            raise FrameError("a chunk did not open")
         events: list[Event] = []
         taken = 0
         if self.paused and self._begin(events):
@@ -135,8 +132,8 @@ class Receiving:
         """Give landing memory back."""
         if self._slot is not None and self._landing is not None:
             self._landing.give_back(self._slot)
-        self._slot = None
-        self._rest = self._body = memoryview(b"")
+        self._slot = self._destination = None
+        self._body = memoryview(b"")
 
     def _ask(self) -> None:
         """Be told when enough has come to be worth it, and not of every packet."""
@@ -149,9 +146,10 @@ class Receiving:
         """How many bytes will certainly come before the chunk under way has ended."""
         if self._head is None:
             return 0
+        rest = self._head.nbytes - self._landed
         if self._record is None:
-            return PREFIX_BYTES - self._have + len(self._rest) + self._tag_bytes
-        after = len(self._rest) - self._record[1]
+            return PREFIX_BYTES - self._have + rest + self._tag_bytes
+        after = rest - self._record[1]
         tail = PREFIX_BYTES + self._tag_bytes - self._have
         return len(self._body) + tail + (after and after + PREFIX_BYTES + self._tag_bytes)
 
@@ -181,14 +179,14 @@ class Receiving:
                 return False
             self._record = self._checked(*read_prefix(self._buffer, self._kinds))
             if self._record[0] == DATA:
-                self._body = (self._segment or self._rest)[: self._record[1]]
+                self._body = (self._segment or self._memory())[: self._record[1]]
         kind, nbytes = self._record
         stop = PREFIX_BYTES + self._tag_bytes + (0 if kind == DATA else nbytes)
         if self._body or self._have < stop:
             return False
         tail = self._buffer[PREFIX_BYTES:stop]
         if kind == DATA:
-            self._landed(nbytes, tail)
+            self._open(nbytes, tail)
         else:
             self._heed(kind, self._opened(tail, nbytes), events)
         after = self._have - stop
@@ -200,22 +198,34 @@ class Receiving:
 
     def _checked(self, kind: int, nbytes: int) -> tuple[int, int]:
         if kind == DATA:
-            most = min(len(self._rest), SEGMENT_BYTES) if self._opener else len(self._rest)
+            assert self._head is not None
+            rest = self._head.nbytes - self._landed
+            most = min(rest, SEGMENT_BYTES) if self._opener else rest
             if nbytes > most:
                 raise FrameError(f"{nbytes} bytes of a chunk where at most {most} may come")
         return kind, nbytes
 
-    def _landed(self, nbytes: int, tag: memoryview) -> None:
-        """A record of a chunk is complete."""
-        head = self._buffer[:PREFIX_BYTES]
+    def _memory(self) -> memoryview:
+        """Landing memory for the rest of the chunk under way."""
+        assert self._landing is not None
+        assert self._head is not None
+        assert self._slot is not None
+        return self._landing.memory(self._slot, self._head.nbytes)[self._landed :]
+
+    def _open(self, nbytes: int, tag: memoryview) -> None:
+        """A record of a chunk is complete: open it, if it is sealed."""
         if self._opener is None:
             return
-        if self._opener.in_parts:
-            nonce = self._opener.next_nonce()
-            self._sealed.append(SealedRecord(nonce, bytes(head), bytes(tag), nbytes))
-            return
         self._segment[nbytes : nbytes + TAG_BYTES] = tag
-        self._opener.open(head, self._segment[: nbytes + TAG_BYTES], self._rest[:nbytes])
+        head, sealed = self._buffer[:PREFIX_BYTES], self._segment[: nbytes + TAG_BYTES]
+        if self._destination is None:
+            self._opener.open(head, sealed, self._memory()[:nbytes])
+            return
+        with self._destination.memory(self._landed, self._landed + nbytes) as parts:
+            if parts:
+                self._opener.open_parts(head, sealed, parts)
+            else:  # nobody wants it any more; but nothing else may have come in its place
+                self._opener.open(head, sealed, memoryview(bytearray(nbytes)))
 
     def _opened(self, body: memoryview, nbytes: int) -> bytes:
         if self._opener is None:
@@ -244,30 +254,30 @@ class Receiving:
         """Find memory for the chunk that has been announced; returns whether there is some."""
         assert self._landing is not None
         assert self._head is not None
-        self._slot = self._landing.take()
-        if self._slot is None:
-            return False
-        self._rest = self._landing.memory(self._slot, self._head.nbytes)
+        if self._opener is not None and self._opener.in_parts:
+            self._destination = self._landing.destination(self._head)
+        if self._destination is None:
+            self._slot = self._landing.take()
+            if self._slot is None:
+                return False
+        self._landed = 0
         self._fill(0, events)
         return True
 
     def _fill(self, nbytes: int, events: list[Event]) -> None:
         """So much more of the chunk is in its memory."""
-        self._rest = self._rest[nbytes:]
-        if self._rest:
-            return
         assert self._landing is not None
         assert self._head is not None
-        assert self._slot is not None
-        payload: memoryview | Sealed = self._landing.memory(self._slot, self._head.nbytes)
-        if self._sealed and self._opener is not None:
-            payload = SealedChunk(payload, self._sealed, self._opener, self._spoil)
-        self._landing.landed(self._slot)
+        self._landed += nbytes
+        if self._landed < self._head.nbytes:
+            return
+        payload: memoryview | Destination
+        if self._destination is not None:
+            payload = self._destination
+        else:
+            assert self._slot is not None
+            payload = self._landing.memory(self._slot, self._head.nbytes)
+            self._landing.landed(self._slot)
         events.append(Arrived(self._head, payload))
-        self._head = self._slot = None
-        self._sealed = []
+        self._head = self._slot = self._destination = None
         self._kinds = frozenset((PING, CHUNK))
-
-    def _spoil(self) -> None:
-        """A chunk that has arrived does not open."""
-        self._is_spoiled = True

@@ -16,7 +16,6 @@ from pd_connector.transport.tcp.frames import (
     ChunkHead,
     prefix,
 )
-from pd_connector.transport.tcp.sealed_chunk import parts
 
 BUDGET_BYTES = 4 << 20
 """Sent or received at a time on one connection: the agent has others, and messages to answer."""
@@ -90,7 +89,7 @@ class Sending:
             stop = min(start + SEGMENT_BYTES, head.nbytes)
             mark = prefix(DATA, stop - start)
             body = into[start:stop]
-            tag = self._sealer.seal_parts(mark, parts(pieces, start, stop), body)
+            tag = self._sealer.seal_parts(mark, pieces.buffers(start, stop), body)
             frames += [memoryview(before + mark), body]
             before = tag
         return SealedWrite(head, [*frames, memoryview(before)])

@@ -177,6 +177,7 @@ class TcpTransport(Transport):
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         now = time.monotonic()
+        self._landing.destinations = self.destinations
         self._landing.recycle()
         if self._landing.starved:
             self._landing.starved = False

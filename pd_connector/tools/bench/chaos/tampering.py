@@ -123,18 +123,17 @@ class TamperingTransport(WrappingTransport):
                 return []
             case (Fault.DELAY | Fault.REORDER) as fault:
                 if not self.inner.one_sided:  # its memory is the transport's from the next poll on
-                    landed = landed._replace(payload=memoryview(bytes(landed.opened())))
+                    landed = landed._replace(payload=memoryview(bytes(landed.payload)))
                 due = time.monotonic() + DELAY_S
                 self._later.append(_Late(due, landed, fault is Fault.REORDER))
                 return []
             case Fault.DUPLICATE:
                 return [landed, landed]
             case Fault.TRUNCATE:
-                whole = landed.opened()
-                half = whole[: len(whole) // 2]
+                half = landed.payload[: len(landed.payload) // 2]
                 return [landed._replace(payload=half, authentic=False)]
             case Fault.CORRUPT:
-                copy = bytearray(landed.opened())
+                copy = bytearray(landed.payload)
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
                 return [landed._replace(payload=memoryview(copy), authentic=False)]
