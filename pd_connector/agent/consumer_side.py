@@ -25,6 +25,7 @@ from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -84,6 +85,8 @@ class ConsumerSide:
         self._sessions = OpenSessions(config, self._dialler)
         self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
+        for transport in resources.transports:
+            transport.destinations = self._destination
         self._outage = OutageWatch()
         self._ends = LoadEnds(self._telemetry, self._outage, report)
         self._keeper = SessionKeeper(
@@ -194,11 +197,20 @@ class ConsumerSide:
         """A chunk has landed; it counts once it fits the plan and its checksum is right."""
         self._arrived(*landed[:4], now, authentic=landed.authentic)
 
+    def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
+        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
+        try:
+            header = decode_header(data)
+        except MalformedMessageError:
+            return None  # it will be dropped when it has landed
+        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.awaits) if place else None
+
     def _arrived(
         self,
         data: bytes,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Destination,
         problem: str,
         now: float,
         *,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -226,7 +227,7 @@ class Consumer:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Destination,
         now: float,
         *,
         problem: str = "",
@@ -238,13 +239,23 @@ class Consumer:
         another transfer's by now.
 
         Args:
-            payload: the bytes in the slot, or the producer's pages, from which they can be read.
+            payload: the bytes in the slot; or the producer's pages, from which they can be read; or
+                where they are already.
             problem: why the chunk will not come, if so.
             authentic: as in `transport.base.Landed`.
         """
         return self._landings.landed(
             header, slot, payload, now, problem=problem, authentic=authentic
         )
+
+    def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
+        """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:
+        `awaits` says whether it is still wanted there."""
+        return self._landings.expected(header, slot)
+
+    def awaits(self, place: PlaceChunk) -> bool:
+        """Whether a chunk that was `expected` is still wanted, in the same pages."""
+        return self._landings.awaits(place)
 
     def placed(
         self, place: PlaceChunk, problem: Cause | None, detail: str, now: float
