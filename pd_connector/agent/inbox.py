@@ -174,7 +174,10 @@ class Inbox:
             return None
         route = place.route
         where = route.destination, route.destination_head, route, place.chunk, place.pages
-        pieces = self._cache.pieces(*where)
+        try:
+            pieces = self._cache.pieces(*where)
+        except IndexError:  # not a page of this cache: that is told when the chunk has landed
+            return None
         if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
             return None
         return ChunkPages(place, pieces, self._gate, awaited)
