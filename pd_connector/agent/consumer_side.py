@@ -24,6 +24,7 @@ from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.device_slab import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -184,15 +185,19 @@ class ConsumerSide:
         self._keeper.tick(now)
         self._auditor.tick(now)
 
-    def landed(self, landed: Landed, now: float) -> None:
-        """A chunk has landed; it counts once it fits the plan and its checksum is right."""
-        self._arrived(*landed[:4], now, authentic=landed.authentic)
+    def landed(self, landed: Sequence[Landed], now: float) -> None:
+        """Chunks have landed; each counts once it fits the plan and its checksum is right."""
+        for number, arrival in enumerate(landed, 1):
+            if number < len(landed) and not landed[number].problem:
+                self._cache.scatter_next(landed[number].payload)
+            self._arrived(*arrival[:4], now, authentic=arrival.authentic)
+        self._cache.settle()
 
     def _arrived(
         self,
         data: bytes,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: Payload | Pieces,
         problem: str,
         now: float,
         *,

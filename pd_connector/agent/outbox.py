@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.kv.checksum import checksum
+from pd_connector.memory.device_slab import DeviceSlab, Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
@@ -132,6 +133,22 @@ class Outbox:
             raise
         return None
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether a chunk can be gathered while the one before is posted."""
+        return not self._cache.on_host and len(self._free_slots) > 1
+
+    def post_next(self, send: Send, path: SendPath) -> None:
+        """The `post` after the next one will probably be this one; `settle` must follow. What is gathered for
+        it counts only if its gate is open when it is posted."""
+        slot = self._slots(path).slot(self._free_slots[-2])
+        fence = self._fences.get(send.request)
+        self._cache.gather_next(send.route, send.chunk, send.pages, slot, fence)
+
+    def settle(self) -> None:
+        """See `PagedCache.settle`."""
+        self._cache.settle()
+
     def ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
         chunk = self._in_flight.pop(key, None)
@@ -194,15 +211,16 @@ class Outbox:
         if self._is_full(chunk.session):
             self._backpressured.add(chunk.session)
 
-    def _checksum(self, send: Send, payload: memoryview, path: SendPath) -> bytes:
+    def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
         """That of a gathered chunk; empty if its transport authenticates every byte."""
         if path.transport.authenticates and not path.read:
             return b""
+        assert isinstance(payload, memoryview)  # what lies on a device was summed there
         return checksum(payload, send.route.rules.sums_digest)
 
     def _gather(
         self, send: Send, path: SendPath, confirm: Callable[[], None]
-    ) -> tuple[int, memoryview]:
+    ) -> tuple[int, Payload]:
         """Gather a chunk into a send slot; returns the slot and the payload in it.
 
         It is never gathered straight into the landing slot: a producer that was given up may still
@@ -210,14 +228,18 @@ class Outbox:
         """
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
-            slab = None if path.read else path.transport.sends_from
-            slot, fence = (slab or self._sending).slot(send_slot), self._fences.get(send.request)
+            slot, fence = self._slots(path).slot(send_slot), self._fences.get(send.request)
             payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
             confirm()
         except BaseException:
             self._free_slots.append(send_slot)
             raise
         return send_slot, payload
+
+    def _slots(self, path: SendPath) -> Slab | DeviceSlab:
+        """The send slots that chunks on this path are gathered into."""
+        on_device = path.transport.device_slots(path.link)
+        return on_device or (None if path.read else path.transport.sends_from) or self._sending
 
     def _pieces(self, send: Send) -> Pieces | None:
         """Where the chunk lies, if the consumer may read it there."""
@@ -232,7 +254,7 @@ class Outbox:
         self,
         send: Send,
         path: SendPath,
-        payload: memoryview,
+        payload: Payload,
         found: bytes,
         send_slot: int | None,
         now: float,
@@ -246,7 +268,7 @@ class Outbox:
         self._begin((path.transport.name, token), chunk)
 
     def _offer_slot(
-        self, send: Send, payload: memoryview, found: bytes, send_slot: int, now: float
+        self, send: Send, payload: Payload, found: bytes, send_slot: int, now: float
     ) -> messages.Message:
         header = self._header(send, len(payload), found)
         offer = self._offer(self._chunk(send, send_slot, len(payload), now))

@@ -204,6 +204,7 @@ class ProducerSide:
         for send in self._sender.ready():
             with self._ending_on_error(send.session, now):
                 self._sender.send(send, now)
+        self._sender.settle()
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
+from pd_connector.memory.device_slab import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
@@ -64,7 +65,7 @@ class PlaceChunk(NamedTuple):
     chunk: Chunk
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
-    payload: memoryview | Pieces  # here, or in the producer's memory
+    payload: Payload | Pieces  # here, or in the producer's memory
     request: str  # whose pages they are
     authentic: bool = False  # the transport has verified that the producer sent these bytes
     comparison: Comparison | None = None  # to which it is added, in place of being written

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.memory.device_slab import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
@@ -40,7 +41,7 @@ class Landings:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: Payload | Pieces,
         now: float,
         *,
         problem: str,

@@ -133,7 +133,7 @@ class TamperingTransport(WrappingTransport):
                 half = landed.payload[: len(landed.payload) // 2]
                 return [landed._replace(payload=half, authentic=False)]
             case Fault.CORRUPT:
-                copy = bytearray(landed.payload)
+                copy = bytearray(bytes(landed.payload))
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
                 return [landed._replace(payload=memoryview(copy), authentic=False)]
