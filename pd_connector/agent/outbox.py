@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.kv.checksum import checksum
-from pd_connector.memory.device_slab import DeviceSlab, Payload
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache

@@ -18,7 +18,7 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.kv.geometry import Group
-from pd_connector.memory.device_slab import DeviceBytes, Payload
+from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.moving import Moving

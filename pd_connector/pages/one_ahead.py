@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pd_connector.memory.device_slab import Payload, address_of
+from pd_connector.memory.device_bytes import Payload, address_of
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 

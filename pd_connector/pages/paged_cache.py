@@ -16,7 +16,8 @@ import torch
 
 from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Geometry, Group
-from pd_connector.memory.device_slab import DeviceBytes, Payload, filled_on_host
+from pd_connector.memory.device_bytes import DeviceBytes, Payload
+from pd_connector.memory.device_slab import filled_on_host
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.block_copies import BlockCopies
 from pd_connector.pages.cache_layers import CacheLayers

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from pd_connector.memory.device_slab import Payload, address_of
+from pd_connector.memory.device_bytes import Payload, address_of
 
 
 class Staging:

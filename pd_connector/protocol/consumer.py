@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
-from pd_connector.memory.device_slab import Payload
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
-from pd_connector.memory.device_slab import Payload
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.memory.device_slab import Payload
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants

@@ -12,7 +12,8 @@ from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
-from pd_connector.memory.device_slab import DeviceSlab, Payload
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 

@@ -13,7 +13,8 @@ from support.agents import LONG, Rank, Ranks, assert_pages, ranks
 from pd_connector.agent import outbox
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.memory import slot_memory
-from pd_connector.memory.device_slab import DeviceBytes, DeviceMemoryError
+from pd_connector.memory.device_bytes import DeviceBytes
+from pd_connector.memory.device_slab import DeviceMemoryError
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.peers import Peer

@@ -16,12 +16,11 @@ import torch
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.memory import cuda_driver, device_slab
+from pd_connector.memory.device_bytes import DeviceBytes, address_of
 from pd_connector.memory.device_slab import (
     LEAST_FREE_BYTES,
-    DeviceBytes,
     DeviceMemoryError,
     DeviceSlab,
-    address_of,
     filled_on_host,
 )
 from pd_connector.memory.slot_memory import WhyHost, choose_slot_memory

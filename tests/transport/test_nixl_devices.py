@@ -12,7 +12,8 @@ from transport_ends import SLOT_BYTES, Arrival, End, drive, meet
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError, TransportError
 from pd_connector.memory.buffers import Buffers
-from pd_connector.memory.device_slab import DeviceBytes, DeviceSlab
+from pd_connector.memory.device_bytes import DeviceBytes
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.transport.base import Landed
 from pd_connector.transport.nixl import trial
 from pd_connector.transport.nixl.agent import NixlAgent

@@ -27,7 +27,8 @@ import msgspec
 
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
-from pd_connector.memory.device_slab import DeviceBytes, DeviceSlab, Payload, address_of
+from pd_connector.memory.device_bytes import DeviceBytes, Payload, address_of
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
 from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots
 from pd_connector.transport.base import Landed, Link, Transport, Written, check_fits

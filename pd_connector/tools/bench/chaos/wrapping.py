@@ -3,7 +3,8 @@
 
 from collections.abc import Hashable
 
-from pd_connector.memory.device_slab import DeviceSlab, Payload
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import Landed, Link, Transport, Written
 
