@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable, Iterator
 
 from pd_connector.agent.consumer_sessions import ConsumerSessions
-from pd_connector.agent.outbox import Key, Outbox
+from pd_connector.agent.in_flight import Key
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener

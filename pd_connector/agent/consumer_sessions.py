@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd_connector.agent.handshake import RefusedError, check_hello, connect
-from pd_connector.agent.outbox import SendPath
+from pd_connector.agent.in_flight import SendPath
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause
 from pd_connector.kv.coding import RAW, permitted

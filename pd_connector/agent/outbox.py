@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outgoing chunks: where each one lies until it has arrived, and what the consumer is told of it."""
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
+from pd_connector.agent.in_flight import OFFERED, InFlight, Key, SendPath
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.kv.checksum import checksum
@@ -17,10 +19,8 @@ from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.header import encode_header, header_of
 from pd_connector.protocol.outgoing import Send
-from pd_connector.transport.base import Transport
+from pd_connector.transport.base import LEAST_PIECE_BYTES
 
-OFFERED = "offered"
-"""Stands for a transport's name in the keys of chunks that the consumer reads."""
 _MOST_OFFERS = 4
 """Chunks that are offered to one consumer at a time. With few, what was gathered is still in the
 processors' cache when it is read."""
@@ -28,29 +28,6 @@ _MOST_WRITES = 3
 """Chunks that are written to one consumer at a time, over a transport with send slots of its own.
 With few, what was gathered is still in the processor's cache when it is sealed, which halves the cost
 of gathering; and a consumer that takes nothing holds no more slots than these."""
-
-Key = tuple[str, int]
-"""A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
-
-
-class SendPath(NamedTuple):
-    """How chunks get to a consumer."""
-
-    transport: Transport
-    link: Hashable  # of the transport
-    read: bool  # chunks are offered to be read
-
-
-class InFlight(NamedTuple):
-    """A chunk on its way."""
-
-    session: bytes
-    transfer: str
-    send_slot: int | None  # None: it is sent or read from where its pages lie
-    nbytes: int
-    deadline: float
-    most: float = float("inf")  # such chunks that its session may have at a time
-    in_order: bool = False  # it arrives after the chunks that were written to its session before it
 
 
 class Outbox:
@@ -121,14 +98,17 @@ class Outbox:
             if in_place is not None:
                 found = checksum(in_place, send.route.rules.sums_digest)
                 confirm()  # if the pages change from here on, the checksum tells
-                self._write(send, path, in_place, found, None, now)
+                start = self._start(send, path, in_place, found)
+                self._write(start, send, path, len(in_place), None, now)
                 return None
-            send_slot, payload = self._gather(send, path, confirm)
+            send_slot, payload, begin = self._fill(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            found = self._cache.last_checksum or self._checksum(send, payload, path)
-            if path.read:
-                return self._offer_slot(send, payload, found, send_slot, now)
-            self._write(send, path, payload, found, send_slot, now)
+            if begin is None:
+                found = self._cache.last_checksum or self._checksum(send, payload, path)
+                if path.read:
+                    return self._offer_slot(send, payload, found, send_slot, now)
+                begin = self._start(send, path, payload, found)
+            self._write(begin, send, path, len(payload), send_slot, now)
         except BaseException:
             self._free_slots.append(send_slot)
             raise
@@ -219,10 +199,11 @@ class Outbox:
         assert isinstance(payload, memoryview)  # what lies on a device was summed there
         return checksum(payload, send.route.rules.sums_digest)
 
-    def _gather(
+    def _fill(
         self, send: Send, path: SendPath, confirm: Callable[[], None]
-    ) -> tuple[int, Payload]:
-        """Gather a chunk into a send slot; returns the slot and the payload in it.
+    ) -> tuple[int, Payload, Callable[[], int] | None]:
+        """Gather a chunk into a send slot; returns the slot and the payload in it. Or encrypt it into
+        the slot; returns also what starts the write then.
 
         It is never gathered straight into the landing slot: a producer that was given up may still
         write there, and the checksum would certify its bytes.
@@ -230,12 +211,28 @@ class Outbox:
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
             slot, fence = self._slots(path).slot(send_slot), self._fences.get(send.request)
-            payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
+            if (begin := self._encrypt(send, path, slot)) is not None:
+                payload = slot[: send.chunk.nbytes(send.route)]
+            else:
+                payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
             confirm()
         except BaseException:
             self._free_slots.append(send_slot)
             raise
-        return send_slot, payload
+        return send_slot, payload, begin
+
+    def _encrypt(self, send: Send, path: SendPath, slot: Payload) -> Callable[[], int] | None:
+        """Encrypt a chunk of whole pages into a send slot, from where it lies; returns what starts the
+        write, or None where it has to be gathered. A write that is never started ends the
+        connection: numbers of records are missing then."""
+        if path.read or not path.transport.authenticates or not isinstance(slot, memoryview):
+            return None
+        pieces = self._pieces(send)
+        if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
+            return None
+        payload = slot[: pieces.nbytes]
+        header = self._header(send, pieces.nbytes, self._checksum(send, payload, path))
+        return path.transport.prepare(path.link, header, pieces, send.slot, payload)
 
     def _slots(self, path: SendPath) -> Slab | DeviceSlab:
         """The send slots that chunks on this path are gathered into."""
@@ -251,19 +248,25 @@ class Outbox:
         joined = found.joined()
         return joined if len(joined.addresses) <= messages.MAX_PIECES else None
 
+    def _start(
+        self, send: Send, path: SendPath, payload: Payload, found: bytes
+    ) -> Callable[[], int]:
+        """What starts to write a payload whose checksum is `found`."""
+        header = self._header(send, len(payload), found)
+        return functools.partial(path.transport.write, path.link, header, payload, send.slot)
+
     def _write(
         self,
+        begin: Callable[[], int],
         send: Send,
         path: SendPath,
-        payload: Payload,
-        found: bytes,
+        nbytes: int,
         send_slot: int | None,
         now: float,
     ) -> None:
-        """Write a payload, whose checksum is `found`; without a `send_slot` it lies in pages."""
-        header = self._header(send, len(payload), found)
-        token = path.transport.write(path.link, header, payload, send.slot)
-        chunk = self._chunk(send, send_slot, len(payload), now)
+        """Start a write; without a `send_slot` its payload lies in pages."""
+        token = begin()
+        chunk = self._chunk(send, send_slot, nbytes, now)
         if path.transport.sends_from is not None:
             chunk = chunk._replace(most=_MOST_WRITES, in_order=True)
         self._begin((path.transport.name, token), chunk)

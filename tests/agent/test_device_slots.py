@@ -43,17 +43,17 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kind of each payload that was posted."""
     kinds: list[type] = []
-    write, offer = outbox.Outbox._write, outbox.Outbox._offer_slot
+    start, offer = outbox.Outbox._start, outbox.Outbox._offer_slot
 
-    def seen_write(box: Any, send: Any, way: Any, payload: Any, *rest: Any) -> Any:
+    def seen_start(box: Any, send: Any, way: Any, payload: Any, *rest: Any) -> Any:
         kinds.append(type(payload))
-        return write(box, send, way, payload, *rest)
+        return start(box, send, way, payload, *rest)
 
     def seen_offer(box: Any, send: Any, payload: Any, *rest: Any) -> Any:
         kinds.append(type(payload))
         return offer(box, send, payload, *rest)
 
-    monkeypatch.setattr(outbox.Outbox, "_write", seen_write)
+    monkeypatch.setattr(outbox.Outbox, "_start", seen_start)
     monkeypatch.setattr(outbox.Outbox, "_offer_slot", seen_offer)
     return kinds
 

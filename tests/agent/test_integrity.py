@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 
+from pd_connector.agent.in_flight import OFFERED, InFlight
 from pd_connector.agent.integrity import checks_wanted
-from pd_connector.agent.outbox import OFFERED, InFlight, Outbox
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.errors import Cause

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from pd_connector.agent.outbox import Outbox, SendPath
+from pd_connector.agent.in_flight import SendPath
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.memory.slab import Slab
