@@ -11,24 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Geometry, Group
-from pd_connector.memory.device_bytes import DeviceBytes, Payload
-from pd_connector.memory.device_slab import filled_on_host
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
-from pd_connector.pages.block_copies import BlockCopies
 from pd_connector.pages.cache_layers import CacheLayers
-from pd_connector.pages.comparing import distances
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.one_ahead import GatherCall, OneAhead
 from pd_connector.pages.own_stream import own_streams
+from pd_connector.pages.slot_copies import SlotCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import token_bytes
-from pd_connector.protocol.audit import Distance, can_compare
+from pd_connector.protocol.audit import Distance
 
 if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages
@@ -65,7 +61,7 @@ class PagedCache:
         self.geometry = geometry
         self.last_checksum: bytes | None = None
         self._layers = CacheLayers(layers, geometry)
-        self._copies = BlockCopies(self._layers)
+        self._copies = SlotCopies(self._layers, self._wait)
         self._device = self._layers.device
         self._stream: torch.cuda.Stream | None
         self._stream, copies = own_streams(self._device)
@@ -149,7 +145,7 @@ class PagedCache:
             if self._ahead is not None:
                 self.last_checksum = self._ahead.gather(call)
             if self.last_checksum is None:
-                self._gather_by_copies(call)
+                self.last_checksum = self._copies.fill(call)
         return call.slot
 
     def gather_next(
@@ -204,9 +200,7 @@ class PagedCache:
             if self._ahead is not None:
                 self.last_checksum = self._ahead.scatter(route, chunk, pages, payload)
             if self.last_checksum is None:
-                found = self._on_host(route, payload)
-                self._copies.scatter(route, chunk, pages, np.frombuffer(found, np.uint8))
-                self._wait()
+                self.last_checksum = self._copies.empty(route, chunk, pages, payload)
 
     def compare(
         self,
@@ -233,13 +227,8 @@ class PagedCache:
             raise ValueError(
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
-        self.last_checksum = None
         with self._streamed(fence):
-            words = np.frombuffer(self._on_host(route, payload), np.uint8)
-            if not can_compare(route):
-                return []
-            found = distances(self._layers, self._copies.copier, route, chunk, pages, words)
-            self._wait()
+            self.last_checksum, found = self._copies.compare(route, chunk, pages, payload)
             return found
 
     def pieces(
@@ -266,23 +255,6 @@ class PagedCache:
         if not (self.on_host and chunk.verbatim):
             return None
         return self._layers.run_of_pages(route, chunk, pages)
-
-    def _gather_by_copies(self, call: GatherCall) -> None:
-        """Block by block. A slot on the device is filled through host memory."""
-        route, chunk, pages, slot, _ = call
-        with filled_on_host(slot) as payload:
-            self._copies.gather(route, chunk, pages, np.frombuffer(payload, np.uint8))
-            self._wait()
-            if isinstance(slot, DeviceBytes):
-                self.last_checksum = checksum(payload, route.rules.sums_digest)
-
-    def _on_host(self, route: Route, payload: Payload) -> memoryview:
-        """The payload in host memory. What lay on the device is copied, once, and the copy summed."""
-        if not isinstance(payload, DeviceBytes):
-            return payload
-        found = payload.to_host()
-        self.last_checksum = checksum(found, route.rules.sums_digest)
-        return found
 
     @contextlib.contextmanager
     def _streamed(self, fence: torch.cuda.Event | None) -> Iterator[None]:

@@ -59,6 +59,7 @@ def test_two_ranks_with_slots_on_devices_use_these_and_no_others(
 ) -> None:
     producer, consumer = make_end(on_device=True), make_end(on_device=True)
     seen = raw_landings(consumer)
+    consumer.landing.slot(2)[:] = b"\x11" * SLOT_BYTES
     link, source = meet(producer, consumer)
     slots = producer.transport.device_slots(link)
     assert slots is producer.on_device.sending
@@ -72,7 +73,8 @@ def test_two_ranks_with_slots_on_devices_use_these_and_no_others(
     landed = seen[0].payload
     assert isinstance(landed, DeviceBytes)
     assert landed.address == consumer.on_device.landing.address + 2 * SLOT_BYTES
-    assert not any(consumer.landing.slot(2)), "the slot in host memory was not touched"
+    untouched = b"\x11" * SLOT_BYTES
+    assert bytes(consumer.landing.slot(2)) == untouched, "the slot in host memory"
 
 
 @pytest.mark.parametrize("which", ["the producer", "the consumer"])
