@@ -59,7 +59,7 @@ class OneAhead:
         """Gather; returns the payload's checksum, or None where kernels do not take the chunk."""
         moving = self._take(call) or self._begin(call)
         following, self._next_call = self._next_call, None
-        if following is not None and moving is not None:
+        if following is not None and moving is not None and not _share_slot(call, following):
             self._begin_early(following)
         return moving.finish() if moving is not None else None
 
@@ -114,3 +114,8 @@ class OneAhead:
             return
         if moving is not None:
             self._begun = call, moving
+
+
+def _share_slot(one: GatherCall, other: GatherCall) -> bool:
+    """Whether both fill the same slot: the call that was to come between them was not made."""
+    return address_of(one.slot) == address_of(other.slot)

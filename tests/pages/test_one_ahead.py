@@ -138,6 +138,20 @@ def test_a_guess_that_cannot_be_is_left_to_its_own_call() -> None:
     cache.settle()
 
 
+def test_a_chunk_whose_turn_comes_at_once_is_not_gathered_again_behind_its_post(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The chunk before it was revoked, so that its own `gather` is the next: begun once more, the slot would
+    be written while it is sent."""
+    cache, route = one_cache()
+    late = Late(monkeypatch)
+    slot = memoryview(bytearray(chunk_of(16).nbytes(route)))
+    cache.gather_next(route, chunk_of(16), [3], slot)
+    cache.gather(route, chunk_of(16), [3], slot)
+    assert late.queue == []
+    cache.settle()
+
+
 # Whole transfers, on devices that are late.
 
 
