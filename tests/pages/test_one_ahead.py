@@ -145,7 +145,7 @@ def test_a_chunk_whose_turn_comes_at_once_is_not_gathered_again_behind_its_post(
     be written while it is sent."""
     cache, route = one_cache()
     late = Late(monkeypatch)
-    slot = memoryview(bytearray(chunk_of(16).nbytes(route)))
+    slot = DeviceSlab(1, chunk_of(16).nbytes(route), CPU).slot(0)
     cache.gather_next(route, chunk_of(16), [3], slot)
     cache.gather(route, chunk_of(16), [3], slot)
     assert late.queue == []
