@@ -67,7 +67,12 @@ def test_a_gather_that_fails_gives_its_slot_back():
         request="r", direct=False, route=None, chunk=None, pages=np.zeros(1)
     )
     path: Any = SimpleNamespace(
-        transport=SimpleNamespace(copies=False, sends_from=None, device_slots=lambda link: None),
+        transport=SimpleNamespace(
+            copies=False,
+            sends_from=None,
+            authenticates=False,
+            device_slots=lambda link: None,
+        ),
         link=0,
         read=False,
     )
