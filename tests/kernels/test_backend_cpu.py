@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from pd_kernels.tuning import tuned
 from pd_kernels.vllm import paged_backend, plugin
 from pd_kernels.vllm.paged_cpu import PagedCpu, PagedCpuImpl
 
@@ -233,6 +234,59 @@ def test_decodes_are_ours_and_prefills_are_not() -> None:
         layer.forward(batch)
     assert [call.args[0].shape[0] for call in decode.call_args_list] == [len(DECODES)]
     assert rests == [sum(queries for queries, _ in MIXED) - len(DECODES)]
+
+
+MIXING = {
+    "plain": Shape(),
+    "a sliding window": Shape(window=40),
+    "groups of five": Shape(heads=10, kv_heads=2),
+    "bfloat16": Shape(dtype=torch.bfloat16),
+    "an FP8 cache": Shape(cache_dtype="fp8"),
+}
+
+
+@pytest.mark.parametrize("shape", MIXING.values(), ids=list(MIXING))
+@pytest.mark.parametrize("requests", [MIXED, VERIFIED], ids=["decodes", "verified"])
+def test_prefill_chunks_and_decodes_in_one_launch_give_the_same(
+    shape: Shape, requests: Any
+) -> None:
+    """Where it is chosen (`Tuning.mixed_steps`). Neither of the two kernels of before is called."""
+    mixed, theirs = mock.Mock(wraps=paged_backend.mixed_attention), mock.Mock()
+    batch = Batch(shape, requests)
+    layer, stock = shape.layer("CUSTOM"), shape.layer(None)
+    layer.builder.reorder_batch_threshold = 4 if requests is VERIFIED else 1
+    wanted = stock.forward(batch)
+    with (
+        tuned(mixed_steps=True),
+        mock.patch.object(paged_backend, "mixed_attention", mixed),
+        mock.patch.object(paged_backend, "paged_decode", theirs),
+        mock.patch.object(CPUAttentionBackendImpl, "forward", theirs),
+    ):
+        found = layer.forward(batch)
+    assert mixed.call_count == 1
+    assert not theirs.called
+    assert float((found.float() - wanted.float()).abs().max()) <= TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize(
+    ("shape", "requests", "chosen"),
+    [
+        (Shape(), MIXED, False),
+        (Shape(), DECODES, True),
+        (Shape(), PREFILLS, True),
+        (Shape(soft_cap=5.0), MIXED, True),
+        (Shape(alibi=True), MIXED, True),
+    ],
+    ids=["not chosen", "decodes alone", "prefills alone", "a soft cap", "ALiBi"],
+)
+def test_steps_that_are_not_for_one_launch_are_cut_in_two(
+    shape: Shape, requests: Any, chosen: bool
+) -> None:
+    builder = shape.layer("CUSTOM").builder
+    with tuned(mixed_steps=chosen):
+        metadata = builder.build(0, Batch(shape, requests).common())
+    assert not metadata.mixed
+    assert (metadata.rest is None) == (requests is DECODES)
 
 
 def test_a_step_is_planned_once_for_all_layers_with_one_window() -> None:

@@ -16,7 +16,7 @@ from test_decode_schedule import pieces
 from pd_kernels.attention import decode_plan, operators, paged_decode, plan_paged_decode
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.paged_call import PagedCall
-from pd_kernels.attention.tuning import Tuning, tuned, tuning
+from pd_kernels.tuning import Tuning, tuned, tuning
 from pd_kernels.attention.work_partition import partition, tile_counts
 
 BOUND = 5e-3

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
-from pd_kernels.attention.tuning import tuning
+from pd_kernels.tuning import tuning
 from pd_kernels.attention.work_partition import RowShape, TileCosts
 
 MAX_HEIGHT = 64

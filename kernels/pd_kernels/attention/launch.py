@@ -12,6 +12,7 @@ Phases = tuple[tuple[bool, bool], ...]
 """For each launch, whether it attends and whether it merges."""
 
 ONE_LAUNCH: Phases = ((True, True),)
+MERGE_ONLY: Phases = ((False, True),)
 
 _MOST_KNOWN = 4_096
 known_constants: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -11,7 +11,7 @@ from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.tile_mask import TileMask
-from pd_kernels.attention.tuning import tuning
+from pd_kernels.tuning import tuning
 from pd_kernels.attention.work_partition import NO_MOD, RowShape, TileCosts
 
 FP8 = torch.float8_e4m3fn

@@ -19,7 +19,7 @@ from pd_kernels.attention import (
     plan_paged_decode,
 )
 from pd_kernels.attention.decode_call import MAX_HEIGHT
-from pd_kernels.attention.tuning import tuned
+from pd_kernels.tuning import tuned
 from pd_kernels.bench import decode_baselines, decode_cases
 from pd_kernels.bench.decode_cases import (
     FP8,

@@ -13,18 +13,24 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
 
-from pd_kernels.attention import DecodePlan, Mod, alibi, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention import (
+    DecodePlan,
+    MixedPlan,
+    Mod,
+    alibi,
+    mixed_attention,
+    paged_decode,
+    plan_paged_decode,
+    soft_cap,
+)
 from pd_kernels.attention.paged_call import MAX_QUERIES
 from pd_kernels.vllm.batch_split import Decodes, decodes_of, rest_of
+from pd_kernels.vllm.mixed_steps import PlanKey, mixed_plans
 from pd_kernels.vllm.refusals import LayerOptions, refusals, refuse
 
 logger = init_logger("vllm.pd_kernels")
 
 FP8 = torch.float8_e4m3fn
-
-PlanKey = tuple[int, int]
-"""A layer's window and query heads. Layers of a group with the same ones share a plan."""
-
 
 @dataclass
 class PagedMetadata:
@@ -34,6 +40,8 @@ class PagedMetadata:
         decodes: the decodes, which come first in the batch; None if there are none.
         rest: the stock backend's metadata of all other tokens; None if there are none.
         plans: work partitions of the decodes; empty on a CPU.
+        mixed: plans of all tokens, decodes or not; if there are any, `rest` and `plans` are not
+            needed.
     """
 
     num_actual_tokens: int
@@ -46,6 +54,7 @@ class PagedMetadata:
     decodes: Decodes | None
     rest: Any
     plans: dict[PlanKey, DecodePlan] = field(default_factory=dict)
+    mixed: dict[PlanKey, MixedPlan] = field(default_factory=dict)
 
 
 class PagedBuilder(AttentionMetadataBuilder):
@@ -83,8 +92,11 @@ class PagedBuilder(AttentionMetadataBuilder):
     ) -> PagedMetadata:
         common = common_attn_metadata
         decodes = decodes_of(common, self.reorder_batch_threshold)
+        mixed = self._mixed(common, decodes) if decodes else {}
         rest = rest_of(common, decodes) if decodes else common
-        if rest is not None:
+        if mixed:
+            rest = None
+        elif rest is not None:
             rest = super().build(common_prefix_len, rest, fast_build)
         return PagedMetadata(
             common.num_actual_tokens,
@@ -96,8 +108,13 @@ class PagedBuilder(AttentionMetadataBuilder):
             common.slot_mapping,
             decodes,
             rest,
-            self._plans(decodes) if decodes else {},
+            self._plans(decodes) if decodes and not mixed else {},
+            mixed,
         )
+
+    def _mixed(self, common: Any, decodes: Decodes) -> dict[PlanKey, MixedPlan]:
+        size, dtype = self.kv_cache_spec.block_size, self.vllm_config.model_config.dtype
+        return mixed_plans(common, decodes, self._layers, size, dtype)
 
     def _plans(self, decodes: Decodes) -> dict[PlanKey, DecodePlan]:
         """The plans of the group's layers, filled for these decodes."""
@@ -216,6 +233,10 @@ class PagedImpl(AttentionImpl):
             self._mod = None
 
     @property
+    def has_mod(self) -> bool:
+        return self._mod is not None
+
+    @property
     def plan_key(self) -> PlanKey:
         return self.window, int(self.num_heads)
 
@@ -257,6 +278,9 @@ class PagedImpl(AttentionImpl):
             return output
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported by paged_decode")
+        if attn_metadata.mixed:
+            self._together(layer, query, kv_cache, attn_metadata, output)
+            return output
         tokens = decodes.tokens
         self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
         if rest is not None:
@@ -274,11 +298,7 @@ class PagedImpl(AttentionImpl):
     ) -> None:
         decodes = metadata.decodes
         assert decodes is not None
-        if query.dtype == FP8:  # vLLM quantises queries if the cache is FP8
-            query = query.to(output.dtype) * layer._q_scale
-        keys, values = self.pages(
-            kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
-        )
+        query, keys, values = self._read(layer, query, kv_cache, output.dtype)
         shape = (decodes.requests, decodes.queries, *query.shape[1:])
         paged_decode(
             query.view(shape),
@@ -289,8 +309,39 @@ class PagedImpl(AttentionImpl):
             scale=self.scale,
             window=self.window,
             score_mod=self._mod,
-            k_scale=layer._k_scale_float if self.stored_dtype else 1.0,
-            v_scale=layer._v_scale_float if self.stored_dtype else 1.0,
+            **self._scales(layer),
             out=output.view(shape),
             plan=metadata.plans.get(self.plan_key),
         )
+
+    def _together(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: PagedMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend with prefill chunks and decodes in one launch."""
+        tokens = metadata.num_actual_tokens
+        query, keys, values = self._read(layer, query[:tokens], kv_cache, output.dtype)
+        out = output[:tokens].view(query.shape)
+        plan = metadata.mixed[self.plan_key]
+        mixed_attention(
+            query, keys, values, plan, scale=self.scale, out=out, **self._scales(layer)
+        )
+
+    def _read(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries in `dtype`, and views of K and V."""
+        if query.dtype == FP8:  # vLLM quantises queries if the cache is FP8
+            query = query.to(dtype) * layer._q_scale
+        stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
+        return query, *self.pages(stored)
+
+    def _scales(self, layer: Any) -> dict[str, float]:
+        """Scales of an FP8 cache."""
+        if not self.stored_dtype:
+            return {}
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
