@@ -52,7 +52,8 @@ def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) 
     name = asm.split()[0]
     if name == "max.u16x2":
         words = [
-            np.asarray(each, np.int32).reshape(-1).view(np.uint16) for each in (first, second)
+            np.ascontiguousarray(each, np.int32).ravel().view(np.uint16)
+            for each in (first, second)
         ]
         found, dtype = np.maximum(*words).view(np.int32), tl.int32
     elif name == "cvt.rn.satfinite.e4m3x2.f32":
@@ -65,6 +66,24 @@ def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) 
         raise NotImplementedError(f"{asm}: say in kernel_traps.py what it computes")
     handle = interpreter.TensorHandle(found.reshape(first.shape), dtype)
     return SimpleNamespace(get_result=lambda _: handle)
+
+
+_one_by_one = interpreter.ReduceOps.generic_reduce
+
+
+def generic_reduce(self: Any, input: Any) -> Any:
+    """Along an axis, all lines at once: Triton's own takes one element after another, seconds for
+    a tile."""
+    if len(input) > 1 or self.axis is None or self.keep_dims:
+        return _one_by_one(self, input)
+    (tensor,) = input
+    found, *others = [
+        self.to_tensor(each, tensor.dtype)
+        for each in np.moveaxis(tensor.handle.data, self.axis, 0)
+    ]
+    for each in others:
+        found = self.combine_fn.fn(found, each)
+    return [found]
 
 
 FMA_IS_WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -108,6 +127,8 @@ def mended() -> Iterator[None]:
         patches.enter_context(mock.patch.object(interpreter, "_convert_float", convert_float))
         builder = interpreter.InterpreterBuilder
         patches.enter_context(mock.patch.object(builder, "create_inline_asm", inline_asm))
+        reduce = mock.patch.object(interpreter.ReduceOps, "generic_reduce", generic_reduce)
+        patches.enter_context(reduce)
         if FMA_IS_WRONG:
             patches.enter_context(mock.patch.object(builder, "create_fma", fma))
         yield

@@ -223,7 +223,7 @@ def _scores(asked, asked_tail, kept, kept_tails, full, phase, SIDE: gl.constexpr
     multiplied first."""
     FIRST: gl.constexpr = SIDE
     SECOND: gl.constexpr = 1 - SIDE
-    score = gl.zeros([asked.shape[1], _TILE], gl.float32, layout=_SCORES)
+    score = gl.full([asked.shape[1], _TILE], 0.0, gl.float32, layout=_SCORES)
     mbarrier.wait(full.index(SIDE * 3 + FIRST), phase)
     keys = kept.index(SIDE * 2 + FIRST).permute((1, 0))
     score = warpgroup_mma(asked.index(FIRST), keys, score, use_acc=False, is_async=True)
@@ -287,8 +287,8 @@ def _attend(
         position = length - QUERIES + (number + line) // SHAPE[GROUP]
         end = gl.minimum(length, stop * _TILE)
         top = gl.full([TALL], float("-inf"), gl.float32, layout=_LINE)
-        total = gl.zeros([TALL], gl.float32, layout=_LINE)
-        result = gl.zeros([TALL, _HALF], gl.float32, layout=_RESULT)
+        total = gl.full([TALL], 0.0, gl.float32, layout=_LINE)
+        result = gl.full([TALL, _HALF], 0.0, gl.float32, layout=_RESULT)
         for pair in tl.range(0, (stop - start + 1) // 2, disable_licm=True):
             phase = step & 1
             score = _scores(asked, asked_tail, kept, kept_tails, full, phase, SIDE)

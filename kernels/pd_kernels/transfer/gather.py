@@ -90,8 +90,9 @@ def packed(blocks: Blocks) -> bool:
 def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
     blocks = chunk.blocks
     compute = blocks.step == "none"
-    widths = chunk.vectors(8)
-    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize)
+    pairs = compute and packed(blocks)
+    widths = chunk.vectors(16 if pairs else 8)
+    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize, pairs)
     tiles = triton.cdiv(chunk.tokens * max(widths), vectors)
     columns = blocks.parts * blocks.heads
     crowded = compute and tiles > gather_fp8_kernel.resident(chunk.slot.device)
@@ -112,7 +113,7 @@ def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
         SOURCE=TRITON[blocks.source],
         COMPUTE=compute,
         CHECK=chunk.sums is not None,
-        PACKED=compute and packed(blocks),
+        PACKED=pairs,
         VECTORS=vectors,
         num_warps=gather_fp8_kernel.WARPS,
         maxnreg=gather_fp8_kernel.REGISTERS,

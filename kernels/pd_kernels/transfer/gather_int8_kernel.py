@@ -110,13 +110,14 @@ def _key_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
         pairs = int8_pairs(
             value, tl.div_rn(1.0, even)[None, :], tl.div_rn(1.0, odd)[None, :], SOURCE
         )
-        pairs = tl.reshape(pairs, (TOKENS * EIGHTS, 4))
-        return joined_pairs(pairs, TOKENS * EIGHTS), tl.interleave(even, odd)
-    value = value.to(tl.float32)
-    scale = int8_scale(tl.max(magnitude_bits(value), axis=0))
-    reciprocal = tl.div_rn(1.0, scale)
-    codes = int8_codes(near_quotient(value, scale[None, :], reciprocal[None, :]))
-    return _joined(codes), scale
+        words = joined_pairs(tl.reshape(pairs, (TOKENS * EIGHTS, 4)), TOKENS * EIGHTS)
+        scale = tl.interleave(even, odd)
+    else:
+        value = value.to(tl.float32)
+        scale = int8_scale(tl.max(magnitude_bits(value), axis=0))
+        reciprocal = tl.div_rn(1.0, scale)
+        words = _joined(int8_codes(near_quotient(value, scale[None, :], reciprocal[None, :])))
+    return words, scale
 
 
 @triton.jit
@@ -129,13 +130,13 @@ def _value_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
         scale = int8_scale(wide_bits(tl.maximum(both & 0xFFFF, both >> 16), SOURCE))
         reciprocal = tl.div_rn(1.0, scale)[:, None]
         pairs = int8_pairs(value, reciprocal, reciprocal, SOURCE)
-        pairs = tl.reshape(pairs, (TOKENS * EIGHTS, 4))
-        return joined_pairs(pairs, TOKENS * EIGHTS), scale
-    value = value.to(tl.float32)
-    scale = int8_scale(tl.max(magnitude_bits(value), axis=1))
-    reciprocal = tl.div_rn(1.0, scale)
-    codes = int8_codes(near_quotient(value, scale[:, None], reciprocal[:, None]))
-    return _joined(codes), scale
+        words = joined_pairs(tl.reshape(pairs, (TOKENS * EIGHTS, 4)), TOKENS * EIGHTS)
+    else:
+        value = value.to(tl.float32)
+        scale = int8_scale(tl.max(magnitude_bits(value), axis=1))
+        reciprocal = tl.div_rn(1.0, scale)
+        words = _joined(int8_codes(near_quotient(value, scale[:, None], reciprocal[:, None])))
+    return words, scale
 
 
 @triton.jit

@@ -56,10 +56,11 @@ def two_floats(words, SOURCE: tl.constexpr):
 
 @triton.jit
 def finite_words(words, SOURCE: tl.constexpr):
-    """Bits, in float32, of the largest finite magnitude of words `[VECTORS, 4]`; and the words with
-    NaN for infinities."""
+    """Bits, in float32, of the largest finite magnitude of words `[VECTORS, 4, 2]`; and the words
+    with NaN for infinities."""
     VECTORS: tl.constexpr = words.shape[0]
-    first, second = tl.split(tl.reshape(magnitudes(words), (VECTORS, 2, 2)))
+    first, second = tl.split(magnitudes(words))
+    first, second = tl.split(tl.reshape(larger_halves(first, second), (VECTORS, 2, 2)))
     first, second = tl.split(larger_halves(first, second))
     both = larger_halves(first, second)
     largest = tl.max(tl.maximum(both & 0xFFFF, both >> 16))
@@ -79,15 +80,16 @@ def finite_words(words, SOURCE: tl.constexpr):
 
 @triton.jit
 def fp8_words(words, factor, SOURCE: tl.constexpr):
-    """FP8 codes of the elements of words `[VECTORS, 4]`, times `factor`, as 8-byte words int64
-    `[VECTORS]`. Two elements are converted by one instruction."""
+    """FP8 codes of the elements of words `[VECTORS, 4, 2]`, times `factor`, as 8-byte words int64
+    `[VECTORS, 2]`. Two elements are converted by one instruction."""
     VECTORS: tl.constexpr = words.shape[0]
     even, odd = two_floats(words, SOURCE)
     pairs = tl.inline_asm_elementwise(
         "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [even * factor, odd * factor],
         dtype=tl.int16, is_pure=True, pack=1,
     )  # fmt: skip
-    return joined_pairs(pairs.to(tl.int32) & 0xFFFF, VECTORS)
+    first, second = tl.split(pairs.to(tl.int32) & 0xFFFF)
+    return tl.join(joined_pairs(first, VECTORS), joined_pairs(second, VECTORS))
 
 
 @triton.jit
