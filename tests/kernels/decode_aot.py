@@ -40,8 +40,8 @@ from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
-from pd_kernels.tuning import tuned
 from pd_kernels.attention.work_partition import RowShape
+from pd_kernels.tuning import tuned
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")

@@ -9,8 +9,8 @@ at any later time is done as late, or as early, as chance has it:
 - a TMA load writes its buffer some time after it was asked for; until then the buffer is NaN;
 - an asynchronous product reads its operands between its begin and the wait for it.
 
-Errors: a barrier for which nobody comes (`Deadlock`); a product that reads shared memory which
-threads have stored to without `fence_async_shared` since (`Unfenced`). Not emulated: layouts,
+Errors: a barrier for which nobody comes (`DeadlockError`); a product that reads shared memory which
+threads have stored to without `fence_async_shared` since (`UnfencedError`). Not emulated: layouts,
 threads within a partition and their `barrier`, memory order.
 """
 
@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention import mla_gluon_kernel, plan_kernel
+from pd_kernels.attention import mla_gluon_kernel, mla_gluon_sides, plan_kernel
 
 KERNEL = mla_gluon_kernel.latent_attention_tma
 """Taken here, because tests put something else in its place."""
 
 
-class Deadlock(Exception):
+class DeadlockError(Exception):
     """All partitions wait."""
 
 
-class Unfenced(Exception):
+class UnfencedError(Exception):
     """A product reads what was stored without a fence."""
 
 
@@ -45,7 +45,9 @@ class Pointer:
 
     @classmethod
     def to(cls, tensor: torch.Tensor) -> "Pointer":
-        storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        storage = tensor.as_strided(
+            (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0
+        )
         return cls(storage, tensor.storage_offset())
 
     def __add__(self, more: Any) -> "Pointer":
@@ -117,7 +119,7 @@ class Product:
         if self.found is None:
             for stored in self.machine.unfenced.values():
                 if {self.a.name, self.b.name} & stored:
-                    raise Unfenced(f"{self.a.name} or {self.b.name}")
+                    raise UnfencedError(f"{self.a.name} or {self.b.name}")
             before = self.before.compute() if isinstance(self.before, Product) else self.before
             found = self.a.data.float() @ self.b.data.float()
             self.found = before + found if self.add else found
@@ -210,7 +212,7 @@ class Machine:
                     self._choose()
 
         threads = [threading.Thread(target=partition, args=part, daemon=True) for part in parts]
-        self._blocked = {thread: None for thread in threads}
+        self._blocked = dict.fromkeys(threads)
         for thread in threads:
             thread.start()
         with self._turn:
@@ -232,7 +234,7 @@ class Machine:
         with self._turn:
             self._turn.wait_for(lambda: self._now is me or self._error is not None)
             if self._error:
-                raise Deadlock("another partition has failed") from self._error
+                raise DeadlockError("another partition has failed") from self._error
             self._blocked[me] = None
 
     def _choose(self) -> None:
@@ -245,7 +247,7 @@ class Machine:
                 self._now = self.chance.choice(able)
                 break
             if not self.flying:
-                self._error = self._error or Deadlock("all partitions wait")
+                self._error = self._error or DeadlockError("all partitions wait")
                 break
             self.flying.pop(self.chance.randrange(len(self.flying)))()
         self._turn.notify_all()
@@ -318,7 +320,7 @@ def emulate(seed: int, program: int, changed: dict[str, Any], arguments: dict[st
     }
     world: dict[str, Any] = {}
     fake = types.SimpleNamespace(**_common(), **own)
-    for module in (plan_kernel, mla_gluon_kernel):
+    for module in (plan_kernel, mla_gluon_sides, mla_gluon_kernel):
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):

@@ -52,8 +52,7 @@ def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) 
     name = asm.split()[0]
     if name == "max.u16x2":
         words = [
-            np.ascontiguousarray(each, np.int32).ravel().view(np.uint16)
-            for each in (first, second)
+            np.ascontiguousarray(each, np.int32).ravel().view(np.uint16) for each in (first, second)
         ]
         found, dtype = np.maximum(*words).view(np.int32), tl.int32
     elif name == "cvt.rn.satfinite.e4m3x2.f32":
@@ -71,15 +70,14 @@ def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) 
 _one_by_one = interpreter.ReduceOps.generic_reduce
 
 
-def generic_reduce(self: Any, input: Any) -> Any:
+def generic_reduce(self: Any, given: Any) -> Any:
     """Along an axis, all lines at once: Triton's own takes one element after another, seconds for
     a tile."""
-    if len(input) > 1 or self.axis is None or self.keep_dims:
-        return _one_by_one(self, input)
-    (tensor,) = input
+    if len(given) > 1 or self.axis is None or self.keep_dims:
+        return _one_by_one(self, given)
+    (tensor,) = given
     found, *others = [
-        self.to_tensor(each, tensor.dtype)
-        for each in np.moveaxis(tensor.handle.data, self.axis, 0)
+        self.to_tensor(each, tensor.dtype) for each in np.moveaxis(tensor.handle.data, self.axis, 0)
     ]
     for each in others:
         found = self.combine_fn.fn(found, each)

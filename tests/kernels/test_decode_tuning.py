@@ -16,8 +16,8 @@ from test_decode_schedule import pieces
 from pd_kernels.attention import decode_plan, operators, paged_decode, plan_paged_decode
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.paged_call import PagedCall
-from pd_kernels.tuning import Tuning, tuned, tuning
 from pd_kernels.attention.work_partition import partition, tile_counts
+from pd_kernels.tuning import Tuning, tuned, tuning
 
 BOUND = 5e-3
 SWITCHES = tuple(Tuning.__dataclass_fields__)

@@ -8,8 +8,8 @@ import torch
 import triton
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
-from pd_kernels.tuning import tuning
 from pd_kernels.attention.work_partition import RowShape, TileCosts
+from pd_kernels.tuning import tuning
 
 MAX_HEIGHT = 64
 """The most lines of a row. If a KV head has more, they become several rows."""

@@ -8,8 +8,8 @@ import torch
 import triton
 
 from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig
-from pd_kernels.tuning import tuning
 from pd_kernels.attention.work_partition import TileCosts
+from pd_kernels.tuning import tuning
 
 LATENT = 512
 """Elements of a token's latent."""

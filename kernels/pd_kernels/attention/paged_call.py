@@ -11,8 +11,8 @@ from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.tile_mask import TileMask
-from pd_kernels.tuning import tuning
 from pd_kernels.attention.work_partition import NO_MOD, RowShape, TileCosts
+from pd_kernels.tuning import tuning
 
 FP8 = torch.float8_e4m3fn
 DIMS = (64, 80, 96, 112, 128, 192, 256)
