@@ -52,7 +52,7 @@ def config_of(lines: int, coded: bool) -> KernelConfig:
 @functools.cache
 def on_hopper(device: torch.device) -> bool:
     """Whether a device has the instructions of compute capability 9.0, which later ones lack."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 
 @dataclass(frozen=True, eq=False)

@@ -220,8 +220,8 @@ class PagedImpl(AttentionImpl):
         stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
         return query, *self.pages(stored)
 
-    def _scales(self, layer: Any) -> dict[str, float]:
-        """Scales of an FP8 cache."""
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """Scales of an FP8 cache, as `paged_decode` takes them."""
         if not self.stored_dtype:
             return {}
         return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
