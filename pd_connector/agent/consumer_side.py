@@ -11,10 +11,12 @@ from typing import Any
 
 from pd_connector.agent.auditor import Auditor
 from pd_connector.agent.commands import Distrust, Drop, Hold
+from pd_connector.agent.consumer_commands import ConsumerCommands
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
-from pd_connector.agent.name_queue import Named, NameQueue
+from pd_connector.agent.load_ends import LoadEnds
+from pd_connector.agent.name_queue import NameQueue
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.agent.outage import OutageWatch
 from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
@@ -24,6 +26,7 @@ from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -67,8 +70,6 @@ class ConsumerSide:
         self._config = config
         self._cache = cache
         self._telemetry = resources.telemetry
-        self._gate = gate
-        self._report = report
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
         self._consumer = Consumer(
@@ -82,9 +83,11 @@ class ConsumerSide:
         )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
-        self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
+        for transport in resources.transports:
+            transport.destinations = self._destination
         self._outage = OutageWatch()
+        self._ends = LoadEnds(self._telemetry, self._outage, report)
         self._keeper = SessionKeeper(
             resources,
             self._dialler,
@@ -97,6 +100,10 @@ class ConsumerSide:
         )
         self._auditor = Auditor(
             resources, self._sessions, self._keeper, self._consumer, self._outage, report
+        )
+        names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
+        self._commands = ConsumerCommands(
+            names, self._consumer, self._inbox, gate, self._auditor, self._act
         )
 
     @property
@@ -120,6 +127,11 @@ class ConsumerSide:
         return self._sessions.urgent
 
     @property
+    def due(self) -> float:
+        """When `tick` is wanted at the latest, on its clock."""
+        return self._keeper.due
+
+    @property
     def compiling(self) -> bool:
         """Whether sessions wait for kernels to be compiled."""
         return self._sessions.compiling
@@ -138,30 +150,8 @@ class ConsumerSide:
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
-        """Carry out a command, at once or when the addresses of its producers are known. Pages of
-        a `Load` are filled after the work that `fence` stands for, which may still write them for
-        the request that had them before."""
-        self._run(self._names.put(command, fence, now), now)
-
-    def _run(self, ready: Sequence[Named], now: float) -> None:
-        for command, fence, cause, detail in ready:
-            match command:
-                case Load() if cause is not None:
-                    self._finished(Finished(command.request, cause, detail), now)
-                case Hold() if cause is not None:
-                    if command.watch:  # otherwise its `Load` will fail, and is counted then
-                        self._act([Held(command.request, cause, detail)], now)
-                case Load():
-                    self._inbox.begin(command, fence)
-                    self._act(self._consumer.load(command, now), now)
-                case Hold(request, transfer, peers, watch, engine_id):
-                    self._act(
-                        self._consumer.hold(request, transfer, peers, watch, now, engine_id), now
-                    )
-                case Drop(request, why):
-                    self._act(self._consumer.drop(request, why, now), now)
-                    self._auditor.dropped(request, now)
-                    self._gate.open(request)  # `Agent.submit` has shut it
+        """See `ConsumerCommands.execute`."""
+        self._commands.execute(command, fence, now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: KV that is under way is of no use, and every producer
@@ -179,20 +169,29 @@ class ConsumerSide:
 
     def tick(self, now: float) -> None:
         """End what has been silent for too long; send heartbeats when they are due."""
-        self._run(self._names.ready(now), now)
+        self._commands.tick(now)
         self._act(self._consumer.tick(now), now)
-        self._keeper.tick(now)
+        self._keeper.tick(now, hurried=self._pool.held > 0)
         self._auditor.tick(now)
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it counts once it fits the plan and its checksum is right."""
         self._arrived(*landed[:4], now, authentic=landed.authentic)
 
+    def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
+        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
+        try:
+            header = decode_header(data)
+        except MalformedMessageError:
+            return None  # it will be dropped when it has landed
+        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.awaits) if place else None
+
     def _arrived(
         self,
         data: bytes,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Destination,
         problem: str,
         now: float,
         *,
@@ -217,7 +216,7 @@ class ConsumerSide:
         self._tell_taken(slot)
 
     def close(self) -> None:
-        self._names.close()
+        self._commands.close()
         self._sessions.close()
 
     def _read(
@@ -269,13 +268,8 @@ class ConsumerSide:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
                 case Stalled(source):
                     self._keeper.stalled(source, now)
-                case Held(request, cause, detail) as held:
-                    if cause is not None:
-                        self._telemetry.count("failed_transfers", cause=cause)
-                        told = "no KV for request %s (%s): %s"
-                        logger.log(self._outage.level, told, request, cause, detail)
-                        self._outage.failed(cause, detail, now)
-                    self._report(held)
+                case Held() as held:
+                    self._ends.held(held, now)
                 case Finished() as finished:
                     self._finished(finished, now)
 
@@ -295,24 +289,8 @@ class ConsumerSide:
             return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
     def _finished(self, finished: Finished, now: float) -> None:
-        if finished.comparison is not None:
-            self._inbox.forget(finished.request)
-            self._auditor.ended(finished, now)
-            return
-        if finished.cause is None:
-            self._telemetry.count("received_transfers")
-            self._telemetry.observe("transfer_seconds", finished.seconds)
-            self._outage.succeeded()
-        else:
-            self._telemetry.count("failed_transfers", cause=finished.cause)
-            if finished.cause is not Cause.ABORTED:
-                logger.log(
-                    self._outage.level,
-                    "KV of request %s did not arrive (%s): %s",
-                    finished.request,
-                    finished.cause,
-                    finished.detail,
-                )
-            self._outage.failed(finished.cause, finished.detail, now)
         self._inbox.forget(finished.request)
-        self._report(finished)
+        if finished.comparison is not None:
+            self._auditor.ended(finished, now)
+        else:
+            self._ends.finished(finished, now)

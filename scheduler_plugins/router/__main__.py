@@ -46,10 +46,10 @@ HELP = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
     try:
-        from scheduler_plugins.router.config import RouterConfig
         from scheduler_plugins.router.loop import run
         from scheduler_plugins.router.server import serve
-        from scheduler_plugins.router.settings_file import SettingsFile
+        from scheduler_plugins.router.settings.config import RouterConfig
+        from scheduler_plugins.router.settings.settings_file import SettingsFile
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
         return 2
@@ -91,13 +91,13 @@ def _parser(config: type) -> argparse.ArgumentParser:
         description="One OpenAI API in front of prefill and decode engines.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for side in ("prefill", "decode"):
+    for side, which in (
+        ("prefill", "the prefill engines"),
+        ("decode", "the decode engines"),
+        ("cpu-prefill", "prefill engines for long prompts that nobody waits for: --policy length"),
+    ):
         parser.add_argument(
-            f"--{side}",
-            nargs="+",
-            action="extend",
-            metavar="URL",
-            help=f"base URLs of the {side} engines",
+            f"--{side}", nargs="+", action="extend", metavar="URL", help=f"base URLs of {which}"
         )
     parser.add_argument(
         "--kv-events",

@@ -6,10 +6,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.settings_file import AT_START, SettingsError, SettingsFile
-from scheduler_plugins.router.shared import Shared
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import AT_START, SettingsError, SettingsFile
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,12 @@ async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -
             continue
         if config is None:
             continue
-        use(config)
+        try:
+            use(config)
+        except Exception:
+            # The watch goes on: the next edit may be right.
+            logger.exception("the new settings cannot be used")
+            continue
         later = [name for name in AT_START if getattr(config, name) != getattr(first, name)]
         if later:
             logger.warning("%s: hold once the router is started again", ", ".join(later))

@@ -11,27 +11,27 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
-from scheduler_plugins.router.backend import watching_session
-from scheduler_plugins.router.caches import EngineCaches
-from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import BackendEngine
-from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.endpoints.backend import watching_session
+from scheduler_plugins.router.engines.caches import EngineCaches
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.others import Count
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
+from scheduler_plugins.router.fellows.exchange_of_load import exchanging
+from scheduler_plugins.router.fellows.memory import SharedWords
+from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.others import Count
-from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.reload import reloading
 from scheduler_plugins.router.server import AdminServer, on_signals, say_running
-from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsFile
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.child import Child
-from scheduler_plugins.router.workers.counts import SharedCounts, words_for
-from scheduler_plugins.router.workers.fellows import exchanging
 from scheduler_plugins.router.workers.link import encode
-from scheduler_plugins.router.workers.memory import SharedWords
 from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
 from scheduler_plugins.router.workers.messages import FromWorker
-from scheduler_plugins.router.workers.slots import EngineSlots
 from scheduler_plugins.router.workers.state import state_of
 from scheduler_plugins.router.workers.tables import TableMemory
 
@@ -71,6 +71,7 @@ class Keeper:
         self._wanted: dict[int, set[Child]] = {}
         self._told: dict[int, asyncio.Event] = {}
         self._gone: tuple[messages.Family, ...] = ()
+        self._refreshing = False
         self._asking = set[asyncio.Task[None]]()
         self.port = config.port
 
@@ -188,7 +189,14 @@ class Keeper:
             digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]
             prompt = PromptKeys(digests, message.tokens, message.extras)
             self.pool.prefilled(engine, prompt)
-            self.caches.prefixes.refresh(asyncio.get_running_loop().time())
+            if not self._refreshing:
+                # Prompts that come together go into the index together.
+                self._refreshing = True
+                asyncio.get_running_loop().call_soon(self._refresh)
+
+    def _refresh(self) -> None:
+        self._refreshing = False
+        self.caches.prefixes.refresh(asyncio.get_running_loop().time())
 
     async def _answer(self, child: Child, number: int) -> None:
         """Tell a worker the metrics of all."""

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
-from scheduler_plugins.router.engine_set import Pool, note_circuit
-from scheduler_plugins.router.engines import BackendEngine
-from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
+from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.others import NoOthers
+from scheduler_plugins.router.fellows.counts import SharedCounts
 from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.others import NoOthers
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.workers import messages
-from scheduler_plugins.router.workers.counts import SharedCounts
 from scheduler_plugins.router.workers.link import Link
 from scheduler_plugins.router.workers.messages import EngineState, FromKeeper
 from scheduler_plugins.router.workers.state import apply
@@ -99,12 +99,12 @@ class MirrorPool(Pool):
         if engine.name not in self._prefixes.asked:
             return  # no policy here asks what it has
         text = b"" if prompt.tokens is not None else b"".join(prompt)
-        self._link.send(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
+        self._link.send_soon(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
 
     def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
         number = self._numbers.get(engine)
         if number is not None and not engine.told_costs:
-            self._link.send(messages.Learnt(number, tokens, cached, duration_s))
+            self._link.send_soon(messages.Learnt(number, tokens, cached, duration_s))
 
     def describe(self) -> list[dict[str, Any]]:
         return [{**engine.describe(), "cache": self._cache[engine]} for engine in self._numbers]
