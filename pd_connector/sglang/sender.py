@@ -131,7 +131,7 @@ class Sender(BaseKVSender):
         if freed is None:
             return
         self._withdrawn = True  # the agent has done with it
-        if freed.cause is None:
+        if freed.cause in (None, Cause.NOT_NEEDED):  # a vLLM engine may have it all already
             self._state = KVPoll.Success
         else:
             self._failure = freed.cause, "the decode engine did not take all of it"
