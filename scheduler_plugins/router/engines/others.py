@@ -27,7 +27,7 @@ class Others(Protocol):
     """What other processes and other routers have sent to one engine."""
 
     def sum(self, count: Count) -> float:
-        """Of all others."""
+        """The sum of this count over all others."""
 
     def latest(self, count: Count) -> float:
         """The largest number of any other; 0 if there is none."""

@@ -14,7 +14,7 @@ _END = b"\n\n"
 
 
 class FirstLogprobs(NamedTuple):
-    """Of the token that follows the prompt.
+    """Log probabilities of the token that follows the prompt.
 
     Attributes:
         chosen: its log probability.

@@ -98,7 +98,7 @@ class PrefillCopy:
             self._prefilled()
 
     async def first_logprobs(self) -> FirstLogprobs:
-        """Of the first token, from its answer. Raises EngineFailedError where it has none."""
+        """Log probabilities of the first token, from the prefill engine's answer. Raises EngineFailedError where it has none."""
         await self._task
         if self._answer is None:
             raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")

@@ -123,8 +123,11 @@ class ClientRequest:
                 )
                 if not isinstance(failure, PrefillRefusedError | OverloadedError):
                     self._shared.pool.report_failure(attempt.answering, failure)
-                if self._client.begun and self._goes_on(attempt, failure):
-                    continue
+                if self._client.begun and self._record is not None:
+                    if (ending := self._record.ending()) is not None:
+                        return await self._responder.end(ending), "ok"
+                    if self._goes_on(attempt, failure):
+                        continue
                 if self._client.begun:
                     why = f"a {attempt.answering.role} engine failed: {failure}"
                     return await self.interrupt(why), "interrupted"

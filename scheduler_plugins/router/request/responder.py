@@ -73,6 +73,11 @@ class Responder:
         outcome = "ok" if answer.status < 400 else "client_error"
         return await self._client.finish(), outcome
 
+    async def end(self, events: bytes) -> web.StreamResponse:
+        """End a stream whose engine was lost after its last token, with the events that it owed."""
+        await self._client.write(events)
+        return await self._client.finish()
+
     async def refuse(self, error: NotTokenizedError) -> web.StreamResponse:
         """Hand on the engine's own words on what is wrong with the request."""
         returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)

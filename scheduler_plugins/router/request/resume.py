@@ -79,6 +79,7 @@ class StreamRecord:
         self._first: dict[str, Any] = {}
         self._lost = False
         self._finished = False
+        self._told_usage = False
         self._before = 0  # tokens that were sent before the engine that answers now
         self.resumed = 0
         """How often the stream went on elsewhere."""
@@ -100,9 +101,7 @@ class StreamRecord:
         prompt = _ids(self._prompt)
         if prompt is None:
             return None
-        most = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
-        if most is None and not self._chat:
-            most = _COMPLETIONS_DEFAULT
+        most = self._most
         if most is not None and most <= len(self._sent):
             return None
         body = {name: value for name, value in self._body.items() if name not in _ONLY_IN_CHATS}
@@ -110,6 +109,36 @@ class StreamRecord:
         body["max_tokens"] = None if most is None else most - len(self._sent)
         body.pop("add_special_tokens", None)
         return body
+
+    def ending(self) -> bytes | None:
+        """The events that an engine still owed when it was lost after its last token; None where it owed tokens."""
+        whole = self._most is not None and len(self._sent) >= self._most
+        if not self._first or not (self._finished or whole):
+            return None
+        events = []
+        if not self._finished:
+            said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
+            events.append({**self._first, "choices": [choice]})
+        if (self._body.get("stream_options") or {}).get("include_usage") and not self._told_usage:
+            prompt = _ids(self._prompt) if self._prompt is not None else None
+            if prompt is None or self._lost:
+                return None
+            generated = len(self._sent) + len(self._unsettled)
+            usage = {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": generated,
+                "total_tokens": len(prompt) + generated,
+            }
+            events.append({**self._first, "choices": [], "usage": usage})
+        data = (json.dumps(event, separators=(",", ":")) for event in events)
+        return "".join(f"data: {one}\n\n" for one in (*data, "[DONE]")).encode()
+
+    @property
+    def _most(self) -> int | None:
+        """Most tokens of the answer; None where the context's end is the limit."""
+        most: int | None = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        return _COMPLETIONS_DEFAULT if most is None and not self._chat else most
 
     def resume(self) -> None:
         """Events come from another engine from now on: it was sent `next_body`."""
@@ -143,6 +172,7 @@ class StreamRecord:
         text = _TEXT.search(event)
         said = text[1] if text else b""
         self._finished = self._finished or b'"finish_reason":"' in event
+        self._told_usage = self._told_usage or (b'"choices":[]' in event and b'"usage":{' in event)
         if ids is None:
             self._lost = self._lost or bool(said)
             return

@@ -32,8 +32,11 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream":
 class Speaker:
     """An engine whose model always says the same: token n is the n-th word of `ANSWER`."""
 
-    def __init__(self, dies_after: int | None = None) -> None:
+    def __init__(self, dies_after: int | None = None, *, owes: str = "") -> None:
+        """`dies_after`: so many tokens. `owes`: it dies after the last one: before it has told why it ended
+        (`reason`), or after that (`rest`)."""
         self.dies_after = dies_after
+        self.owes = owes
 
     async def __call__(
         self, engine: FakeEngine, request: web.Request, body: dict[str, Any]
@@ -53,7 +56,8 @@ class Speaker:
             choice: dict[str, Any] = {"index": 0}
             said = f"{word} "
             choice |= {"delta": {"content": said}} if chat else {"text": said}
-            choice["finish_reason"] = "length" if (token, word) == words[-1] else None
+            ends = (token, word) == words[-1] and self.owes != "reason"
+            choice["finish_reason"] = "length" if ends else None
             event: dict[str, Any] = {
                 "id": f"cmpl-{engine.name}",
                 "object": "chat.completion.chunk" if chat else "text_completion",
@@ -66,6 +70,10 @@ class Speaker:
                     (event if chat else choice)["prompt_token_ids"] = prompt
             data = json.dumps(event, separators=(",", ":")).encode()
             await response.write(b"data: " + data + b"\n\n")
+        if self.owes:
+            await asyncio.sleep(0.02)
+            drop(request)
+            await forever()
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": len(prompt), "completion_tokens": len(words)}
             last = {"id": "x", "choices": [], "usage": usage}
@@ -78,7 +86,8 @@ def said(events: list[Any]) -> str:
     """The answer's text."""
     choices = [choice for event in events[:-1] for choice in event["choices"]]
     return "".join(
-        choice["delta"]["content"] if "delta" in choice else choice["text"] for choice in choices
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        for choice in choices
     )
 
 
@@ -112,6 +121,36 @@ def test_a_stream_goes_on_at_another_engine(path: str, body: dict[str, Any], aft
             assert await world.metric("requests_total", outcome="ok") == 1
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+@pytest.mark.parametrize("owes", ["reason", "rest"])
+def test_an_engine_lost_after_its_last_token_costs_nothing(
+    path: str, body: dict[str, Any], owes: str
+) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave, world.d[1].behave = Speaker(owes=owes), Speaker()
+            usage = {"stream_options": {"include_usage": True}, "max_tokens": 5}
+            events = await asked(world, path, {**body, **usage})
+            assert said(events) == " ".join(ANSWER[:5]) + " "
+            reasons = [choice["finish_reason"] for e in events[:-1] for choice in e["choices"]]
+            assert [reason for reason in reasons if reason] == ["length"]
+            told = events[-2]["usage"]
+            assert (told["prompt_tokens"], told["completion_tokens"]) == (3, 5)
+            assert events[-1] == "[DONE]"
+            assert not world.d[1].bodies
+            assert await world.metric("requests_total", outcome="ok") == 1
+
+    run(scenario())
+
+
+def test_an_engine_that_owes_tokens_and_their_ids_is_not_taken_for_done() -> None:
+    record = StreamRecord({**COMPLETION, "max_tokens": 1}, "/v1/completions")
+    record.feed(b'data: {"id":"a","choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n')
+    assert record.ending() is None
 
 
 def test_engines_may_be_lost_one_after_the_other() -> None:

@@ -8,54 +8,48 @@ so that nothing reads the source of a write that was given up.
 
 UCX neither encrypts nor authenticates, its addresses are parsed by C code, and whoever reaches its
 port can do harm: outside of loopback the network between the engines must be trusted, key or no
-key. ucxx keeps the worker of a transport that had to cancel a write until the process ends, with
-about seven descriptors.
+key. ucxx keeps the worker of a transport that had to cancel a write and was then closed, until the process ends: 5 MiB and
+six descriptors each (ucxx 0.52), however many writes they were. Only an agent that is started again closes one.
 """
 
 import contextlib
-import importlib
 import itertools
-import logging
-import os
 import secrets
-import struct
+import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.transport.base import Landed, Link, Transport, Written
-from pd_connector.transport.ucx_worker import UcxWorker
+from pd_connector.transport.ucx.address import (
+    OVERHEAD_BYTES,
+    TAG_BITS,
+    Buffer,
+    UcxAddress,
+    make_message,
+    read_address,
+    read_message,
+)
+from pd_connector.transport.ucx.library import import_ucxx
+from pd_connector.transport.ucx.worker import UcxWorker
+from pd_connector.transport.ucx.workers import UcxWorkers
 
-logger = logging.getLogger("pd_connector.transport.ucx")
-
-_PREFIX = struct.Struct("<II")  # slot, bytes of the header; header and payload follow
-_MAX_HEADER_BYTES = 1 << 16
 _MAX_BATCH = 64  # messages taken from one producer at a time
-_MOST_FAILED_DIALS = 8
-"""UCX keeps a socket of each for as long as the worker lives."""
-_TAG_BITS = 62
-
-_Buffer = npt.NDArray[np.uint8]
-
-
-class _UcxAddress(msgspec.Struct, frozen=True, array_like=True):
-    worker: bytes
-    # Producers are believed by it, so it must not be guessed.
-    tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << _TAG_BITS)]
+_LINGER_S = 0.2
+"""How long a transport that is closed waits for its writes to end."""
 
 
 class _Move(NamedTuple):
     """A message under way, with the memory that UCX uses until it has ended."""
 
     request: Any
-    buffer: _Buffer
+    buffer: Buffer
     worker: UcxWorker
     tag: int = -1
 
@@ -92,23 +86,22 @@ class UcxTransport(Transport):
     copies = True
 
     def __init__(self, slot_bytes: int, host: str = "127.0.0.1") -> None:
-        self._max_bytes = slot_bytes + _MAX_HEADER_BYTES + _PREFIX.size
+        self._max_bytes = slot_bytes + OVERHEAD_BYTES
         self._numbers = itertools.count(1)  # of writes, links and sources
-        self._tag = secrets.randbits(_TAG_BITS)
+        self._tag = secrets.randbits(TAG_BITS)
         self._links: dict[int, _Consumer] = {}
         self._written: list[Written] = []
         self._expected: dict[int, int] = {}  # source: the producer's tag
         self._arriving: list[_Move] = []
         self._abandoned: list[_Move] = []
-        self._spent: list[UcxWorker] = []  # they serve those who have reached them
         self._closed = False
-        self._api, self._array = _import_api()
+        self._api, self._array = import_ucxx()
         # A peer's process that has died without a word is noticed within some seconds.
-        self._options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
+        options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
         if is_loopback(host):
-            self._options["NET_DEVICES"] = "lo"
+            options["NET_DEVICES"] = "lo"
         try:
-            self._worker = UcxWorker(self._api, self._options)
+            self._workers = UcxWorkers(self._api, options, self._forget_moves)
         except Exception as error:
             raise TransportError(
                 f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
@@ -117,27 +110,22 @@ class UcxTransport(Transport):
     def address(self) -> bytes:
         """As the seam says. Where UCX does not listen any more, it is that of a new worker; the one
         before lives on for those that have a session over it."""
-        if self._worker.is_deaf:
-            logger.warning("ucx: its listening socket is closed (no descriptors?): begun again")
-            with contextlib.suppress(Exception):  # else the next dial tries again
-                self._begin_again()
-        return msgspec.msgpack.encode(_UcxAddress(self._worker.address, self._tag))
+        self._workers.renew_if_deaf()
+        return msgspec.msgpack.encode(UcxAddress(self._workers.current.address, self._tag))
 
     def connect(self, consumer: bytes) -> Link:
-        address = _read_address(consumer)
+        address = read_address(consumer)
         try:
-            if self._worker.failed_dials >= _MOST_FAILED_DIALS:
-                self._begin_again()
+            self._workers.renew_if_worn()
+            worker = self._workers.current
             theirs = self._api.UCXAddress.create_from_buffer(address.worker)
-            endpoint = self._api.UCXEndpoint.create_from_worker_address(
-                self._worker.worker, theirs, True
-            )
+            endpoint = self._api.UCXEndpoint.create_from_worker_address(worker.worker, theirs, True)
         except Exception as error:
-            self._worker.failed_dials += 1
+            self._workers.current.failed_dials += 1
             raise TransportError(f"ucx cannot reach the consumer: {error!r}") from error
         link = next(self._numbers)
-        self._links[link] = _Consumer(self._worker, endpoint)
-        self._worker.users.add(link)
+        self._links[link] = _Consumer(worker, endpoint)
+        worker.users.add(link)
         return link
 
     def disconnect(self, link: Link) -> None:
@@ -150,12 +138,12 @@ class UcxTransport(Transport):
             self._abandoned.append(move)
         with contextlib.suppress(Exception):  # it may have failed by itself
             consumer.endpoint.close_blocking()
-        self._leave(link)
+        self._workers.leave(link)
 
     def expect(self, producer: bytes) -> Hashable:
         source = next(self._numbers)
-        self._expected[source] = _read_address(producer).tag
-        self._worker.users.add(source)
+        self._expected[source] = read_address(producer).tag
+        self._workers.current.users.add(source)
         return source
 
     def dismiss(self, source: Hashable) -> None:
@@ -163,7 +151,7 @@ class UcxTransport(Transport):
         tag = self._expected.pop(source, None)
         if tag is not None and tag not in self._expected.values():
             self._dismiss(tag)
-        self._leave(source)
+        self._workers.leave(source)
 
     def _dismiss(self, tag: int) -> None:
         """No message of this producer is expected any more."""
@@ -181,14 +169,7 @@ class UcxTransport(Transport):
         consumer = self._links.get(link)
         if consumer is None:
             raise TransportError("ucx transport: no such consumer (any more)")
-        if not 0 <= slot < 1 << 32:
-            raise TransportError(f"ucx transport: slot {slot} is none of the consumer's")
-        if len(header) > _MAX_HEADER_BYTES:
-            raise TransportError(f"ucx: header of {len(header)} bytes, at most {_MAX_HEADER_BYTES}")
-        front = _PREFIX.pack(slot, len(header)) + header
-        buffer = np.empty(len(front) + payload.nbytes, np.uint8)
-        buffer[: len(front)] = np.frombuffer(front, np.uint8)
-        np.copyto(buffer[len(front) :], np.frombuffer(payload, np.uint8))
+        buffer = make_message(header, payload, slot)
         try:
             tag = self._api.UCXXTag(self._tag)
             request = consumer.endpoint.tag_send(self._array(buffer), tag)
@@ -200,11 +181,7 @@ class UcxTransport(Transport):
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         if self.restless:
-            for worker in self._workers:
-                worker.worker.progress()
-            if self._worker.is_deaf:
-                with contextlib.suppress(Exception):  # told when it is dialled
-                    self._worker.forget_closed()
+            self._workers.progress()
         for tag in Counter(self._expected.values()):
             self._match(tag)
         self._abandoned = [move for move in self._abandoned if not move.request.completed]
@@ -226,42 +203,24 @@ class UcxTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        self._let_writes_end()
         for link in list(self._links):
             self.disconnect(link)
         for source in list(self._expected):
             self.dismiss(source)
-        self._end(self._worker)
-        del self._worker
+        self._workers.close()
 
-    def _begin_again(self) -> None:
-        """Make a new worker. The one before serves those who have a session over it.
+    def _let_writes_end(self) -> None:
+        """Where consumers take them, writes end at once; one that is cancelled costs memory for ever
+        (see the module)."""
+        deadline = time.monotonic() + _LINGER_S
+        while any(c.writes for c in self._links.values()) and time.monotonic() < deadline:
+            self._workers.progress()
+            for consumer in self._links.values():
+                self._end_writes(consumer)
 
-        Raises:
-            Exception: there can be none now.
-        """
-        old = self._worker
-        old.forget_closed()
-        self._worker = UcxWorker(self._api, self._options)
-        if old.users:
-            self._spent.append(old)
-        else:
-            self._end(old)
-
-    @property
-    def _workers(self) -> tuple[UcxWorker, ...]:
-        return (self._worker, *self._spent)
-
-    def _leave(self, user: int) -> None:
-        """A link or a source is no more."""
-        for worker in self._workers:
-            worker.users.discard(user)
-        for worker in [worker for worker in self._spent if not worker.users]:
-            self._spent.remove(worker)
-            self._end(worker)
-
-    def _end(self, worker: UcxWorker) -> None:
-        """Nobody needs this worker any more."""
-        worker.drain()
+    def _forget_moves(self, worker: UcxWorker) -> None:
+        """This worker has ended, and with it what was under way over it."""
         self._abandoned = [move for move in self._abandoned if move.worker is not worker]
         self._arriving = [move for move in self._arriving if move.worker is not worker]
 
@@ -307,45 +266,7 @@ class UcxTransport(Transport):
         for move in self._arriving:
             if not move.request.completed:
                 under_way.append(move)
-            elif not move.problem and (arrival := _read_message(move.buffer)):
+            elif not move.problem and (arrival := read_message(move.buffer)):
                 landed.append(arrival)
         self._arriving = under_way
         return landed
-
-
-def _read_message(message: _Buffer) -> Landed | None:
-    if len(message) < _PREFIX.size:
-        return None
-    slot, header_bytes = _PREFIX.unpack_from(message.data)
-    start = _PREFIX.size + header_bytes
-    if start > len(message) or header_bytes > _MAX_HEADER_BYTES:
-        return None
-    return Landed(message[_PREFIX.size : start].tobytes(), slot, message.data[start:])
-
-
-def _import_api() -> tuple[Any, Any]:
-    """ucxx's core, and what wraps its buffers."""
-    before = set(os.environ)
-    try:
-        with contextlib.suppress(ModuleNotFoundError):  # a UCX of the system needs no help
-            # ucxx does this only where librmm is installed, which host memory has no need of.
-            importlib.import_module("libucx").load_library()
-        from ucxx._lib import libucxx
-        from ucxx._lib.arr import Array
-    except ImportError as error:
-        raise TransportError(
-            f"transport ucx: {error}. Install it with `pip install 'pd-connector[ucx]'`, or "
-            "take it out of the config key transports"
-        ) from error
-    finally:
-        # The import sets UCX's variables, which other users of UCX in this process would inherit.
-        for name in set(os.environ) - before:
-            del os.environ[name]
-    return libucxx, Array
-
-
-def _read_address(address: bytes) -> _UcxAddress:
-    try:
-        return msgspec.msgpack.decode(address, type=_UcxAddress)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TransportError(f"ucx address of a peer cannot be read: {error}") from None
