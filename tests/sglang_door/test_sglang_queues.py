@@ -173,7 +173,8 @@ def test_a_decode_engine_that_needs_nothing_fails_no_prefill(pair: Pair, when: s
     pair.d.agent.submit(Hold("r", transfer, pair.d.found.replicas[0], watch=False))
     pair.d.agent.submit(Drop("r", Cause.NOT_NEEDED))
     if when == "before":
-        until(lambda: not pair.d.agent.telemetry.gauges().get("incoming_transfers"), "dropped")
+        past = pair.p.agent._loop.producer_side._producer._past
+        until(lambda: past.is_unwanted(transfer), "cancelled")
         pair.send_all(sender, req)
     reach(sender.poll, KVPoll.Success)
     sender.clear()
