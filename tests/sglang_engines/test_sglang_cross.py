@@ -32,7 +32,7 @@ from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import Client, RouterProcess, Service, VllmEngine, stop_services
 
 TOKENS = 16
-LONG_ANSWER = 250
+LONG_ANSWER = 150
 LENGTHS = (1, 31, 32, 33, 700)
 """A token, a page of vLLM's less and more, several steps of SGLang's."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -195,12 +195,12 @@ def test_every_token_is_as_one_engine_computes_it(cross: Cross, path: str, strea
 def test_an_answer_that_needs_no_kv_is_not_given_up(cross: Cross) -> None:
     """vLLM fetches nothing for a prompt of one token, and its whole answer takes longer than a router waits
     for a decode engine whose prefill engine has failed."""
+    if cross.decode is not cross.alone:
+        pytest.skip("SGLang's decode engine fetches the KV of every prompt")
     prompt = bytes(text(1)).decode()
+    wanted = ask(cross.alone.client, COMPLETIONS, prompt, max_tokens=LONG_ANSWER)
     found = ask(cross.router.client, COMPLETIONS, prompt, max_tokens=LONG_ANSWER)
-    assert (
-        found.difference(ask(cross.alone.client, COMPLETIONS, prompt, max_tokens=LONG_ANSWER))
-        <= TOLERANCE
-    )
+    assert found.difference(wanted) <= TOLERANCE
     assert cross.others() == {}, "another engine was asked"
 
 
