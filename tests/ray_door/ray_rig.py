@@ -17,12 +17,13 @@ from typing import Any, Self
 from unittest import mock
 
 import ray
-from harness import Answer, wait_until
+from harness import Answer, completion, wait_until
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDOrchestratorMixin
+from ray.serve._private.common import DeploymentID
 
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.ray import app, build_pd_app
@@ -36,6 +37,10 @@ APP = "default"
 PREFILL, DECODE = "Prefill:demo", "Decode:demo"
 TWO_STEPS = "in two steps"
 """The field `user` of a request that the control takes."""
+REQUESTS = "serve_requests"
+PROMPT = "def quicksort(items):\n    " * 45  # about 1,200 tokens: five steps of a prefill
+TOLERANCE = 2e-4
+"""Pages of another size are added up in another order."""
 _two_steps: ContextVar[bool] = ContextVar("two_steps", default=False)
 
 
@@ -57,7 +62,7 @@ class WithControl(DecodeServer):
         return super()._get_connector_backend()
 
 
-def side(node: str, replicas: int, **engine_kwargs: Any) -> dict[str, Any]:
+def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
     """An `LLMConfig` whose replicas run on the node that has this resource."""
     return {
         "model_loading_config": {"model_id": "demo", "model_source": str(MODEL)},
@@ -71,7 +76,7 @@ def side(node: str, replicas: int, **engine_kwargs: Any) -> dict[str, Any]:
         },
         "placement_group_config": {"bundles": [{"CPU": 1, node: 1}]},
         "deployment_config": {
-            "num_replicas": replicas,
+            "num_replicas": 1,
             "ray_actor_options": {"num_cpus": 0},
             "health_check_period_s": 1,
             "graceful_shutdown_wait_loop_s": 0.2,
@@ -83,6 +88,22 @@ def grown(now: Samples, before: Samples, name: str, **labels: str) -> float:
     """How much our counts of this name have grown. Those of a replica that has ended may be gone."""
     wanted = Samples({key: value for key, value in now.since(before).items() if value > 0})
     return wanted.total(f"ray_pd_connector_{name}_total", **labels)
+
+
+def ask(rig: Rig, prompt: str = PROMPT, max_tokens: int = 16, **extra: Any) -> Answer:
+    """A completion through the application."""
+    return completion(rig.url, prompt, max_tokens, **extra)
+
+
+def hand_over(rig: Rig) -> None:
+    """Ask until KV is received: the first prompt of a producer is computed on both sides (audit)."""
+    before = rig.metrics()
+
+    def received() -> float:
+        ask(rig, max_tokens=2)
+        return grown(rig.metrics(), before, "received_transfers")
+
+    wait_until(received, "a prefill replica hands KV over")
 
 
 class Rig:
@@ -142,17 +163,16 @@ class Rig:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def deploy(self, prefill: int = 1, decode: int = 1) -> None:
-        """Serve the demo's model with this many replicas, and wait until they are there."""
+    def deploy(self) -> None:
+        """Serve the demo's model with a replica on each side, and wait until they are there."""
         port = int(self.url.rpartition(":")[2])
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         with mock.patch.object(app, "DecodeServer", WithControl):
             application = build_pd_app(
                 {
-                    "prefill_config": side("prefill", prefill, block_size=32),
+                    "prefill_config": side("prefill", block_size=32),
                     "decode_config": side(
                         "decode",
-                        decode,
                         block_size=64,
                         scheduler_cls="scheduler_plugins.vllm.PrefixAwareScheduler",
                     ),
@@ -162,7 +182,19 @@ class Rig:
                     },
                 }
             )
-        serve.run(application, name=APP, blocking=False)
+        serve.run(application, name=APP, external_scaler_enabled=True)
+        self.wait_for(1, 1)
+
+    def scale(self, prefill: int, decode: int) -> None:
+        """Have this many replicas, as a scaler asks Serve, and wait until they are there."""
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        for name, replicas in ((PREFILL, prefill), (DECODE, decode)):
+            wanted = DeploymentID(name=name, app_name=APP)
+            ray.get(controller.update_deployment_replicas.remote(wanted, replicas))
+        self.wait_for(prefill, decode)
+
+    def wait_for(self, prefill: int, decode: int) -> None:
+        """Wait until exactly these replicas are there, and running."""
         wait_until(
             lambda: self.up(PREFILL, prefill) and self.up(DECODE, decode),
             lambda: f"{prefill}, {decode}: {self.replicas(PREFILL)}, {self.replicas(DECODE)}",
