@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness import assert_same_logprobs, fresh_salt, request_body, wait_until
-from ray_rig import PROMPT, REQUESTS, TOLERANCE, TWO_STEPS, ask, grown, hand_over
+from ray_rig import PROMPT, REQUESTS, TOLERANCE, ask, grown, hand_over
+from ray_watched import TWO_STEPS
 
 pytestmark = pytest.mark.ray
 
