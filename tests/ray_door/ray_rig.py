@@ -101,7 +101,10 @@ class Rig:
                 "HF_HUB_OFFLINE": "1",
                 "PD_RAY_RIG": self.id,
                 "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                # vLLM's engine does not notice that its replica was killed. Ray ends it with this.
+                "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
                 "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_worker_niceness": "0",  # 15 otherwise: the last on a busy machine
                 "RAY_METRICS_REPORT_INTERVAL_MS": "500",
                 "SPT_NOENV": "1",  # what ends its processes by their environment can read it
             }
@@ -270,6 +273,12 @@ class Rig:
                 if known and name in title:
                     found.append(pid)
         return found
+
+    def logged(self, deployment: str, text: str) -> bool:
+        """Whether a replica of a deployment has logged a line with this text."""
+        logs = Path(self._cluster.head_node.get_logs_dir_path()) / "serve"
+        lines = (line for file in logs.glob("*.log") for line in file.read_text().splitlines())
+        return any(text in line and f"{APP}_{deployment}" in line for line in lines)
 
     def engine_of(self, pid: int) -> list[int]:
         """Processes of a replica's engine."""

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDOrchestratorMixin
@@ -18,9 +19,18 @@ from scheduler_plugins.router.policies.base import Decision, Request, View
 TWO_STEPS = "in two steps"
 """The field `user` of a request that the control takes."""
 _two_steps: ContextVar[bool] = ContextVar("two_steps", default=False)
-decided: dict[str, str] = {}
-routed: list[tuple[str, str, str]] = []
-"""What a decode replica's process remembers."""
+
+
+class Memory:
+    """What a process remembers."""
+
+    decided: ClassVar[dict[str, str]] = {}
+    routed: ClassVar[list[tuple[str, str, str]]] = []
+
+
+def memory() -> type[Memory]:
+    """This process's. Ray sends classes with copies of the globals that they use."""
+    return importlib.import_module("ray_watched").Memory
 
 
 class WatchedRouter(PolicyRequestRouter):
@@ -32,7 +42,7 @@ class WatchedRouter(PolicyRequestRouter):
 
         def watched(request: Request, view: View, now_s: float, random: Random) -> Decision:
             decision = decide(request, view, now_s, random)
-            decided[request.id] = decision.p
+            memory().decided[request.id] = decision.p
             return decision
 
         self._fleet._policy.decide = watched
@@ -45,12 +55,12 @@ class WithControl(DecodeServer):
     async def _bind(self, stack: Any, prefill: Any, request: Any) -> Any:
         selection = await super()._bind(stack, prefill, request)
         if selection is not None:
-            wanted = decided[selection._request_metadata.internal_request_id]
-            routed.append((request.user, wanted, selection.replica_id))
+            wanted = memory().decided[selection._request_metadata.internal_request_id]
+            memory().routed.append((request.user, wanted, selection.replica_id))
         return selection
 
     def routes(self) -> list[tuple[str, str, str]]:
-        return list(routed)
+        return list(memory().routed)
 
     async def _pd_handle_request(
         self, request: Any, raw_request_info: Any = None
