@@ -276,8 +276,11 @@ class Rig:
 
     def logged(self, deployment: str, text: str) -> bool:
         """Whether a replica of a deployment has logged a line with this text."""
-        logs = Path(self._cluster.head_node.get_logs_dir_path()) / "serve"
-        lines = (line for file in logs.glob("*.log") for line in file.read_text().splitlines())
+        logs = Path(self._cluster.head_node.get_logs_dir_path())
+        # vLLM sends to stderr what its process logs.
+        lines = (
+            line for file in logs.glob("worker-*.err") for line in file.read_text().split("\n")
+        )
         return any(text in line and f"{APP}_{deployment}" in line for line in lines)
 
     def engine_of(self, pid: int) -> list[int]:
@@ -300,7 +303,10 @@ class Rig:
         return found
 
     def lose_node(self) -> None:
-        """End the node with the prefill replicas, without a farewell."""
+        """End everything on the node with the prefill replicas, without a farewell."""
+        raylets = {info.process.pid for info in self.other.all_processes["raylet"]}
+        for pid in proc.descendants(proc.table(), raylets):
+            os.kill(pid, signal.SIGKILL)
         self._cluster.remove_node(self.other, allow_graceful=False)
 
     def end(self) -> None:

@@ -112,10 +112,9 @@ def test_a_decode_replica_killed_with_requests_under_way(rig):
     rig.idle()
 
 
-def test_prefill_replicas_killed_before_during_and_after_their_prefill(rig):
-    """One whose engine stands still when the request comes, so that it dies with the prefill under way;
-    then the other, when the decode replica has begun to answer."""
-    wanted, before = ask(rig), rig.metrics()
+def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
+    """Its engine stands still when the request comes, so that it dies with the prefill under way."""
+    wanted = ask(rig)
     engines = [p for pid in rig.pids(PREFILL).values() for p in rig.engine_of(pid)]
     with (
         rig.counts(REQUESTS, 1, outcome="prefill_failed"),
@@ -124,20 +123,11 @@ def test_prefill_replicas_killed_before_during_and_after_their_prefill(rig):
     ):
         answer = pool.submit(ask, rig)
         victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
-        first_gone = end_at_once(rig, PREFILL, victim)
+        gone = end_at_once(rig, PREFILL, victim)
         assert_same_logprobs(answer.result(), wanted, TOLERANCE)
-    # Killed before: whoever has not noticed yet chooses it, and another is chosen in its place.
+    # Whoever has not noticed yet may choose it before the other.
     assert_same_logprobs(ask(rig), wanted, TOLERANCE)
-    body = request_body(rig.url, PROMPT, 64, cache_salt=fresh_salt())
-    events = rig.client.stream("/v1/completions", body)
-    begun = next(events)
-    (other,) = rig.pids(PREFILL).keys() - {victim}
-    second_gone = end_at_once(rig, PREFILL, other)
-    text = "".join(e["choices"][0]["text"] for e in [begun, *events] if e["choices"])
-    assert text == ask(rig, max_tokens=64).text  # there is none now
-    assert sum(grown(rig.metrics(), before, REQUESTS, outcome=cause) for cause in ALONE) >= 1
-    first_gone()
-    second_gone()
+    gone()
 
 
 def test_two_replicas_to_one_under_load(rig):
@@ -158,15 +148,20 @@ def test_two_replicas_to_one_under_load(rig):
 
 
 def test_the_node_of_all_prefill_replicas_is_lost(rig):
-    """Last: the node does not come back, and no process is left when Serve ends."""
-    wanted, before = ask(rig), rig.metrics()
+    """One request is past its prefill, others come. Last: the node does not come back, and no process is
+    left when Serve ends."""
+    wanted, before = ask(rig, max_tokens=64), rig.metrics()
+    body = request_body(rig.url, PROMPT, 64, cache_salt=fresh_salt())
+    events = rig.client.stream("/v1/completions", body)
+    begun = next(events)
     with load(rig):
         rig.lose_node()
-        for _ in range(2):
-            assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+        text = "".join(e["choices"][0]["text"] for e in [begun, *events] if e["choices"])
+        assert text == wanted.text
+        assert_same_logprobs(ask(rig, max_tokens=64), wanted, TOLERANCE)
     wait_until(
-        lambda: sum(grown(rig.metrics(), before, REQUESTS, outcome=c) for c in ALONE) >= 2,
-        "they were computed by the decode replica",
+        lambda: sum(grown(rig.metrics(), before, REQUESTS, outcome=c) for c in ALONE),
+        "prompts were computed by the decode replica",
     )
     name = "ray_pd_connector_producer_sessions"
     wait_until(lambda: rig.metrics().total(name) == 0, "the lost engine is forgotten")
