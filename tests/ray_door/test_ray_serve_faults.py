@@ -78,23 +78,34 @@ def test_one_to_two_replicas_under_load(rig):
     rig.idle()
 
 
+def prefill_engines(rig):
+    return [p for pid in rig.pids(PREFILL).values() for p in rig.engine_of(pid)]
+
+
 def test_prompts_that_begin_alike_go_to_the_same_prefill_replica(rig):
     """The router's choice is what the policy's `decide` says, and Serve does it."""
-    known = [len(seen) for seen in rig.routes()]
 
     def one(n):
         prompt = f"{n}: " + PROMPT[:800]
         return ask(rig, prompt, 2, user=f"prefix {n}", cache_salt=f"salt {n}")
 
-    for _ in range(3):  # at once, so that load spreads what is new
-        with ThreadPoolExecutor(6) as pool:
+    def routes():
+        seen = [[r for r in each if str(r[0]).startswith("prefix ")] for each in rig.routes()]
+        return seen, sum(map(len, seen))
+
+    with ThreadPoolExecutor(6) as pool:
+        with stopped(prefill_engines(rig)):  # all are under way at once: load spreads what is new
+            first = pool.map(one, range(6))
+            wait_until(lambda: routes()[1] == 6, lambda: f"six requests have a replica: {routes()}")
+        list(first)
+        for _ in range(2):
             list(pool.map(one, range(6)))
-    new = [seen[start:] for seen, start in zip(rig.routes(), known, strict=True)]
-    assert sum(map(len, new)) == 18
-    assert {used for seen in new for _, _, used in seen} == set(rig.pids(PREFILL))
-    for seen in new:
-        assert [used for _, _, used in seen] == [decided for _, decided, _ in seen]
-        homes = {(user, used) for user, _, used in seen}
+    seen, count = routes()
+    assert count == 18
+    assert {used for each in seen for _, _, used in each} == set(rig.pids(PREFILL))
+    for each in seen:  # each decode replica knows what it has sent itself
+        assert [used for _, _, used in each] == [decided for _, decided, _ in each]
+        homes = {(user, used) for user, _, used in each}
         assert len(homes) == len({user for user, _ in homes})
 
 
@@ -115,11 +126,10 @@ def test_a_decode_replica_killed_with_requests_under_way(rig):
 def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
     """Its engine stands still when the request comes, so that it dies with the prefill under way."""
     wanted = ask(rig)
-    engines = [p for pid in rig.pids(PREFILL).values() for p in rig.engine_of(pid)]
     with (
         rig.counts(REQUESTS, 1, outcome="prefill_failed"),
         ThreadPoolExecutor(1) as pool,
-        stopped(engines),
+        stopped(prefill_engines(rig)),
     ):
         answer = pool.submit(ask, rig)
         victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
