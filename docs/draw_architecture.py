@@ -24,7 +24,8 @@ FOLDERS = {
     "pd_kernels": "kernels/pd_kernels",
 }
 STEPS = "## One page of KV, from cache to cache"
-TABLE_BEGIN, TABLE_END = "<!-- rooms: made by docs/draw_architecture.py -->", "<!-- /rooms -->"
+TABLES = {"rooms": FOLDERS, "router": {"scheduler_plugins.router": "scheduler_plugins/router"}}
+"""Tables of the page: which packages' rooms each lists. It stands between two comments with its name."""
 
 MARGIN, GAP, PANEL_GAP, PAD = 24, 10, 26, 14
 PANEL_WIDTHS = {"pd_connector": 590, "scheduler_plugins": 390, "pd_kernels": 270}
@@ -234,11 +235,11 @@ def legend(drawing: Drawing, y: float) -> None:
         drawing.text(MARGIN, y + 20 + index * 15, words, "sub")
 
 
-def table() -> str:
-    """The table of rooms for docs/architecture.md."""
+def table(folders: dict[str, str]) -> str:
+    """The table of some packages' rooms for docs/architecture.md."""
     lines = ["", "| room | floor | what it is | |", "|---|---|---|---|"]
     kinds = {"core": "core", "door": "door", "other": ""}
-    for package, folder in FOLDERS.items():
+    for package, folder in folders.items():
         house = floors(package)
         for number, floor in zip(range(len(house), 0, -1), house, strict=True):
             lines += [
@@ -248,13 +249,15 @@ def table() -> str:
     return "\n".join([*lines, ""])
 
 
-def with_table(text: str) -> str:
-    """The page with the table as it must be."""
-    head, _, rest = text.partition(TABLE_BEGIN)
-    tail = rest.partition(TABLE_END)[2]
-    return f"{head}{TABLE_BEGIN}\n{table()}{TABLE_END}{tail}"
+def with_tables(text: str) -> str:
+    """The page with the tables as they must be."""
+    for name, folders in TABLES.items():
+        begin, end = f"<!-- {name}: made by docs/draw_architecture.py -->", f"<!-- /{name} -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{table(folders)}{end}{rest.partition(end)[2]}"
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))
     PICTURE.write_text(picture())

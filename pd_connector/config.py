@@ -32,7 +32,7 @@ MAX_MODEL_ID = 256
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 AUTO = "auto"
-"""In place of transports: those that are fastest here, see `transport/choice.py`."""
+"""Stands for the list of transports: those that are fastest here, see `transport/choice.py`."""
 TRANSPORT_GROUP = "pd_connector.transports"
 """The entry points by which other packages add transports (`transport/registry.py`)."""
 CODECS = ("auto", "fp8_e4m3", "int8", "raw")

@@ -7,25 +7,18 @@ The work is done by one thread, `pd-agent`, which runs a `Loop`.
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pd_connector.agent.commands import (
-    ChangeModel,
-    Command,
-    CommandQueue,
-    Computed,
-    Drop,
-    Revoke,
-    Withdraw,
-)
+from pd_connector.agent.commands import ChangeModel, Command, CommandQueue, Computed, Revoke
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome, OwedOutcomes
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.taken_back import TakenBack
 from pd_connector.agent.thread_priority import prefer_own_threads, prefer_short_slices
+from pd_connector.agent.turn_watch import TurnWatch
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
@@ -107,9 +100,10 @@ class Agent:
         self._facts = facts
         self._submitting = threading.Lock()
         self._closing = threading.Event()
+        self._turn = TurnWatch(config.agent_timeout_s)
         self._abandoned = False  # the agent hangs; the engine has given it up
         self._steps = EngineSteps(late_revokes=late_revokes)
-        self._taken_back: list[Command] = []
+        self._taken_back = TakenBack(self._shut_gate)
         self._ranks: tuple[Peer, ...] = ()
         book = AuditBook() if audits else None  # outlives the thread
 
@@ -149,7 +143,7 @@ class Agent:
             self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
         self.transports = self._loop.choice.describe()
         """The transports that are offered, and why no faster one, for the log."""
-        self._turn_began = time.monotonic()
+        self._turn.begin()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
 
@@ -165,11 +159,7 @@ class Agent:
                 before pages of an `Offer` or `Computed` are read, or pages of a `Load` are
                 written. By default what the calling thread has queued so far on its own stream.
         """
-        if isinstance(command, Revoke | Withdraw | Drop):
-            if command in self._taken_back:
-                self._taken_back.remove(command)
-            else:
-                self._shut_gate(command.request)
+        self._taken_back.submitted(command)
         if isinstance(command, Revoke) and self._steps.late_revokes:
             command = command._replace(doubtful_since=self._steps.count - 1)
         if fence is None and isinstance(command, Offer | Computed | Load):
@@ -190,9 +180,7 @@ class Agent:
         commands later, with the others of its step. Once this has returned, the pages are no
         longer read."""
         for command in commands:
-            if isinstance(command, Revoke | Withdraw | Drop):
-                self._shut_gate(command.request)
-                self._taken_back.append(command)
+            self._taken_back.announced(command)
 
     def engine_steps(self) -> None:
         """The engine begins a step. If it makes none for too long, consumers do not wait for its
@@ -206,7 +194,7 @@ class Agent:
         cause `agent_hung`. A load into whose pages it is copying while it hangs is still owed:
         those pages cannot be given to another request.
         """
-        if self._abandoned or self._time_left_s() < 0:
+        if self._abandoned or self._turn.left_s() < 0:
             self._abandon()
         return self._owed.take()
 
@@ -232,12 +220,8 @@ class Agent:
             return
         self._commands.close()
 
-    def _time_left_s(self) -> float:
-        """Seconds until the agent counts as hung."""
-        return self._turn_began + self._config.agent_timeout_s - time.monotonic()
-
     def _shut_gate(self, request: str) -> None:
-        if not self._gate.shut(request, max(0.0, self._time_left_s())):
+        if not self._gate.shut(request, max(0.0, self._turn.left_s())):
             self._abandon()
 
     def _abandon(self) -> None:
@@ -264,12 +248,11 @@ class Agent:
         """Run the loop until `close`, or until it fails; returns whether `close` was called."""
         try:
             while not self._closing.is_set():
-                self._turn_began = time.monotonic()
+                self._turn.begin()
                 self._loop.wait()
                 if self._abandoned:
                     raise AbandonedError("the agent hung and has been given up by its engine")
-                self._turn_began = now = time.monotonic()
-                self._loop.step(now)
+                self._loop.step(self._turn.begin())
         except AbandonedError as error:
             logger.error("agent starts again: %s", str(error))  # its frames would keep memory
             return False
@@ -291,7 +274,7 @@ class Agent:
                 self._owed.fail_all(Cause.INTERNAL, "agent died")
                 self._gate.reset()
                 self._abandoned = False
-                self._turn_began = time.monotonic() + pause_s
+                self._turn.begin(pause_s)
             self._closing.wait(pause_s)
             try:
                 self._loop = self._make_loop(self.port)

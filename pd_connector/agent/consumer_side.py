@@ -14,6 +14,7 @@ from pd_connector.agent.commands import Distrust, Drop, Hold
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
+from pd_connector.agent.load_ends import LoadEnds
 from pd_connector.agent.name_queue import Named, NameQueue
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.agent.outage import OutageWatch
@@ -24,6 +25,7 @@ from pd_connector.control.resolver import Resolver
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -68,7 +70,6 @@ class ConsumerSide:
         self._cache = cache
         self._telemetry = resources.telemetry
         self._gate = gate
-        self._report = report
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
         self._consumer = Consumer(
@@ -84,7 +85,10 @@ class ConsumerSide:
         self._sessions = OpenSessions(config, self._dialler)
         self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
+        for transport in resources.transports:
+            transport.destinations = self._destination
         self._outage = OutageWatch()
+        self._ends = LoadEnds(self._telemetry, self._outage, report)
         self._keeper = SessionKeeper(
             resources,
             self._dialler,
@@ -118,6 +122,11 @@ class ConsumerSide:
     def urgent(self) -> bool:
         """Whether something is to be done that the poller will not tell of."""
         return self._sessions.urgent
+
+    @property
+    def due(self) -> float:
+        """When `tick` is wanted at the latest, on its clock."""
+        return self._keeper.due
 
     @property
     def compiling(self) -> bool:
@@ -181,18 +190,27 @@ class ConsumerSide:
         """End what has been silent for too long; send heartbeats when they are due."""
         self._run(self._names.ready(now), now)
         self._act(self._consumer.tick(now), now)
-        self._keeper.tick(now)
+        self._keeper.tick(now, hurried=self._pool.held > 0)
         self._auditor.tick(now)
 
     def landed(self, landed: Landed, now: float) -> None:
         """A chunk has landed; it counts once it fits the plan and its checksum is right."""
         self._arrived(*landed[:4], now, authentic=landed.authentic)
 
+    def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
+        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
+        try:
+            header = decode_header(data)
+        except MalformedMessageError:
+            return None  # it will be dropped when it has landed
+        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.awaits) if place else None
+
     def _arrived(
         self,
         data: bytes,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Destination,
         problem: str,
         now: float,
         *,
@@ -269,13 +287,8 @@ class ConsumerSide:
                     pending.extend(self._consumer.placed(place, *self._place(place), now))
                 case Stalled(source):
                     self._keeper.stalled(source, now)
-                case Held(request, cause, detail) as held:
-                    if cause is not None:
-                        self._telemetry.count("failed_transfers", cause=cause)
-                        told = "no KV for request %s (%s): %s"
-                        logger.log(self._outage.level, told, request, cause, detail)
-                        self._outage.failed(cause, detail, now)
-                    self._report(held)
+                case Held() as held:
+                    self._ends.held(held, now)
                 case Finished() as finished:
                     self._finished(finished, now)
 
@@ -295,24 +308,8 @@ class ConsumerSide:
             return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
     def _finished(self, finished: Finished, now: float) -> None:
-        if finished.comparison is not None:
-            self._inbox.forget(finished.request)
-            self._auditor.ended(finished, now)
-            return
-        if finished.cause is None:
-            self._telemetry.count("received_transfers")
-            self._telemetry.observe("transfer_seconds", finished.seconds)
-            self._outage.succeeded()
-        else:
-            self._telemetry.count("failed_transfers", cause=finished.cause)
-            if finished.cause is not Cause.ABORTED:
-                logger.log(
-                    self._outage.level,
-                    "KV of request %s did not arrive (%s): %s",
-                    finished.request,
-                    finished.cause,
-                    finished.detail,
-                )
-            self._outage.failed(finished.cause, finished.detail, now)
         self._inbox.forget(finished.request)
-        self._report(finished)
+        if finished.comparison is not None:
+            self._auditor.ended(finished, now)
+        else:
+            self._ends.finished(finished, now)

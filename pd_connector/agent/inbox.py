@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Incoming chunks: which are being read, and how they get into pages and are verified."""
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
 from pd_connector.kv.checksum import checksum
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
@@ -16,7 +18,7 @@ from pd_connector.protocol.audit import Distance
 from pd_connector.protocol.incoming import Load, PlaceChunk
 from pd_connector.protocol.peers import Source
 from pd_connector.telemetry import Telemetry
-from pd_connector.transport.base import Transport
+from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
 
 Key = tuple[Source, int]
 """Who offers a chunk, and the landing slot that was granted for it."""
@@ -27,6 +29,44 @@ class ReceivePath(NamedTuple):
 
     transport: Transport
     expected: Hashable  # the transport's handle of the producer
+
+
+class ChunkPages(Destination):
+    """The pages of one chunk. They are written only while its load waits for it, and only while its
+    request's gate is open: an engine that wants them back waits for one record at most."""
+
+    def __init__(
+        self,
+        place: PlaceChunk,
+        pieces: Pieces,
+        gate: PageGate,
+        awaited: Callable[[PlaceChunk], bool],
+    ) -> None:
+        self.nbytes = pieces.nbytes
+        self._place = place
+        self._pieces = pieces
+        self._gate = gate
+        self._awaited = awaited
+        self._filled = 0
+
+    @contextlib.contextmanager
+    def memory(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        with contextlib.ExitStack() as touching:
+            if not self._awaited(self._place):
+                yield ()
+                return
+            try:
+                touching.enter_context(self._gate.touching(self._place.request))
+            except RevokedError:
+                yield ()
+                return
+            yield list(self._pieces.buffers(start, stop))
+            self._filled += stop - start
+
+    def filled_as(self, place: PlaceChunk) -> bool:
+        """Whether all of this chunk, and no other one, was written into these pages."""
+        same = self._place._replace(payload=None, authentic=True)
+        return self._filled == self.nbytes and same == place._replace(payload=None)
 
 
 class Inbox:
@@ -94,7 +134,12 @@ class Inbox:
                     found = self._pull(place, place.payload, path)
                 except TransportError as error:
                     return Cause.TRANSPORT, str(error)
+            elif isinstance(place.payload, Destination):
+                if not (isinstance(place.payload, ChunkPages) and place.payload.filled_as(place)):
+                    return Cause.TRANSPORT, "its pages were taken back while it arrived"
+                found = b""
             else:
+                assert place.payload is not None
                 where = place.route, place.chunk, place.pages, place.payload, fence
                 if place.comparison is None:
                     self._cache.scatter(*where)
@@ -115,6 +160,24 @@ class Inbox:
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         return None, ""
+
+    def destination(
+        self, place: PlaceChunk, awaited: Callable[[PlaceChunk], bool]
+    ) -> Destination | None:
+        """The pages of a chunk that arrives over a transport that authenticates; None where it has to
+        be scattered, or compared, or summed when it is complete.
+
+        Args:
+            awaited: whether the chunk is still wanted in these pages.
+        """
+        if place.comparison is not None or place.header.checksum:
+            return None
+        route = place.route
+        where = route.destination, route.destination_head, route, place.chunk, place.pages
+        pieces = self._cache.pieces(*where)
+        if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
+            return None
+        return ChunkPages(place, pieces, self._gate, awaited)
 
     def _pull(self, place: PlaceChunk, theirs: Pieces, path: ReceivePath) -> bytes:
         """Copy a chunk from the producer's pages into ours; returns the checksum of ours.

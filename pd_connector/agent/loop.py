@@ -2,6 +2,7 @@
 """What the agent's thread does: turns messages, completions and deadlines into steps of the state
 machines. The loop owns transports, slots, sockets and sessions."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
 """libzmq's own limit is 1023. A session takes three sockets; transports take others."""
 _BUSY_TRANSPORT_POLL_MS = 1
 """For transports that do not tell when they have made progress (`Transport.restless`)."""
-_UNHURRIED_POLL_MS = 2
+_UNHURRIED_POLL_MS = 5
 """Answers to heartbeats of many sessions come one by one. Taken together they cost a fraction."""
 _COMPILING_POLL_MS = 20
 """Nothing tells when a background compilation has ended."""
@@ -101,6 +102,7 @@ class Loop:
         self._checks = checks_wanted()
         self._poller = self._others = zmq.Poller()  # `_others`: without a consumer's sessions
         self._polled: list[Any] = []
+        self._stepped = 0.0  # when the last step began
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = _MOST_SOCKETS
         self._gatekeeper: Gatekeeper | None = None
@@ -178,7 +180,7 @@ class Loop:
             self._poller, self._others = _poller(self._polled), _poller(others)
         sides = [side for side in (self.producer_side, self.consumer_side) if side]
         restless = any(t.restless for t in self._transports) and any(s.busy for s in sides)
-        timeout_ms = _BUSY_TRANSPORT_POLL_MS if restless else int(self._config.heartbeat_s * 500)
+        timeout_ms = _BUSY_TRANSPORT_POLL_MS if restless else self._longest_wait_ms()
         if any(side.compiling for side in sides):
             timeout_ms = min(timeout_ms, _COMPILING_POLL_MS)
         if self.consumer_side and self.consumer_side.urgent:
@@ -187,8 +189,16 @@ class Loop:
             self._others.poll(_UNHURRIED_POLL_MS)
         self._poller.poll(timeout_ms)
 
+    def _longest_wait_ms(self) -> int:
+        """How long nothing is to be done, if nothing comes."""
+        wait_s = self._config.heartbeat_s
+        if self.consumer_side:
+            wait_s = min(wait_s, max(0.0, self.consumer_side.due - self._stepped))
+        return math.ceil(1000 * wait_s)
+
     def step(self, now: float) -> None:
         """Handle everything that waits; `now` is in seconds, monotonic."""
+        self._stepped = now
         producer_side, consumer_side = self.producer_side, self.consumer_side
         if self._gatekeeper:
             self._gatekeeper.answer()

@@ -22,6 +22,8 @@ MOST_HANDSHAKES = 64
 """Sessions that are being opened at a time; others are dialled when one of these has ended."""
 _MANY_ADDRESSES = 16
 """Transfers with more addresses share half of these places: they do not keep others waiting."""
+_ANSWERS_S = 0.03
+"""By when most answers to a heartbeat have come; who has not answered then is looked after."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
 
@@ -38,6 +40,7 @@ class OpenSession:
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None
     has_event: bool = True  # something may have happened to the connection
+    asked: bool = False  # a heartbeat has gone out since the producer last spoke
     # What the last heartbeat named, and the messages that say so: at rest they stay the same.
     named: tuple[str, ...] = ()
     heartbeats: tuple[bytes, ...] = ()
@@ -67,6 +70,10 @@ class OpenSessions:
         self._used: dict[Source, OpenSession] = {}  # since they were last looked at
         self._compiling: list[OpenSession] = []
         self._looks: Deadlines[Source] = Deadlines()
+        self._asked: list[OpenSession] = []  # to which heartbeats went out
+        self._unanswered = 0  # of them
+        self.answers_due = float("inf")
+        """When to `look_for_answers`."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -158,13 +165,40 @@ class OpenSessions:
         session.connection.send(messages.encode(message))
         self._used[session.source] = session
 
-    def send_heartbeat(self, session: OpenSession, transfers: tuple[str, ...]) -> None:
-        """Speak for these transfers, and for the session itself if there are none."""
-        if session.named is not transfers or not session.heartbeats:
-            session.named, session.heartbeats = transfers, _heartbeats(transfers)
-        for data in session.heartbeats:
-            session.connection.send(data)
-        self._used[session.source] = session
+    def send_heartbeats(
+        self, wanted: Callable[[Source], tuple[str, ...]], now: float, *, hurried: bool
+    ) -> None:
+        """Speak for what is wanted of each producer, and for the session itself if that is nothing.
+
+        Args:
+            wanted: transfers of a producer; the same object until they change.
+            hurried: answers, and what may come with them, cannot wait for `_ANSWERS_S`.
+        """
+        self._asked = [s for s in self._sessions.values() if s.path is not None]
+        for session in self._asked:
+            transfers = wanted(session.source)
+            if transfers:
+                session.last_wanted = now
+            if session.named is not transfers or not session.heartbeats:
+                session.named, session.heartbeats = transfers, _heartbeats(transfers)
+            for data in session.heartbeats:
+                session.connection.send(data)
+            session.asked = True
+            if hurried:
+                self._used[session.source] = session
+        self._unanswered = len(self._asked)
+        self.answers_due = now + _ANSWERS_S if self._asked else float("inf")
+
+    def look_for_answers(self, now: float) -> None:
+        """Look at those that have been asked and are not known to have answered: ZeroMQ's
+        descriptor may not have told of it. Those that are silent are lost at their deadline."""
+        if now < self.answers_due:
+            return
+        for session in self._asked:
+            if session.asked and self.holds(session):
+                self._used[session.source] = session
+                self._looks.set(session.source, session.deadline)
+        self._asked, self.answers_due = [], float("inf")
 
     def received(self, session: OpenSession) -> list[bytes]:
         """Messages that wait; more may follow."""
@@ -176,19 +210,27 @@ class OpenSessions:
     def heard(self, session: OpenSession, now: float) -> None:
         """The producer has spoken. Before the session stands only `Welcome` counts."""
         if session.path is not None:
-            if session.source in self._handshakes:
-                self._handshakes.discard(session.source)
-                self.look_again(session, now)
             session.deadline = now + self._config.session_timeout_s
+            if session.asked:
+                session.asked = False
+                self._unanswered -= 1
+                if not self._unanswered:
+                    self._asked, self.answers_due = [], float("inf")
+            if self._handshakes and session.source in self._handshakes:
+                self._handshakes.discard(session.source)
+                self.look_again(session)
 
     def due(self, now: float) -> list[OpenSession]:
         """Sessions to look after: a deadline may have passed. `look_again` must follow."""
         return [self._sessions[source] for source in self._looks.due(now)]
 
-    def look_again(self, session: OpenSession, now: float) -> None:
+    def look_again(self, session: OpenSession) -> None:
         """Look after this session when it may be lost, or idle for too long."""
-        wait_s = min(self._config.session_timeout_s, self._config.idle_timeout_s)
-        self._looks.set(session.source, min(session.deadline, now + wait_s))
+        at = session.deadline
+        if session.path is not None:
+            idle = session.last_wanted + self._config.idle_timeout_s
+            at = min(at, idle) if session.asked else idle
+        self._looks.set(session.source, at)
 
     def lost(self, session: OpenSession) -> tuple[Cause, str] | None:
         """Why the connection is no more, once that is so."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outgoing chunks: where each one lies until it has arrived, and what the consumer is told of it."""
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
@@ -15,7 +16,7 @@ from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.header import encode_header, header_of
 from pd_connector.protocol.outgoing import Send
-from pd_connector.transport.base import Transport
+from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
 
 OFFERED = "offered"
 """Stands for a transport's name in the keys of chunks that the consumer reads."""
@@ -119,14 +120,17 @@ class Outbox:
             if in_place is not None:
                 found = checksum(in_place, send.route.rules.sums_digest)
                 confirm()  # if the pages change from here on, the checksum tells
-                self._write(send, path, in_place, found, None, now)
+                start = self._start(send, path, in_place, found)
+                self._write(start, send, path, len(in_place), None, now)
                 return None
-            send_slot, payload = self._gather(send, path, confirm)
+            send_slot, payload, begin = self._fill(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            found = self._cache.last_checksum or self._checksum(send, payload, path)
-            if path.read:
-                return self._offer_slot(send, payload, found, send_slot, now)
-            self._write(send, path, payload, found, send_slot, now)
+            if begin is None:
+                found = self._cache.last_checksum or self._checksum(send, payload, path)
+                if path.read:
+                    return self._offer_slot(send, payload, found, send_slot, now)
+                begin = self._start(send, path, payload, found)
+            self._write(begin, send, path, len(payload), send_slot, now)
         except BaseException:
             self._free_slots.append(send_slot)
             raise
@@ -200,10 +204,11 @@ class Outbox:
             return b""
         return checksum(payload, send.route.rules.sums_digest)
 
-    def _gather(
+    def _fill(
         self, send: Send, path: SendPath, confirm: Callable[[], None]
-    ) -> tuple[int, memoryview]:
-        """Gather a chunk into a send slot; returns the slot and the payload in it.
+    ) -> tuple[int, memoryview, Callable[[], int] | None]:
+        """Gather a chunk into a send slot; returns the slot and the payload in it. Or encrypt it into
+        the slot; returns also what starts the write then.
 
         It is never gathered straight into the landing slot: a producer that was given up may still
         write there, and the checksum would certify its bytes.
@@ -212,12 +217,28 @@ class Outbox:
         try:
             slab = None if path.read else path.transport.sends_from
             slot, fence = (slab or self._sending).slot(send_slot), self._fences.get(send.request)
-            payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
+            if (begin := self._encrypt(send, path, slot)) is not None:
+                payload = slot[: send.chunk.nbytes(send.route)]
+            else:
+                payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
             confirm()
         except BaseException:
             self._free_slots.append(send_slot)
             raise
-        return send_slot, payload
+        return send_slot, payload, begin
+
+    def _encrypt(self, send: Send, path: SendPath, slot: memoryview) -> Callable[[], int] | None:
+        """Encrypt a chunk of whole pages into a send slot, from where it lies; returns what starts the
+        write, or None where it has to be gathered. A write that is never started ends the
+        connection: numbers of records are missing then."""
+        if path.read or not path.transport.authenticates:
+            return None
+        pieces = self._pieces(send)
+        if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
+            return None
+        payload = slot[: pieces.nbytes]
+        header = self._header(send, pieces.nbytes, self._checksum(send, payload, path))
+        return path.transport.prepare(path.link, header, pieces, send.slot, payload)
 
     def _pieces(self, send: Send) -> Pieces | None:
         """Where the chunk lies, if the consumer may read it there."""
@@ -228,19 +249,25 @@ class Outbox:
         joined = found.joined()
         return joined if len(joined.addresses) <= messages.MAX_PIECES else None
 
+    def _start(
+        self, send: Send, path: SendPath, payload: memoryview, found: bytes
+    ) -> Callable[[], int]:
+        """What starts to write a payload whose checksum is `found`."""
+        header = self._header(send, len(payload), found)
+        return functools.partial(path.transport.write, path.link, header, payload, send.slot)
+
     def _write(
         self,
+        begin: Callable[[], int],
         send: Send,
         path: SendPath,
-        payload: memoryview,
-        found: bytes,
+        nbytes: int,
         send_slot: int | None,
         now: float,
     ) -> None:
-        """Write a payload, whose checksum is `found`; without a `send_slot` it lies in pages."""
-        header = self._header(send, len(payload), found)
-        token = path.transport.write(path.link, header, payload, send.slot)
-        chunk = self._chunk(send, send_slot, len(payload), now)
+        """Start a write; without a `send_slot` its payload lies in pages."""
+        token = begin()
+        chunk = self._chunk(send, send_slot, nbytes, now)
         if path.transport.sends_from is not None:
             chunk = chunk._replace(most=_MOST_WRITES, in_order=True)
         self._begin((path.transport.name, token), chunk)

@@ -22,6 +22,8 @@ logger = logging.getLogger("pd_connector.agent.session_keeper")
 
 _SESSIONS_PER_HEARTBEAT = 16
 """With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
+_LATEST = 2 / 3
+"""Heartbeats are apart by this part of the timeouts at most: the rest is for a busy machine."""
 
 
 class SessionKeeper:
@@ -67,17 +69,21 @@ class SessionKeeper:
 
     def _receive(self, session: OpenSession, now: float) -> None:
         for data in self._sessions.received(session):
-            if not self._sessions.holds(session):
-                return
             try:
                 message = messages.decode_producer_message(data)
             except MalformedMessageError as error:
                 self.end(session, Cause.MALFORMED_MESSAGE, str(error), now)
                 return
-            self.only_pulses &= isinstance(message, messages.Pulse)
-            self._dispatch(session, message, now)
+            if not isinstance(message, messages.Pulse):
+                self.only_pulses = False
+                session.last_wanted = now
+                self._dispatch(session, message, now)
+            elif actions := self._consumer.pulse(session.source, message.engine_age_ms / 1000, now):
+                self._act(actions, now)
+            if not self._sessions.holds(session):
+                return
             self._sessions.heard(session, now)
-        if self._sessions.holds(session) and (lost := self._sessions.lost(session)):
+        if session.has_event and (lost := self._sessions.lost(session)):
             self.end(session, *lost, now)
 
     def _dispatch(
@@ -100,8 +106,6 @@ class SessionKeeper:
                 self._act(self._consumer.refuse(source, message, now), now)
             case messages.Cancelled():
                 self._act(self._consumer.cancelled(source, message.transfer, now), now)
-            case messages.Pulse():
-                self._act(self._consumer.pulse(source, message.engine_age_ms / 1000, now), now)
 
     def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
         if session.path is not None:
@@ -123,9 +127,13 @@ class SessionKeeper:
             session.agreed = None
             self._act(self._consumer.session_up(session.source, agreed, now), now)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, *, hurried: bool = False) -> None:
         """Dial those whose turn has come, end those that are silent, and send heartbeats that are
-        due."""
+        due.
+
+        Args:
+            hurried: what producers say must not wait (`OpenSessions.send_heartbeats`).
+        """
         while (queued := self._sessions.next_queued(now)) is not None:
             source, addresses = queued
             if addresses and self._consumer.wants(source):
@@ -138,10 +146,13 @@ class SessionKeeper:
             self._attempt(self._look_after, session, now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
-            for session in self._sessions:
-                if session.path is not None:
-                    wanted = self._consumer.wanted(session.source)
-                    self._sessions.send_heartbeat(session, wanted)
+            self._sessions.send_heartbeats(self._consumer.wanted, now, hurried=hurried)
+        self._sessions.look_for_answers(now)
+
+    @property
+    def due(self) -> float:
+        """When `tick` is wanted at the latest, to send heartbeats and see who has answered."""
+        return min(self._next_heartbeat, self._sessions.answers_due)
 
     def _look_after(self, session: OpenSession, now: float) -> None:
         """End a session that is lost or idle."""
@@ -151,7 +162,7 @@ class SessionKeeper:
         if self._consumer.wants(session.source):
             session.last_wanted = now
         if session.path is None or session.last_wanted + self._config.idle_timeout_s > now:
-            self._sessions.look_again(session, now)
+            self._sessions.look_again(session)
         else:
             self.end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
 
@@ -160,7 +171,7 @@ class SessionKeeper:
         """With many sessions heartbeats are further apart, as far as sessions and leases allow."""
         config = self._config
         stretched = config.heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
-        most = min(config.session_timeout_s, config.lease_s) / 2
+        most = min(config.session_timeout_s, config.lease_s) * _LATEST
         return max(config.heartbeat_s, min(stretched, most))
 
     def dial(self, source: Source, addresses: int, now: float) -> None:

@@ -8,7 +8,7 @@ systems forbid it: containers without CAP_SYS_PTRACE, `kernel.yama.ptrace_scope`
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -62,6 +62,15 @@ class Pieces(NamedTuple):
             return self
         steps = np.arange(0, self.piece_bytes, piece_bytes, dtype=np.uint64)
         return Pieces((self.addresses[:, None] + steps).reshape(-1), piece_bytes)
+
+    def buffers(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Bytes [start, stop) in order; the pieces must be memory of this process, and stay it."""
+        size = self.piece_bytes
+        first, skip = divmod(start, size)
+        for address in self.addresses[first : -(-stop // size)].tolist():
+            nbytes = min(size - skip, stop - start)
+            yield memoryview((ctypes.c_uint8 * nbytes).from_address(address + skip)).cast("B")
+            start, skip = start + nbytes, 0
 
     def joined(self) -> "Pieces":
         """The same memory in the largest pieces of one size: neighbours become one where they come in

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -167,22 +168,8 @@ class Consumer:
         return actions
 
     def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
-        """A producer's agent lives, and says how long ago its engine began its last step. What
-        waits for a prefill there for longer than `engine_timeout_s` is given up, if the engine has
-        made no step in that time."""
-        limit_s = self._config.engine_timeout_s
-        if engine_age_s <= limit_s:
-            return []
-        actions: list[Action] = []
-        detail = f"the producer's engine has made no step for {engine_age_s:.0f} s"
-        for transfer in self.wanted(source):
-            incoming = self._transfers.get(transfer)
-            if incoming is None or incoming.since + limit_s > now:
-                continue
-            waits = incoming.load is not None and not incoming.streams[source].complete
-            if waits or incoming.watched:
-                actions += self._fetches.finish(incoming, Cause.ENGINE_HUNG, detail, now)
-        return actions
+        """A producer's agent lives, and says how long ago its engine began its last step."""
+        return self._fetches.pulse(source, engine_age_s, now)
 
     def session_down(
         self, source: Source, cause: Cause, detail: str, now: float, *, silenced: bool = False
@@ -240,7 +227,7 @@ class Consumer:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Destination,
         now: float,
         *,
         problem: str = "",
@@ -252,13 +239,23 @@ class Consumer:
         another transfer's by now.
 
         Args:
-            payload: the bytes in the slot, or the producer's pages, from which they can be read.
+            payload: the bytes in the slot; or the producer's pages, from which they can be read; or
+                where they are already.
             problem: why the chunk will not come, if so.
             authentic: as in `transport.base.Landed`.
         """
         return self._landings.landed(
             header, slot, payload, now, problem=problem, authentic=authentic
         )
+
+    def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
+        """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:
+        `awaits` says whether it is still wanted there."""
+        return self._landings.expected(header, slot)
+
+    def awaits(self, place: PlaceChunk) -> bool:
+        """Whether a chunk that was `expected` is still wanted, in the same pages."""
+        return self._landings.awaits(place)
 
     def placed(
         self, place: PlaceChunk, problem: Cause | None, detail: str, now: float

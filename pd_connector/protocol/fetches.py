@@ -145,6 +145,23 @@ class Fetches:
         self._transfers.schedule(incoming)
         return []
 
+    def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
+        """What waits for a prefill of this producer for longer than `engine_timeout_s` is given up,
+        if its engine has made no step in that time."""
+        limit_s = self._config.engine_timeout_s
+        if engine_age_s <= limit_s:
+            return []
+        actions: list[Action] = []
+        detail = f"the producer's engine has made no step for {engine_age_s:.0f} s"
+        for transfer in self._transfers.of_source(source):
+            incoming = self._transfers.get(transfer)
+            if incoming is None or incoming.since + limit_s > now:
+                continue
+            waits = incoming.load is not None and not incoming.streams[source].complete
+            if waits or incoming.watched:
+                actions += self.finish(incoming, Cause.ENGINE_HUNG, detail, now)
+        return actions
+
     def finish(
         self, incoming: IncomingTransfer, cause: Cause | None, detail: str, now: float
     ) -> list[Action]:

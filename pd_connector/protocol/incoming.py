@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
@@ -64,14 +65,16 @@ class PlaceChunk(NamedTuple):
     chunk: Chunk
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
-    payload: memoryview | Pieces  # here, or in the producer's memory
+    # Here, or in the producer's memory, or in its pages already; None: still to come.
+    payload: memoryview | Pieces | Destination | None
     request: str  # whose pages they are
     authentic: bool = False  # the transport has verified that the producer sent these bytes
     comparison: Comparison | None = None  # to which it is added, in place of being written
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
-        chunk, nbytes = self.chunk, self.payload.nbytes
+        chunk = self.chunk
+        nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:
             return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
         count = len(chunk.pages(self.route.destination.page_size))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
@@ -40,7 +41,7 @@ class Landings:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces,
+        payload: memoryview | Pieces | Destination,
         now: float,
         *,
         problem: str,
@@ -48,36 +49,73 @@ class Landings:
     ) -> list[Action]:
         """See `Consumer.landed`."""
         incoming = self._transfers.get(header.transfer)
-        if incoming is None or incoming.load is None:
-            return []
-        source = self._writer(incoming, header, slot)
-        if source is None:
-            return []
-        stream = incoming.streams[source]
-        chunk = stream.missing.get(header.sequence)
-        if chunk is None:
+        place = self._place(header, slot, payload, authentic=authentic)
+        if incoming is None or place is None:
             return []
         if problem:
             return self._fetches.finish(incoming, Cause.TRANSPORT, problem, now)
-        load, session = incoming.load, self._sessions[source]
+        if wrong := place.problem(self._wanted(place)):
+            return self._fetches.finish(incoming, *wrong, now)
+        incoming.streams[place.source].landed(header.nbytes, now)
+        return [place]
+
+    def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
+        """See `Consumer.expected`."""
+        place = self._place(header, slot, None, authentic=False)
+        return None if place is None or place.problem(self._wanted(place)) else place
+
+    def awaits(self, place: PlaceChunk) -> bool:
+        """See `Consumer.awaits`."""
+        incoming = self._transfers.get(place.header.transfer)
+        if incoming is None or incoming.load is None or incoming.load.request != place.request:
+            return False
+        stream = incoming.streams.get(place.source)
+        return (
+            stream is not None
+            and stream.missing.get(place.header.sequence) is place.chunk
+            and self._grants.holds(place.header.transfer, place.source, place.slot)
+        )
+
+    def _place(
+        self,
+        header: ChunkHeader,
+        slot: int,
+        payload: memoryview | Pieces | Destination | None,
+        *,
+        authentic: bool,
+    ) -> PlaceChunk | None:
+        """Where a chunk belongs; None if nobody waits for it."""
+        incoming = self._transfers.get(header.transfer)
+        if incoming is None or incoming.load is None:
+            return None
+        source = self._writer(incoming, header, slot)
+        if source is None:
+            return None
+        stream = incoming.streams[source]
+        chunk = stream.missing.get(header.sequence)
+        if chunk is None:
+            return None
         route = stream.routes[chunk.route]
-        pages = load.pages_of(route, chunk)
-        place = PlaceChunk(
+        return PlaceChunk(
             source=source,
             header=header,
             route=route,
             chunk=chunk,
-            pages=pages,
+            pages=incoming.load.pages_of(route, chunk),
             slot=slot,
             payload=payload,
-            request=load.request,
+            request=incoming.load.request,
             authentic=authentic,
             comparison=incoming.comparison,
         )
-        if wrong := place.problem(session.header(load, route, chunk, header.checksum)):
-            return self._fetches.finish(incoming, *wrong, now)
-        stream.landed(header.nbytes, now)
-        return [place]
+
+    def _wanted(self, place: PlaceChunk) -> ChunkHeader:
+        """What the plan says of this chunk."""
+        incoming = self._transfers.get(place.header.transfer)
+        assert incoming is not None
+        assert incoming.load is not None
+        session = self._sessions[place.source]
+        return session.header(incoming.load, place.route, place.chunk, place.header.checksum)
 
     def placed(
         self, place: PlaceChunk, problem: Cause | None, detail: str, now: float

@@ -8,10 +8,11 @@ or leases. The agent verifies what it delivers.
 """
 
 import abc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 
@@ -36,7 +37,7 @@ class Landed(NamedTuple):
         payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
             granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
             Those of a read may lie in the producer's send slot; they are valid until the producer is
-            told that they were taken.
+            told that they were taken. A `Destination` is what `destinations` has named: they lie there.
         problem: why a read failed, for the log; its payload is empty then.
         authentic: the transport has verified, by keys that only the peer has, that these are the
             bytes that the peer sent; and nobody but this process can write where they lie.
@@ -44,9 +45,16 @@ class Landed(NamedTuple):
 
     header: bytes
     slot: int
-    payload: memoryview
+    payload: memoryview | Destination
     problem: str = ""
     authentic: bool = False
+
+
+Destinations = Callable[[bytes, int, int], Destination | None]
+"""Takes header, landing slot and length of a chunk that arrives; says where it belongs, if that is known."""
+
+LEAST_PIECE_BYTES = 16 << 10
+"""Memory in smaller pieces is encrypted and decrypted by way of a slot: each piece costs microseconds."""
 
 
 class Transport(abc.ABC):
@@ -65,6 +73,9 @@ class Transport(abc.ABC):
     """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
     authenticates: bool = False
     """Whether everything it delivers is `authentic`. Chunks need no checksum then."""
+    destinations: Destinations | None = None
+    """Set by the consumer. A transport that decrypts may ask it where a chunk belongs, and decrypt each part
+    of it there as it arrives. What it wrote there is authentic only if `Landed` is."""
     sends_from: Slab | None = None
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
     `authenticates` needs them: memory that no peer can write. Such a transport delivers the chunks of
@@ -103,6 +114,21 @@ class Transport(abc.ABC):
         are under way over it end as failed, and later ones wait for the next connection. Raises
         TransportError if it cannot start.
         """
+
+    def prepare(
+        self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
+    ) -> Callable[[], int] | None:
+        """Read a payload that lies in pieces, and encrypt it into `into`, before the call returns.
+
+        Returns:
+            What starts the write (see `write`) and returns its token; call it at once, or never. None
+            where this transport does not: the payload has to be gathered then. `into` must stay
+            unchanged until the `Written` with this token is polled.
+
+        Raises:
+            TransportError: it cannot be written.
+        """
+        return None
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         """Start to fetch the first `nbytes` bytes of the producer's send slot `send_slot`.

@@ -41,7 +41,7 @@ class _Margin:
 
 
 class Decision(NamedTuple):
-    """What to do with a request; the HTTP half fair_share a refusal into 429."""
+    """What to do with a request; the HTTP half turns a refusal into 429."""
 
     admit: bool
     cause: Literal["", "ttft", "tpot"]  # which promise would be broken

@@ -5,7 +5,6 @@ real engines, `ablation`, `overhead` and `hybrid`."""
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,29 +15,12 @@ from rich.console import Console
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 from pd_connector.tools.cli.bench_report import exit_codes
 from scheduler_plugins.bench import ablation, classes, order, overhead, overload, plot
+from scheduler_plugins.bench.options import EngineKind, Json, Live, Minutes, Quick, Seeds, tell
+from scheduler_plugins.bench.replay_command import replay
 from scheduler_plugins.bench.routers import command as routers
 from scheduler_plugins.sim import trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-Seeds = Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")]
-Minutes = Annotated[float, typer.Option(min=2.0, help="Simulated time.")]
-Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
-
-
-class EngineKind(StrEnum):
-    """Engines that can be measured."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
-Live = Annotated[
-    EngineKind | None, typer.Option("--engine", help="In real engines, not in simulation.")
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="With --engine: so little that the figures mean nothing.")
-]
 
 
 @app.callback()
@@ -47,6 +29,7 @@ def group() -> None:
 
 
 app.add_typer(routers.app, name="router")
+app.command()(replay)
 
 
 @app.command()
@@ -152,7 +135,7 @@ def qos(
         durations = (18.0, 62.0) if quick else (180.0, 80.0)
         live_commands.run("baseline", partial(live_qos.compare, *durations), json)
         return
-    _tell("Classes", classes.compare(range(seeds), minutes * 60), json)
+    tell("Classes", classes.compare(range(seeds), minutes * 60), json)
 
 
 @app.command("ablation")
@@ -170,7 +153,7 @@ def without(
         found = ablation.compare(range(seeds), minutes * 60, traces or ())
     except trace.TraceError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from None
-    _tell("Parts of the scheduler", found, json)
+    tell("Parts of the scheduler", found, json)
 
 
 @app.command()
@@ -189,7 +172,7 @@ def admission(
         compare = partial(live_admission.compare, 24.0 if quick else 60.0, ("ttft", "tpot"))
         live_commands.run("baseline", compare, json)
         return
-    _tell("Admission at twice the capacity", overload.compare(range(seeds), minutes * 60), json)
+    tell("Admission at twice the capacity", overload.compare(range(seeds), minutes * 60), json)
 
 
 @app.command("overhead")
@@ -201,7 +184,7 @@ def added(json: Json = None) -> None:
         check_possible()
         from scheduler_plugins.bench import live_overhead
 
-        _tell("Time added to a step of vLLM's scheduler", live_overhead.compare(), json)
+        tell("Time added to a step of vLLM's scheduler", live_overhead.compare(), json)
 
 
 @app.command("sglang")
@@ -220,7 +203,7 @@ def sglang_steps(
     from scheduler_plugins.bench import sglang_steps as measured
 
     found = measured.compare(posts, load or order.LOADS, range(seeds))
-    _tell("Order of waiting requests in SGLang's steps", found, json)
+    tell("Order of waiting requests in SGLang's steps", found, json)
 
 
 @app.command()
@@ -246,7 +229,7 @@ def index(
     """Memory and time of the router's index of cached blocks, against what is allowed."""
     from scheduler_plugins.bench import prefixes
 
-    _tell("The router's index", prefixes.compare(engines, blocks), json)
+    tell("The router's index", prefixes.compare(engines, blocks), json)
 
 
 @app.command("router-cpu")
@@ -261,88 +244,7 @@ def router_cpu(
 
     with exit_codes(Console(stderr=True)):
         found = asyncio.run(router_overhead.compare(requests, streams, rounds))
-    _tell("CPU time of the router", found, json)
-
-
-def _tell(title: str, found: list[Comparison], json: Path | None) -> None:
-    """Print a table, and end with 1 when a bar was missed."""
-    console = Console()
-    console.print(f"\n[bold]{title}[/]")
-    console.print(table(found, "baseline"))
-    if json is not None:
-        write_json(json, found)
-    raise typer.Exit(1 if missed(found) else 0)
-
-
-@app.command()
-def replay(
-    file: Annotated[Path, typer.Argument(help="A trace in Mooncake's form (JSON lines).")],
-    requests: Annotated[int, typer.Option(min=10, help="Take only the first so many.")] = 3000,
-    cache_tokens: Annotated[
-        int, typer.Option(min=512, help="Simulated: tokens that the cache holds.")
-    ] = 2_000_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Simulated: repetitions.")] = 1,
-    svg: Annotated[Path | None, typer.Option(help="Simulated: draw the lambda sweep.")] = None,
-    blocks: Annotated[
-        int | None,
-        typer.Option(min=300, help="What stays in a cache of so many of the trace's blocks."),
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Send it to this running engine; may be repeated."),
-    ] = None,
-    scale: Annotated[
-        float, typer.Option(min=1e-4, help="With --engine: what lengths are multiplied by.")
-    ] = 1.0,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="With --engine: requests per second, if not as recorded."),
-    ] = None,
-    priority: Annotated[
-        bool, typer.Option("--priority", help="With --engine: priority = length of the prompt.")
-    ] = False,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="Of the engines.", show_default=False)
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="With --blocks: write the figures here.")
-    ] = None,
-) -> None:
-    """Order of the queue on a recorded workload, at 0.7, 0.9 and 1.1 of what FCFS can do.
-
-    The bars of `queue` are shown, but were set for its workload: the exit code is 0. With --blocks the
-    order of eviction instead: hits of the whole trace, and of PrefillOnly's workload, by vLLM's scheduler
-    and by ours; exit code 1 when a bar is missed. With --engine the trace goes to running engines, one
-    after the other, and their times are shown.
-    """
-    console = Console()
-    try:
-        recorded = trace.read(file, None if blocks else requests)
-    except trace.TraceError as error:
-        raise typer.BadParameter(str(error), param_hint="FILE") from None
-    if blocks is not None:
-        from scheduler_plugins.bench.live import check_possible
-
-        with exit_codes(Console(stderr=True)):
-            check_possible()
-            from scheduler_plugins.bench import eviction
-
-            _tell("Hits of the prefix cache", eviction.compare(recorded, blocks, range(3)), json)
-    if engine:
-        from scheduler_plugins.bench import live_replay
-
-        how = live_replay.Scale(scale, rate, priority)
-        stderr = Console(stderr=True)
-        with exit_codes(stderr):
-            say = partial(stderr.print, markup=False, highlight=False)
-            found = asyncio.run(live_replay.replay(engine, recorded, how, api_key, say))
-        console.print(live_replay.table(found))
-        return
-    workload = order.Recorded(recorded, cache_tokens)
-    console.print(table(order.compare(workload, range(seeds)), "baseline"))
-    if svg is not None:
-        svg.write_text(plot.svg(order.sweep(workload, range(seeds))))
-        console.print(f"lambda sweep: {svg}")
+    tell("CPU time of the router", found, json)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ async def compare(
 ) -> Findings:
     """PrefillOnly's shape, 20 users x `posts`, at `loads` times what vLLM's FCFS drains.
 
-    All engines are there from the start and take fair_share, so that whatever the machine does meanwhile
+    All engines are there from the start and take turns, so that whatever the machine does meanwhile
     hits each of them. In each round the arrivals are the same for all contenders, and others than in
     the rounds before; what FCFS drains is measured anew.
     """

@@ -29,9 +29,9 @@ TWO_TO_ONE = 1.15
 PROMPT_BYTES = 4096
 CLIENTS = 16
 SPEEDS = ("50", "2")
-"""Of the mock engines that prefill and decode: prompts take no time, and events come one by one, some milliseconds apart."""
+"""Speeds of the mock engines that prefill and that decode: prompts take no time, and events come one by one, some milliseconds apart."""
 EVENTS = 200
-"""Of a long stream."""
+"""Events of a long stream."""
 _COMMAND = [
     sys.executable,
     "-c",

@@ -8,10 +8,11 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from scheduler_plugins.order.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.queue.batch import Batch
 from scheduler_plugins.queue.class_queue import ClassQueue, QueueEntry
 from scheduler_plugins.queue.fair_share import FairShare
-from scheduler_plugins.queue.guards import Guards
 from scheduler_plugins.queue.prefix_index import CostEstimator, Costs, PrefixIndex
+from scheduler_plugins.queue.turned_back import TurnedBack
 
 LOOKS_PER_PEEK = 32
 """Most entries that are evaluated anew before one is chosen. The order is exact unless, since the last
@@ -29,13 +30,11 @@ class WaitingQueue:
     any policy. At most so many requests of its class that were added after it start before it. To keep
     this, the queue looks at the oldest request of a class only: nobody in the class was overtaken more
     often (`ClassQueue.overtaken`). When the oldest has reached the bound, it goes first in its class.
-    Other classes lengthen the wait by at most 1 / `reserved_fraction`. If the engine has no room for a
-    request (`no_room`), at most so many requests of any class start before it: then it goes before
-    everything, what runs ends, and nobody takes the room that becomes free. Requests that are removed
-    count as having overtaken.
+    Other classes lengthen the wait by at most 1 / `reserved_fraction`. Before a request that the engine
+    has no room for (`TurnedBack`) at most so many of any class start: then it goes before everything, what
+    runs ends, and nobody takes the room that becomes free. Who is removed counts as having overtaken.
 
-    **Batches.** `peek` returns None although requests wait if the batch has to go without another: for
-    a request that wants a batch of its own, and for one that is guarded (`Guards`).
+    **Batches.** `peek` returns None although requests wait if the batch has to go without another (`Batch`).
     """
 
     def __init__(
@@ -62,14 +61,10 @@ class WaitingQueue:
         self._class_queues: dict[str, ClassQueue] = {}
         self._popped: dict[str, tuple[QueueEntry, Mapping[str, float]]] = {}
         self._head: QueueEntry | None = None
-        self._no_room: dict[str, int] = {}
-        """Requests that the engine had no room for, in that order, and `_starts` at that time."""
-        self._starts = 0
+        self._turned_back = TurnedBack()
         self._next_of_all: QueueEntry | None = None
         """The request that goes before everything in this scan."""
-        self._own_batch: str | None = None
-        self._started: set[str] = set()
-        self._guards = Guards()
+        self._batch = Batch()
         self.fair_share = FairShare()
         """The classes. Others may ask it, not change it."""
         self.set_classes(classes)
@@ -172,25 +167,21 @@ class WaitingQueue:
 
     def skipped(self, request_id: str) -> None:
         """A request that was popped in this scan was not started, so it fills no batch."""
-        if request_id in self._started:
-            self._started.discard(request_id)
-            self._starts -= 1
-        self._guards.drop(request_id)
-        if self._own_batch == request_id:
-            self._own_batch = None
+        if self._batch.drop(request_id):
+            self._turned_back.starts -= 1
 
     def no_room(self, request_id: str) -> None:
         """The engine peeked at this request in this scan, and had no room in its cache for it."""
-        self._no_room.setdefault(request_id, self._starts)
+        self._turned_back.add(request_id)
 
     def had_room(self, request_id: str) -> bool:
         """Whether the engine never lacked room for this request."""
-        return request_id not in self._no_room
+        return request_id not in self._turned_back
 
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` may return None although requests wait."""
-        return bool(self._guards) or self.policy.splits_batches
+        return self._batch.has_guards or self.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a pass over its queue.
@@ -199,13 +190,10 @@ class WaitingQueue:
             full: a request that wants a batch of its own is being prefilled.
             prefilling: ids of the requests whose prefill goes on in this batch.
         """
-        if self._guards:
-            self._guards.keep(prefilling)
+        self._batch.begin(full=full, prefilling=prefilling)
         self._head = None
         self._popped = {}
-        self._started = set()
-        self._own_batch = "" if full else None
-        self._next_of_all = self._overdue() if self._no_room else None
+        self._next_of_all = self._turned_back.overdue(self._entries, self._max_overtaken)
         for class_queue in self._class_queues.values():
             class_queue.end_group()
         if self.estimator.renew():
@@ -233,16 +221,12 @@ class WaitingQueue:
         owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
         if owed and not len(self._class_queues[entry.class_name]):
-            self._guards.add(request.id, self.fair_share.priority(entry.class_name))
+            self._batch.guard(request.id, self.fair_share.priority(entry.class_name))
         cost_s = entry.cost_s if exact else self.estimator.cost_s(request)
         cost_s = 0.0 if entry.resumed else cost_s
         self._popped[request.id] = entry, self.fair_share.charge(entry.class_name, cost_s)
-        self._started.add(request.id)
-        self._starts += 1
-        if entry is self._next_of_all:
-            self._next_of_all = None
-        if policy.splits_batches and policy.wants_own_batch(request):
-            self._own_batch = request.id
+        self._batch.add(request, policy)
+        self._turned_back.starts += 1
         return request
 
     def remove(self, request_id: str) -> bool:
@@ -253,25 +237,21 @@ class WaitingQueue:
             return False
         if entry is self._head:
             self._head = None
-        if entry is self._next_of_all:
-            self._next_of_all = None
         self._drop(entry)
         return True
 
     def _choose(self) -> QueueEntry | None:
-        if not self._entries or self._own_batch is not None:
+        if not self._entries or self._batch.is_full:
             return None
-        looks, policy = LOOKS_PER_PEEK, self.policy
+        looks = LOOKS_PER_PEEK
         if self._prefix_index.stale:
             looks = max(8, looks - self._recalibrate())
         next_of_all = self._next_of_all
         name = next_of_all.class_name if next_of_all else self.fair_share.next()
-        if self._guards and self._guards.shut_out(self.fair_share.priority(name)):
+        if self._batch.has_guards and self._batch.shuts_out(self.fair_share.priority(name)):
             return None
         entry = self._first(self._class_queues[name], looks)
-        if policy.splits_batches and self._started and policy.wants_own_batch(entry.request):
-            return None
-        return entry
+        return entry if self._batch.takes(entry.request, self.policy) else None
 
     def _recalibrate(self, most: int = LOOKS_PER_PEEK) -> int:
         """Evaluate up to `most` stale entries. Returns their number."""
@@ -279,16 +259,6 @@ class WaitingQueue:
         for entry in entries:
             self._rescore(entry)
         return len(entries)
-
-    def _overdue(self) -> QueueEntry | None:
-        """The first request that lacked room, if too many have started since."""
-        while self._no_room:
-            request_id, starts = next(iter(self._no_room.items()))
-            if request_id in self._entries:
-                late = self._starts - starts >= self._max_overtaken
-                return self._entries[request_id] if late else None
-            del self._no_room[request_id]
-        return None
 
     def _first(self, class_queue: ClassQueue, looks: int) -> QueueEntry:
         if class_queue.overtaken() >= self._max_overtaken and (oldest := class_queue.oldest()):
@@ -320,6 +290,8 @@ class WaitingQueue:
         return entry
 
     def _drop(self, entry: QueueEntry) -> None:
+        if entry is self._next_of_all:
+            self._next_of_all = None
         del self._entries[entry.request.id]
         self._prefix_index.forget(entry)
         self._class_queues[entry.class_name].remove(entry)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.counted_load import EngineLoad, Loaded
-from scheduler_plugins.router.describe import BLOCK_TOKENS, describe
+from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.policies.base import (
     Defer,
@@ -21,7 +20,8 @@ from scheduler_plugins.router.policies.base import (
     Role,
     cached_tokens,
 )
-from scheduler_plugins.router.view import LiveView
+from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS, describe
+from scheduler_plugins.router.routing.view import LiveView
 
 FORGOTTEN_S = 600.0
 """Serve does not say that a replica was chosen and then not asked. Such a request counts for this long."""

@@ -20,10 +20,10 @@ from ray.serve.request_router import (
 )
 
 from scheduler_plugins.ray.fleet import Fleet
-from scheduler_plugins.router.body import BadRequestError
-from scheduler_plugins.router.describe import SESSION_HEADER
 from scheduler_plugins.router.policies import registry
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.prompt.body import BadRequestError
+from scheduler_plugins.router.prompt.describe import SESSION_HEADER
 
 _FIELDS = ("prompt", "messages", "cache_salt", "max_completion_tokens", "max_tokens", "user")
 _PREFIXES = {"Prefill:": Role.PREFILL, "Decode:": Role.DECODE}

@@ -46,10 +46,10 @@ HELP = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
     try:
-        from scheduler_plugins.router.config import RouterConfig
         from scheduler_plugins.router.loop import run
         from scheduler_plugins.router.server import serve
-        from scheduler_plugins.router.settings_file import SettingsFile
+        from scheduler_plugins.router.settings.config import RouterConfig
+        from scheduler_plugins.router.settings.settings_file import SettingsFile
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
         return 2

@@ -6,10 +6,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.settings_file import AT_START, SettingsError, SettingsFile
-from scheduler_plugins.router.shared import Shared
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import AT_START, SettingsError, SettingsFile
 
 logger = logging.getLogger(__name__)
 

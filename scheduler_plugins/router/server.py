@@ -9,14 +9,14 @@ from types import TracebackType
 
 from aiohttp import web
 
-from scheduler_plugins.router.admin import create_admin
-from scheduler_plugins.router.app import create_app
-from scheduler_plugins.router.app_keys import CONNECTIONS, SHARED
-from scheduler_plugins.router.backend import Backend
-from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.pool import EnginePool
-from scheduler_plugins.router.settings_file import SettingsFile
-from scheduler_plugins.router.tls import for_clients
+from scheduler_plugins.router.client.tls import for_clients
+from scheduler_plugins.router.endpoints.admin import create_admin
+from scheduler_plugins.router.endpoints.app import create_app
+from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, SHARED
+from scheduler_plugins.router.endpoints.backend import Backend
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsFile
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from scheduler_plugins.sim.simulate import COSTS, Scenario, policies, simulate
 
 FAILED = 2
 _WIDTH = 120
-"""Of the table where there is no terminal."""
+"""Width of the table where there is no terminal."""
 _COUNTS = {
     "prefill": "prefill engines",
     "decode": "decode engines",

@@ -20,7 +20,7 @@ class Network:
     """What the links between engines are like."""
 
     bytes_per_s: float = 25e9
-    """Of each engine's link, in each direction: 200 Gbit/s."""
+    """Rate of each engine's link, in each direction: 200 Gbit/s."""
     latency_s: float = 2e-3
     """From the order to the first byte, and what the last byte needs."""
     kv_bytes_per_token: float = 131_072

@@ -10,7 +10,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
-from scheduler_plugins.router.counted_load import EngineLoad, Loaded
+from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine

@@ -55,7 +55,7 @@ def accepted(consumer: Rank, transfer: str) -> bool:
 
 def overdue(rank: Rank) -> None:
     """The agent, which hangs, has not answered for as long as its engine waits."""
-    rank.agent._turn_began -= 1000.0
+    rank.agent._turn._began -= 1000.0
 
 
 def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:

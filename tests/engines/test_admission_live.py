@@ -25,14 +25,14 @@ from pd_connector.tools.launch import VllmEngine
 from scheduler_plugins.bench.live import MIDDLEWARE, OURS
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.profile.client import Timed, connect
-from scheduler_plugins.router.engine_reports import Told, from_report
-from scheduler_plugins.router.engines import BackendEngine, Role
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.engine_reports import Told, from_report
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.resume import StreamRecord
-from scheduler_plugins.router.token_worker import tokenize
+from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.tokens.token_worker import tokenize
 
 KEY = "engine-test-key"
 ARGS = ("--api-key", KEY, "--max-num-batched-tokens", "512")

@@ -37,9 +37,9 @@ def test_the_picture_is_that_of_the_contracts(drawing: ModuleType) -> None:
     assert drawing.PICTURE.read_text() == drawing.picture()
 
 
-def test_the_table_is_that_of_the_contracts(drawing: ModuleType, page: str) -> None:
+def test_the_tables_are_those_of_the_contracts(drawing: ModuleType, page: str) -> None:
     """Else: python docs/draw_architecture.py"""
-    assert page == drawing.with_table(page)
+    assert page == drawing.with_tables(page)
 
 
 def test_the_way_of_a_page_passes_through_both_sides_in_order(

@@ -23,7 +23,7 @@ ABSENT = (
     "ucxx",
 )
 ROOMS = ("kv", "plan", "protocol", "control")
-ROUTER = ("scheduler_plugins.router.body", "scheduler_plugins.router.policies.registry")
+ROUTER = ("scheduler_plugins.router.prompt.body", "scheduler_plugins.router.policies.registry")
 
 BLOCK = f"""
 import sys

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of the tcp transport: what is not the peer's next record, whole, does not open."""
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+import numpy as np
 import pytest
 
+from pd_connector.memory.destination import Destination
+from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake, Opener, Sealer
@@ -41,9 +46,14 @@ def address(name: bytes) -> TcpAddress:
 DIALLER, LISTENER = address(b"d"), address(b"l")
 
 
-def handshake(shared: bytes = SHARED, nonce: bytes = bytes(32)) -> Handshake:
+def handshake(
+    shared: bytes = SHARED, nonce: bytes = bytes(32), *, fast_aes: bool = True
+) -> Handshake:
+    dialler, listener = (
+        msgspec.structs.replace(one, fast_aes=fast_aes) for one in (DIALLER, LISTENER)
+    )
     dial = DialFrame(DIALLER.identity, LISTENER.identity, nonce)
-    return Handshake(shared, DIALLER, LISTENER, dial, bytes(32))
+    return Handshake(shared, dialler, listener, dial, bytes(32))
 
 
 class Line:
@@ -119,14 +129,14 @@ def chunk(token: int, payload: bytes) -> ChunkWrite:
 FIRST, SECOND = os.urandom(SLOT_BYTES), os.urandom(1000)
 
 
-@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("cipher", ["AES", "ChaCha20", ""])
 @pytest.mark.parametrize("nbytes", [0, 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, SLOT_BYTES])
 def test_chunks_arrive_however_the_bytes_are_cut(
-    line: Callable[..., Line], sealed: bool, nbytes: int
+    line: Callable[..., Line], cipher: str, nbytes: int
 ) -> None:
-    one = handshake()
-    sealer = one.listener_ciphers()[0] if sealed else None
-    receiver = line(one.dialler_ciphers()[1] if sealed else None)
+    one = handshake(fast_aes=cipher == "AES")
+    sealer = one.listener_ciphers()[0] if cipher else None
+    receiver = line(one.dialler_ciphers()[1] if cipher else None)
     payload = FIRST[:nbytes]
     sent = b"".join(records(sealer, [chunk(1, payload), chunk(2, SECOND)]))
     cuts = [*range(0, 200, 7), len(sent) // 2, len(sent)]
@@ -134,6 +144,7 @@ def test_chunks_arrive_however_the_bytes_are_cut(
     for start, stop in zip([0, *cuts], cuts, strict=False):
         for event in receiver.take(sent[start:stop]):
             assert isinstance(event, Arrived)
+            assert isinstance(event.payload, memoryview)
             events.append((event.head, bytes(event.payload)))
     assert events == [
         (chunk(1, payload).head, payload),
@@ -163,23 +174,28 @@ TAMPERED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 }
 
 
+@pytest.mark.parametrize("fast_aes", [True, False])
 @pytest.mark.parametrize("name", TAMPERED)
-def test_what_was_tampered_with_does_not_open(line: Callable[..., Line], name: str) -> None:
-    one = handshake()
+def test_what_was_tampered_with_does_not_open(
+    line: Callable[..., Line], name: str, fast_aes: bool
+) -> None:
+    one = handshake(fast_aes=fast_aes)
     sent = records(one.listener_ciphers()[0], [chunk(1, FIRST), chunk(2, SECOND)])
     assert len(sent) == 5
     receiver = line(one.dialler_ciphers()[1])
-    arrived: list[Event] = []
+    arrived: list[tuple[int, bytes]] = []
 
     def take_all() -> None:
         for record in (*TAMPERED[name](sent), sent[0]):
-            arrived.extend(receiver.take(record))
+            for event in receiver.take(record):
+                assert isinstance(event, Arrived)
+                assert isinstance(event.payload, memoryview)
+                arrived.append((event.head.token, bytes(event.payload)))
 
     with pytest.raises(FrameError):
         take_all()
-    for event in arrived:  # what came before
-        assert isinstance(event, Arrived)
-        assert bytes(event.payload) == (FIRST, SECOND)[event.head.token - 1]
+    for token, payload in arrived:  # what came before
+        assert payload == (FIRST, SECOND)[token - 1]
 
 
 def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> None:
@@ -187,6 +203,7 @@ def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> 
     sent = records(None, [chunk(1, FIRST)])
     (event,) = line(None).take(b"".join([sent[0], flipped(sent[1], 1000)]))
     assert isinstance(event, Arrived)
+    assert isinstance(event.payload, memoryview)
     assert bytes(event.payload) != FIRST
 
 
@@ -269,6 +286,126 @@ def test_a_chunk_counts_as_sent_when_its_last_byte_is() -> None:
     assert sending.sent(1)
     near.close()
     far.close()
+
+
+PIECE = 24 << 10
+
+
+def in_pieces(payload: bytes, piece_bytes: int = PIECE) -> tuple[np.ndarray, Pieces]:
+    """A payload in pieces that lie apart and in no order; the memory, and the pieces."""
+    count = -(-len(payload) // piece_bytes)
+    memory = np.zeros(2 * count * piece_bytes, np.uint8)
+    places = np.random.default_rng(1).permutation(2 * count)[:count] * piece_bytes
+    for number, place in enumerate(places):
+        part = payload[number * piece_bytes :][:piece_bytes]
+        memory[place : place + len(part)] = np.frombuffer(part, np.uint8)
+    return memory, Pieces(memory.ctypes.data + places.astype(np.uint64), piece_bytes)
+
+
+def whole(memory: np.ndarray, pieces: Pieces) -> bytes:
+    at = (pieces.addresses - np.uint64(memory.ctypes.data)).astype(int)
+    return b"".join(bytes(memory[place : place + pieces.piece_bytes]) for place in at)
+
+
+class Pages(Destination):
+    """Memory in pieces that a chunk is opened into, until it is taken back."""
+
+    def __init__(self, nbytes: int, piece_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.buffer, self.pieces = in_pieces(bytes(nbytes), piece_bytes)
+        self.taken_back = False
+
+    @contextlib.contextmanager
+    def memory(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        yield () if self.taken_back else list(self.pieces.buffers(start, stop))
+
+
+@pytest.mark.parametrize("pieces", [1, SEGMENT_BYTES // PIECE, SLOT_BYTES // PIECE])
+def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
+    line: Callable[..., Line], pieces: int
+) -> None:
+    one, nbytes = handshake(), pieces * PIECE
+    receiver = line(one.dialler_ciphers()[1])
+    pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: Pages(nbytes, PIECE)}
+    receiver.landing.destinations = lambda header, slot, nbytes: pages[slot]
+    sending = Sending(receiver.near, one.listener_ciphers()[0])
+    payload, events = FIRST[:nbytes], list[Event]()
+    slots = []
+    for token in (1, 2):
+        memory, source = in_pieces(payload)
+        slots.append(memoryview(bytearray(nbytes)))
+        assert sending.can_seal
+        head = ChunkHead(token, nbytes, token, b"header")
+        sending.queue(sending.seal(head, source, slots[-1]))
+        memory[:] = 0
+        assert bytes(slots[-1]) != payload
+    sending.say(PING)
+    assert not sending.can_seal, "its number would come before that of the ping"
+    sending.queue(ChunkWrite(ChunkHead(3, nbytes, 3, b""), memoryview(payload)))
+    while len(events) < 3:
+        sending.pump()
+        events += receiver.receiving.receive()[1]
+    for token, event in enumerate(events, 1):
+        assert isinstance(event, Arrived)
+        assert event.head.token == token
+        if isinstance(event.payload, Pages):
+            assert event.payload is pages[token]
+            assert whole(event.payload.buffer, event.payload.pieces) == payload
+        else:
+            assert isinstance(event.payload, memoryview)
+            assert bytes(event.payload) == payload
+    assert receiver.landing.take() is not None
+    assert receiver.landing.take() is None, "only the second chunk lies in landing memory"
+
+
+@pytest.mark.parametrize("tampered", [False, True])
+def test_pages_that_are_taken_back_are_not_written_and_the_rest_is_still_verified(
+    line: Callable[..., Line], tampered: bool
+) -> None:
+    one = handshake()
+    receiver, pages = line(one.dialler_ciphers()[1]), Pages(SLOT_BYTES, 1 << 14)
+    receiver.landing.destinations = lambda *_: pages
+    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST), chunk(2, SECOND)])
+    assert receiver.take(b"".join(sent[:2])) == []
+    pages.taken_back = True
+    if tampered:
+        with pytest.raises(FrameError, match="does not open"):
+            receiver.take(flipped(sent[2], 9))
+        return
+    (event,) = receiver.take(sent[2])
+    assert isinstance(event, Arrived)
+    assert event.payload is pages
+    got = whole(pages.buffer, pages.pieces)
+    assert got == FIRST[:SEGMENT_BYTES] + bytes(SLOT_BYTES - SEGMENT_BYTES)
+
+
+def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
+    line: Callable[..., Line],
+) -> None:
+    """The numbers of its records have been used."""
+    one = handshake()
+    receiver = line(one.dialler_ciphers()[1])
+    sending = Sending(receiver.near, one.listener_ciphers()[0])
+    _, pieces = in_pieces(FIRST[:PIECE])
+    slot = memoryview(bytearray(PIECE))
+    left_out = sending.seal(ChunkHead(1, PIECE, 0, b""), pieces, slot)
+    sending.queue(sending.seal(ChunkHead(2, PIECE, 0, b""), pieces, slot))
+    assert not sending.withdraw(2)
+    sending.pump()
+    assert left_out.frames
+    with pytest.raises(FrameError, match="does not open"):
+        receiver.receiving.receive()
+
+
+def test_a_record_that_was_changed_on_its_way_does_not_open_into_pages(
+    line: Callable[..., Line],
+) -> None:
+    one = handshake()
+    receiver = line(one.dialler_ciphers()[1])
+    receiver.landing.destinations = lambda *_: Pages(SLOT_BYTES, 1 << 14)
+    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST)])
+    with pytest.raises(FrameError, match="does not open"):
+        receiver.take(b"".join([sent[0], flipped(sent[1], 9), *sent[2:]]))
 
 
 def test_a_dial_is_read_as_it_was_written() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What descriptors do to UCX: it closes its listening socket when it has none for a connection, and keeps those
-of dials that failed."""
+of dials that failed, and of workers that cancelled a write."""
 
 import contextlib
 import multiprocessing
@@ -113,3 +113,38 @@ def test_dials_that_fail_do_not_use_up_descriptors(kind: str) -> None:
 
         most = max(open_after(1) for _ in range(20))
         assert max(open_after(1) for _ in range(20)) <= most
+
+
+@pytest.mark.parametrize("kind", [UCX])
+@pytest.mark.parametrize("waits", [True, False], ids=["", "that would not wait"])
+def test_a_transport_that_is_closed_with_writes_under_way_leaves_nothing_behind(
+    kind: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd_connector.transport.ucx import UcxTransport, transport
+
+    monkeypatch.setattr(transport, "_LINGER_S", 60.0 if waits else 0.0)
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_consume, args=(theirs,), daemon=True)
+    process.start()
+
+    def close_one() -> int:
+        with contextlib.closing(UcxTransport(1 << 20)) as producer:
+            link = producer.connect(address)
+            for slot in range(8):
+                producer.write(link, b"header", memoryview(bytes(1 << 20)), slot)
+        return len(os.listdir("/proc/self/fd"))
+
+    with contextlib.closing(UcxTransport(1 << 20)) as expected:
+        ours.send(expected.address())
+    try:
+        ours.send("address")
+        assert ours.poll(60.0), "the consumer answers"
+        address = ours.recv()
+        before = close_one()
+        for _ in range(3):
+            after = close_one()
+        assert (after <= before) == waits, "ucxx keeps workers that cancelled a write"
+    finally:
+        process.terminate()
+        process.join()

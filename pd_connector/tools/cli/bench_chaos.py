@@ -29,6 +29,9 @@ def chaos(
     limit_s: Annotated[
         float, typer.Option(min=1.0, help="End each kind and transport after so long.")
     ] = float("inf"),
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Pairs of engines at a time, which share the faults.")
+    ] = 4,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     engines: Annotated[
         bool, typer.Option("--engines", help="On real engines behind the router, under load.")
@@ -64,7 +67,7 @@ def chaos(
             if engines:
                 ledgers += EnginesBench(minutes * 60, seed).run(say)
             else:
-                bench = ChaosBench(names, chosen, Limits(faults, limit_s), seed)
+                bench = ChaosBench(names, chosen, Limits(faults, limit_s), seed, pairs)
                 for ledger in bench.run(say):
                     ledgers.append(ledger)
         finally:  # of a long run that was interrupted, what there is

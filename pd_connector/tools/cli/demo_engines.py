@@ -80,7 +80,7 @@ def _sglang_to_vllm(stage: Stage) -> tuple[list[Service], Callable[[], CrossAske
 
 
 _EXACT = ("--dtype", "float32")
-"""Of engines that differ, tokens may tie in bfloat16. On a GPU memory and speed count for more."""
+"""In bfloat16 the tokens of engines that differ may tie. On a GPU memory and speed count for more."""
 
 
 def _vllm_engine(stage: Stage, name: str, role: Role, cpu_args: Sequence[str] = ()) -> VllmEngine:

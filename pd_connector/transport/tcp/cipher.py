@@ -10,9 +10,12 @@ repeated, left out, reordered or sent back to where it came from does not open.
 
 import functools
 import hmac
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -22,22 +25,43 @@ from pd_connector.transport.tcp.frames import DialFrame, FrameError, answer, pre
 
 _KEY_BYTES = 32
 _RECORD_NONCE_BYTES = 12
+_NOT_NEXT = "a record that does not open: not the peer's next one"
 _CPUINFO = Path("/proc/cpuinfo")
 _AES_FLAGS = (" aes ", " pclmulqdq "), (" aes ", " pmull ")
 """Names in /proc/cpuinfo, on x86 and on ARM, of AES and of GCM's carry-less multiplication."""
 
 
 class Sealer:
-    """Seals the records of one direction of one connection."""
+    """Seals the records of one direction of one connection.
+
+    Attributes:
+        in_parts: whether a record's body can be sealed part by part (`seal_parts`).
+    """
 
     def __init__(self, key: bytes, aes: bool) -> None:
+        self.in_parts = aes
         self._aead = _aead(key, aes)
+        self._key = algorithms.AES(key)
         self._records = 0
 
     def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
         """Write body, encrypted, and tag into `out`, which is TAG_BYTES longer than the body. The
         record's prefix `head` is authenticated with it."""
         self._aead.encrypt_into(self._next(), body, head, out)
+
+    def seal_parts(self, head: bytes, parts: Iterable[Any], out: memoryview) -> bytes:
+        """Like `seal`, for a body that lies in parts (contiguous buffers); returns the tag.
+
+        Args:
+            out: as long as the body.
+        """
+        context = Cipher(self._key, modes.GCM(self._next())).encryptor()
+        context.authenticate_additional_data(head)
+        at = 0
+        for part in parts:
+            at += context.update_into(part, out[at:])
+        context.finalize()
+        return context.tag
 
     def record(self, kind: int, body: bytes) -> bytes:
         """A whole small record."""
@@ -50,10 +74,16 @@ class Sealer:
 
 
 class Opener:
-    """Opens the records of one direction of one connection."""
+    """Opens the records of one direction of one connection.
+
+    Attributes:
+        in_parts: whether a record's body can be opened part by part (`open_parts`).
+    """
 
     def __init__(self, key: bytes, aes: bool) -> None:
+        self.in_parts = aes
         self._aead = _aead(key, aes)
+        self._key = algorithms.AES(key)
         self._records = 0
 
     def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
@@ -62,12 +92,35 @@ class Opener:
         Raises FrameError if this is not the record that the peer sealed next; `out` is undefined
         then.
         """
-        self._records += 1
-        nonce = self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
         try:
-            self._aead.decrypt_into(nonce, sealed, head, out)
+            self._aead.decrypt_into(self._next(), sealed, head, out)
         except InvalidTag:
-            raise FrameError("a record that does not open: not the peer's next one") from None
+            raise FrameError(_NOT_NEXT) from None
+
+    def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
+        """Like `open`, into memory that lies in parts; they are as long as the body together, or
+        there are none: the record is only counted then.
+
+        Raises FrameError as `open` does; the parts are undefined then.
+        """
+        nonce = self._next()
+        at = 0
+        context = None
+        for part in parts:
+            if context is None:
+                context = Cipher(self._key, modes.GCM(nonce)).decryptor()
+                context.authenticate_additional_data(head)
+            at += context.update_into(sealed[at : at + len(part)], part)
+        if context is None:
+            return
+        try:
+            context.finalize_with_tag(bytes(sealed[at:]))
+        except InvalidTag:
+            raise FrameError(_NOT_NEXT) from None
+
+    def _next(self) -> bytes:
+        self._records += 1
+        return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
 
 
 def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pd_connector.errors import TransportError
+from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import Written, check_fits
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake
@@ -15,7 +16,7 @@ from pd_connector.transport.tcp.connection import BrokenError, Connection, Pace
 from pd_connector.transport.tcp.frames import NONCE_BYTES, ChunkHead, DialFrame
 from pd_connector.transport.tcp.listening import HANDSHAKE_S
 from pd_connector.transport.tcp.receiving import Acked, Greeted
-from pd_connector.transport.tcp.sending import ChunkWrite
+from pd_connector.transport.tcp.sending import ChunkWrite, SealedWrite
 from pd_connector.transport.tcp.watch import Watch
 
 logger = logging.getLogger("pd_connector.transport.tcp")
@@ -33,7 +34,7 @@ class _Link:
     """
 
     greeted: bool
-    writes: dict[int, ChunkWrite] = field(default_factory=dict)
+    writes: dict[int, ChunkWrite | SealedWrite] = field(default_factory=dict)
 
 
 class ConsumerPeer:
@@ -89,8 +90,27 @@ class ConsumerPeer:
         if begun or not self._links:
             self._lose("a session with it has ended")
 
-    def write(self, link: int, head: ChunkHead, payload: memoryview, now: float) -> None:
+    def seal(
+        self, link: int, head: ChunkHead, pieces: Pieces, into: memoryview
+    ) -> SealedWrite | None:
+        """Encrypt a chunk for the connection that stands, to be written next; None where it has to
+        be written as it is. Raises TransportError if the consumer cannot take it."""
+        self._check(link, head)
+        if not self._links[link].greeted or self._connection is None:
+            return None
+        sending = self._connection.sending
+        return sending.seal(head, pieces, into) if sending.can_seal else None
+
+    def write(self, link: int, chunk: ChunkWrite | SealedWrite, now: float) -> None:
         """Raises TransportError if the consumer cannot take it."""
+        self._check(link, chunk.head)
+        to = self._links[link]
+        to.writes[chunk.head.token] = chunk
+        if to.greeted and self._connection is not None:
+            self._connection.sending.queue(chunk)
+            self._send(now)
+
+    def _check(self, link: int, head: ChunkHead) -> None:
         to = self._links[link]
         limits = self.address.slots, self.address.slot_bytes
         check_fits("tcp transport: the consumer", head.slot, head.nbytes, *limits)
@@ -100,10 +120,6 @@ class ConsumerPeer:
                 f"tcp transport: {len(to.writes)} writes wait for a consumer with "
                 f"{self.address.slots} slots"
             )
-        to.writes[head.token] = ChunkWrite(head, payload)
-        if to.greeted and self._connection is not None:
-            self._connection.sending.queue(to.writes[head.token])
-            self._send(now)
 
     def dialled(self, sock: socket.socket, dial: DialFrame, now: float) -> None:
         """It has dialled. The connection counts once a record has come that only its keys seal: the

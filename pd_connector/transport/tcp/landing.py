@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that chunks land in."""
 
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.slab import Slab
+from pd_connector.transport.base import Destinations
+from pd_connector.transport.tcp.frames import ChunkHead
 
 
 class Landing:
@@ -13,7 +16,10 @@ class Landing:
 
     Attributes:
         starved: the last connection that wanted a slot got none.
+        destinations: see `Transport.destinations`.
     """
+
+    destinations: Destinations | None = None
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
@@ -24,6 +30,12 @@ class Landing:
     @property
     def slot_bytes(self) -> int:
         return self._slab.slot_bytes
+
+    def destination(self, head: ChunkHead) -> Destination | None:
+        """Where this chunk belongs, if that is known before it has landed."""
+        if self.destinations is None or not head.nbytes:
+            return None
+        return self.destinations(head.header, head.slot, head.nbytes)
 
     def take(self) -> int | None:
         """Lend a slot, if one is free."""

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the socket into landing memory."""
 
+import fcntl
 import socket
+import sys
+import termios
 from typing import NamedTuple
 
+from pd_connector.memory.destination import Destination
 from pd_connector.transport.tcp.cipher import Opener
 from pd_connector.transport.tcp.frames import (
     ACK,
@@ -26,6 +30,9 @@ from pd_connector.transport.tcp.sending import BUDGET_BYTES
 
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
+_LOW_WATER_BYTES = 512 << 10
+"""Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
+as much as a copy of some hundred KiB."""
 
 
 class Greeted(NamedTuple):
@@ -42,7 +49,7 @@ class Arrived(NamedTuple):
     """A chunk has landed here."""
 
     head: ChunkHead
-    payload: memoryview
+    payload: memoryview | Destination  # where it lies already
 
 
 Event = Greeted | Acked | Arrived
@@ -50,6 +57,10 @@ Event = Greeted | Acked | Arrived
 
 class Receiving:
     """The receiving half of a connection.
+
+    Bodies of `DATA` go from the socket into landing memory; or, where they are sealed, into a segment
+    that stays in the processor's cache, and are opened from there into landing memory, or into the
+    chunk's `Destination`.
 
     Args:
         opener: opens every record; None for plaintext.
@@ -62,22 +73,25 @@ class Receiving:
         self._landing = landing
         self._tag_bytes = TAG_BYTES if opener else 0
         self._kinds = frozenset((PING, CHUNK) if landing else (PING, GREET, ACK))
-        largest = _SMALL_BYTES
-        if landing:
-            largest = max(MAX_CHUNK_BYTES, SEGMENT_BYTES) if opener else MAX_CHUNK_BYTES
-        # One record, and the prefix of the next.
+        largest = MAX_CHUNK_BYTES if landing else _SMALL_BYTES
+        # One record without a chunk's bytes, and the prefix of the next.
         self._buffer = memoryview(bytearray(2 * PREFIX_BYTES + largest + self._tag_bytes))
+        sealed = landing is not None and opener is not None
+        self._segment = memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES if sealed else 0))
         self._have = 0
         self._record: tuple[int, int] | None = None  # kind and body's length, once read
         self._head: ChunkHead | None = None  # of the chunk under way
         self._slot: int | None = None  # where it lands
-        self._rest = memoryview(b"")  # of that memory
-        self._straight = 0  # bytes that go from the socket into it as they are
+        self._destination: Destination | None = None  # or where it belongs
+        self._landed = 0  # bytes of it, in records that are complete
+        self._body = memoryview(b"")  # memory for what is still to come of this record of a chunk
+        self._low_water = 1
+        self._queued = 0
 
     @property
     def paused(self) -> bool:
         """Whether a chunk waits for memory to land in."""
-        return self._head is not None and self._slot is None
+        return self._head is not None and self._slot is None and self._destination is None
 
     def receive(self) -> tuple[int, list[Event]]:
         """Take what has come, within the budget and up to the end of one chunk; returns how many
@@ -94,39 +108,65 @@ class Receiving:
         while taken < BUDGET_BYTES and not self.paused:
             if events and isinstance(events[-1], Arrived):
                 break
+            targets = self._targets()
             try:
-                got = self._sock.recv_into(self._target())
+                got = self._sock.recvmsg_into(targets)[0]
             except (BlockingIOError, InterruptedError):
                 break
             if not got:
                 raise ConnectionResetError("the peer has closed the connection")
             taken += got
             self._took(got, events)
+            if got < sum(map(len, targets)):  # there was no more
+                break
+        self._ask()
         return taken, events
+
+    def grows(self) -> bool:
+        """Whether bytes have come since the last call that wait for others to come."""
+        queued = int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        before, self._queued = self._queued, queued
+        return queued > before
 
     def close(self) -> None:
         """Give landing memory back."""
         if self._slot is not None and self._landing is not None:
             self._landing.give_back(self._slot)
-        self._slot = None
-        self._rest = memoryview(b"")
+        self._slot = self._destination = None
+        self._body = memoryview(b"")
 
-    def _target(self) -> memoryview:
+    def _ask(self) -> None:
+        """Be told when enough has come to be worth it, and not of every packet."""
+        wanted = max(1, min(self._due(), _LOW_WATER_BYTES))
+        if wanted != self._low_water and not self.paused:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._low_water = wanted
+
+    def _due(self) -> int:
+        """How many bytes will certainly come before the chunk under way has ended."""
+        if self._head is None:
+            return 0
+        rest = self._head.nbytes - self._landed
+        if self._record is None:
+            return PREFIX_BYTES - self._have + rest + self._tag_bytes
+        after = rest - self._record[1]
+        tail = PREFIX_BYTES + self._tag_bytes - self._have
+        return len(self._body) + tail + (after and after + PREFIX_BYTES + self._tag_bytes)
+
+    def _targets(self) -> list[memoryview]:
         """Where the next bytes go."""
-        if self._straight:
-            return self._rest[: self._straight]
         stop = PREFIX_BYTES
         if self._record is not None:
-            stop += self._record[1] + self._tag_bytes + PREFIX_BYTES
-        return self._buffer[self._have : stop]
+            kind, nbytes = self._record
+            stop += self._tag_bytes + PREFIX_BYTES + (0 if kind == DATA else nbytes)
+        tail = self._buffer[self._have : stop]
+        return [self._body, tail] if self._body else [tail]
 
     def _took(self, got: int, events: list[Event]) -> None:
-        if self._straight:
-            self._straight -= got
-            self._fill(got, events)
-        else:
-            self._have += got
-            self._parse_all(events)
+        into_body = min(got, len(self._body))
+        self._body = self._body[into_body:]
+        self._have += got - into_body
+        self._parse_all(events)
 
     def _parse_all(self, events: list[Event]) -> None:
         while not self.paused and self._parse(events):
@@ -138,31 +178,54 @@ class Receiving:
             if self._have < PREFIX_BYTES:
                 return False
             self._record = self._checked(*read_prefix(self._buffer, self._kinds))
-            if self._record[0] == DATA and self._opener is None:
-                self._straight, self._record, self._have = self._record[1], None, 0
-                return False
+            if self._record[0] == DATA:
+                self._body = (self._segment or self._memory())[: self._record[1]]
         kind, nbytes = self._record
-        stop = PREFIX_BYTES + nbytes + self._tag_bytes
-        if self._have < stop:
+        stop = PREFIX_BYTES + self._tag_bytes + (0 if kind == DATA else nbytes)
+        if self._body or self._have < stop:
             return False
-        body = self._buffer[PREFIX_BYTES:stop]
+        tail = self._buffer[PREFIX_BYTES:stop]
         if kind == DATA:
-            assert self._opener is not None
-            self._opener.open(self._buffer[:PREFIX_BYTES], body, self._rest[:nbytes])
-            self._fill(nbytes, events)
+            self._open(nbytes, tail)
         else:
-            self._heed(kind, self._opened(body, nbytes), events)
+            self._heed(kind, self._opened(tail, nbytes), events)
         after = self._have - stop
         self._buffer[:after] = self._buffer[stop : self._have]
         self._have, self._record = after, None
+        if kind == DATA:
+            self._fill(nbytes, events)
         return True
 
     def _checked(self, kind: int, nbytes: int) -> tuple[int, int]:
         if kind == DATA:
-            most = min(len(self._rest), SEGMENT_BYTES) if self._opener else len(self._rest)
+            assert self._head is not None
+            rest = self._head.nbytes - self._landed
+            most = min(rest, SEGMENT_BYTES) if self._opener else rest
             if nbytes > most:
                 raise FrameError(f"{nbytes} bytes of a chunk where at most {most} may come")
         return kind, nbytes
+
+    def _memory(self) -> memoryview:
+        """Landing memory for the rest of the chunk under way."""
+        assert self._landing is not None
+        assert self._head is not None
+        assert self._slot is not None
+        return self._landing.memory(self._slot, self._head.nbytes)[self._landed :]
+
+    def _open(self, nbytes: int, tag: memoryview) -> None:
+        """A record of a chunk is complete: open it, if it is sealed."""
+        if self._opener is None:
+            return
+        self._segment[nbytes : nbytes + TAG_BYTES] = tag
+        head, sealed = self._buffer[:PREFIX_BYTES], self._segment[: nbytes + TAG_BYTES]
+        if self._destination is None:
+            self._opener.open(head, sealed, self._memory()[:nbytes])
+            return
+        with self._destination.memory(self._landed, self._landed + nbytes) as parts:
+            if parts:
+                self._opener.open_parts(head, sealed, parts)
+            else:  # nobody wants it any more; but nothing else may have come in its place
+                self._opener.open(head, sealed, memoryview(bytearray(nbytes)))
 
     def _opened(self, body: memoryview, nbytes: int) -> bytes:
         if self._opener is None:
@@ -191,23 +254,30 @@ class Receiving:
         """Find memory for the chunk that has been announced; returns whether there is some."""
         assert self._landing is not None
         assert self._head is not None
-        self._slot = self._landing.take()
-        if self._slot is None:
-            return False
-        self._rest = self._landing.memory(self._slot, self._head.nbytes)
+        if self._opener is not None and self._opener.in_parts:
+            self._destination = self._landing.destination(self._head)
+        if self._destination is None:
+            self._slot = self._landing.take()
+            if self._slot is None:
+                return False
+        self._landed = 0
         self._fill(0, events)
         return True
 
     def _fill(self, nbytes: int, events: list[Event]) -> None:
         """So much more of the chunk is in its memory."""
-        self._rest = self._rest[nbytes:]
-        if self._rest:
-            return
         assert self._landing is not None
         assert self._head is not None
-        assert self._slot is not None
-        payload = self._landing.memory(self._slot, self._head.nbytes)
-        self._landing.landed(self._slot)
+        self._landed += nbytes
+        if self._landed < self._head.nbytes:
+            return
+        payload: memoryview | Destination
+        if self._destination is not None:
+            payload = self._destination
+        else:
+            assert self._slot is not None
+            payload = self._landing.memory(self._slot, self._head.nbytes)
+            self._landing.landed(self._slot)
         events.append(Arrived(self._head, payload))
-        self._head = self._slot = None
+        self._head = self._slot = self._destination = None
         self._kinds = frozenset((PING, CHUNK))

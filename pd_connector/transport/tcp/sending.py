@@ -5,6 +5,7 @@ import socket
 from collections import deque
 from typing import NamedTuple
 
+from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.tcp.cipher import Sealer
 from pd_connector.transport.tcp.frames import (
     CHUNK,
@@ -27,6 +28,14 @@ class ChunkWrite(NamedTuple):
     payload: memoryview
 
 
+class SealedWrite(NamedTuple):
+    """One write whose records are sealed already. They must be sent in this order, and all of them: each
+    has its number."""
+
+    head: ChunkHead
+    frames: list[memoryview]
+
+
 class Sending:
     """The sending half of a connection.
 
@@ -40,7 +49,7 @@ class Sending:
         self._sock = sock
         self._sealer = sealer
         self._records: deque[tuple[int, bytes]] = deque()
-        self._chunks: deque[ChunkWrite] = deque()
+        self._chunks: deque[ChunkWrite | SealedWrite] = deque()
         self._rest: memoryview | None = None  # of the chunk under way, not sealed yet
         self._frames: list[memoryview] = []  # ready for the socket
         self._segment = memoryview(b"")
@@ -51,17 +60,44 @@ class Sending:
         """Whether there is something to send."""
         return bool(self._frames or self._records or self._chunks or self._rest is not None)
 
+    @property
+    def can_seal(self) -> bool:
+        """Whether a chunk can be sealed now: everything that waits has been, so that its records'
+        numbers are the next ones."""
+        if self._sealer is None or not self._sealer.in_parts:
+            return False
+        waits = self._records or self._rest is not None
+        return not waits and all(isinstance(chunk, SealedWrite) for chunk in self._chunks)
+
     def say(self, kind: int, body: bytes = b"") -> None:
-        """Queue a small record, before all chunks that have not begun."""
+        """Queue a small record, before all chunks that have not begun, but for sealed ones."""
         self._records.append((kind, body))
 
-    def queue(self, chunk: ChunkWrite) -> None:
+    def queue(self, chunk: ChunkWrite | SealedWrite) -> None:
         self._chunks.append(chunk)
 
+    def seal(self, head: ChunkHead, pieces: Pieces, into: memoryview) -> SealedWrite:
+        """Seal a chunk that lies in pieces, to be queued next; call it only if `can_seal`.
+
+        Args:
+            into: memory for its encrypted bytes, unchanged until they have been sent.
+        """
+        assert self._sealer is not None
+        frames: list[memoryview] = []
+        before = self._record(CHUNK, head.encode())
+        for start in range(0, head.nbytes, SEGMENT_BYTES):
+            stop = min(start + SEGMENT_BYTES, head.nbytes)
+            mark = prefix(DATA, stop - start)
+            body = into[start:stop]
+            tag = self._sealer.seal_parts(mark, pieces.buffers(start, stop), body)
+            frames += [memoryview(before + mark), body]
+            before = tag
+        return SealedWrite(head, [*frames, memoryview(before)])
+
     def withdraw(self, token: int) -> bool:
-        """Forget a chunk that has not begun; returns whether there was one."""
+        """Forget a chunk that has not begun, nor was sealed; returns whether there was one."""
         for chunk in self._chunks:
-            if chunk.head.token == token:
+            if chunk.head.token == token and isinstance(chunk, ChunkWrite):
                 self._chunks.remove(chunk)
                 return True
         return False
@@ -86,15 +122,19 @@ class Sending:
     def _fill(self) -> bool:
         """Prepare the next frames; returns whether there are any."""
         if self._rest is None:
-            if self._records:
+            is_sealed = bool(self._chunks) and isinstance(self._chunks[0], SealedWrite)
+            if self._records and not is_sealed:
                 self._frames = [memoryview(self._record(*self._records.popleft()))]
                 return True
             if not self._chunks:
                 return False
-            head, payload = self._chunks.popleft()
-            self._begun = head.token
-            self._frames = [memoryview(self._record(CHUNK, head.encode()))]
-            self._rest = payload.cast("B")
+            chunk = self._chunks.popleft()
+            self._begun = chunk.head.token
+            if isinstance(chunk, SealedWrite):
+                self._frames = chunk.frames
+                return True
+            self._frames = [memoryview(self._record(CHUNK, chunk.head.encode()))]
+            self._rest = chunk.payload.cast("B")
         if self._rest:
             self._frames += self._data(self._rest)
         else:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam: what the agent asks of the tcp transport, handed to those who do it."""
 
+import functools
 import itertools
 import secrets
 import socket
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from pd_connector.errors import TransportError
+from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Landed, Link, Transport, Written
 from pd_connector.transport.tcp.address import (
@@ -23,6 +25,7 @@ from pd_connector.transport.tcp.frames import MAX_HEADER_BYTES, ChunkHead, DialF
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.listening import Listening
 from pd_connector.transport.tcp.producer import ProducerPeer
+from pd_connector.transport.tcp.sending import ChunkWrite, SealedWrite
 from pd_connector.transport.tcp.watch import Watch
 
 _TICK_S = 0.05
@@ -146,22 +149,35 @@ class TcpTransport(Transport):
             del self._producers[producer.address.identity]
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        head = self._head(link, header, payload.nbytes, slot)
+        return self._write(link, ChunkWrite(head, payload))
+
+    def prepare(
+        self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
+    ) -> Callable[[], int] | None:
         assert isinstance(link, int)
-        consumer = self._links.get(link)
-        if consumer is None:
+        head = self._head(link, header, pieces.nbytes, slot)
+        sealed = self._links[link].seal(link, head, pieces, into)
+        return None if sealed is None else functools.partial(self._write, link, sealed)
+
+    def _head(self, link: Link, header: bytes, nbytes: int, slot: int) -> ChunkHead:
+        if link not in self._links:
             raise TransportError("tcp transport: no such consumer (any more)")
         if len(header) > MAX_HEADER_BYTES or not 0 <= slot <= _MAX_SLOT:
             raise TransportError(
                 f"tcp transport: a header of {len(header)} bytes, slot {slot}: a header has "
                 f"{MAX_HEADER_BYTES} bytes at most"
             )
-        token = next(self._numbers)
-        head = ChunkHead(token, payload.nbytes, slot, header)
-        consumer.write(link, head, payload, time.monotonic())
-        return token
+        return ChunkHead(next(self._numbers), nbytes, slot, header)
+
+    def _write(self, link: Link, chunk: ChunkWrite | SealedWrite) -> int:
+        assert isinstance(link, int)
+        self._links[link].write(link, chunk, time.monotonic())
+        return chunk.head.token
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         now = time.monotonic()
+        self._landing.destinations = self.destinations
         self._landing.recycle()
         if self._landing.starved:
             self._landing.starved = False

@@ -61,6 +61,6 @@ class Found(NamedTuple):
 
 
 def found(engines: Sequence[MockProcess]) -> Found:
-    """Of these engines together."""
+    """Queries and hits of these engines together."""
     told = [engine.metrics() for engine in engines]
     return Found(sum(one.total(_QUERIES) for one in told), sum(one.total(_HITS) for one in told))

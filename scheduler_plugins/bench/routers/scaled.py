@@ -28,7 +28,7 @@ BLOCK_TOKENS = trace.PAGE_SIZE // SCALE
 CACHE_BLOCKS = 8000
 NETWORK = Network()
 BYTES_PER_S = NETWORK.bytes_per_s / SCALE
-"""Of a link: a token has as many bytes as ever."""
+"""Rate of a link: a token has as many bytes as ever."""
 _LETTERS = string.ascii_letters + string.digits
 
 

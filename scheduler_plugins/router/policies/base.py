@@ -94,7 +94,7 @@ class EngineView(Protocol):
 
     @property
     def heavy(self) -> int:
-        """Of those sequences, the ones that may generate more than `HEAVY_TOKENS` tokens."""
+        """Those of these sequences that may generate more than `HEAVY_TOKENS` tokens."""
 
     @property
     def free_kv(self) -> float:

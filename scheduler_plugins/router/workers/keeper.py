@@ -11,27 +11,27 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
-from scheduler_plugins.router.backend import watching_session
-from scheduler_plugins.router.caches import EngineCaches
-from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import BackendEngine
-from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.endpoints.backend import watching_session
+from scheduler_plugins.router.engines.caches import EngineCaches
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.others import Count
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
+from scheduler_plugins.router.fellows.exchange_of_load import exchanging
+from scheduler_plugins.router.fellows.memory import SharedWords
+from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.others import Count
-from scheduler_plugins.router.pool import EnginePool
 from scheduler_plugins.router.reload import reloading
 from scheduler_plugins.router.server import AdminServer, on_signals, say_running
-from scheduler_plugins.router.settings_file import SettingsFile
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsFile
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.child import Child
-from scheduler_plugins.router.workers.counts import SharedCounts, words_for
-from scheduler_plugins.router.workers.fellows import exchanging
 from scheduler_plugins.router.workers.link import encode
-from scheduler_plugins.router.workers.memory import SharedWords
 from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
 from scheduler_plugins.router.workers.messages import FromWorker
-from scheduler_plugins.router.workers.slots import EngineSlots
 from scheduler_plugins.router.workers.state import state_of
 from scheduler_plugins.router.workers.tables import TableMemory
 

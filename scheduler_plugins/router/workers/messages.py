@@ -9,11 +9,11 @@ import msgspec
 
 from pd_connector.protocol.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.counted_load import Correction
-from scheduler_plugins.router.kinds import Kind
+from scheduler_plugins.router.engines.counted_load import Correction
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.fellows.memory import MemoryRef
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.workers.memory import MemoryRef
+from scheduler_plugins.router.settings.config import RouterConfig
 
 
 class EngineState(msgspec.Struct, frozen=True):

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
-from scheduler_plugins.router.engine_set import Pool, note_circuit
-from scheduler_plugins.router.engines import BackendEngine
-from scheduler_plugins.router.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
+from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.others import NoOthers
+from scheduler_plugins.router.fellows.counts import SharedCounts
 from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.others import NoOthers
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.workers import messages
-from scheduler_plugins.router.workers.counts import SharedCounts
 from scheduler_plugins.router.workers.link import Link
 from scheduler_plugins.router.workers.messages import EngineState, FromKeeper
 from scheduler_plugins.router.workers.state import apply

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.workers.messages import EngineState
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from scheduler_plugins.router.fellows.memory import MemoryRef, SharedWords, attach, words_in
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.prefixes import NO_HASHES, PrefixReader
 from scheduler_plugins.router.index.table import Keys, TableReader
-from scheduler_plugins.router.workers.memory import MemoryRef, SharedWords, attach, words_in
 from scheduler_plugins.router.workers.messages import Engines, TableState
 
 logger = logging.getLogger(__name__)

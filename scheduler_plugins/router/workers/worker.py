@@ -14,18 +14,18 @@ from mmap import mmap
 
 import aiohttp
 
-from scheduler_plugins.router.backend import Backend
-from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engine_set import Pool
+from scheduler_plugins.router.endpoints.backend import Backend
+from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.fellows.counts import SharedCounts
+from scheduler_plugins.router.fellows.memory import attach
 from scheduler_plugins.router.loop import run
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.reload import use_settings
+from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.server import RouterServer
-from scheduler_plugins.router.shared import Shared
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.workers import messages
-from scheduler_plugins.router.workers.counts import SharedCounts
 from scheduler_plugins.router.workers.link import Link, LinkClosedError, link_to_keeper
-from scheduler_plugins.router.workers.memory import attach
 from scheduler_plugins.router.workers.merging import families_of
 from scheduler_plugins.router.workers.messages import FromKeeper
 from scheduler_plugins.router.workers.mirror import MirrorPool

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -28,6 +29,18 @@ class Generation:
     """Generated so far."""
     done: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def progress(self) -> AsyncIterator[int]:
+        """The tokens so far, whenever there are more; ends with all of them."""
+        told = 0
+        while told < self.request.max_tokens:
+            await self.changed.wait()
+            self.changed.clear()
+            if self.tokens > told:
+                told = self.tokens
+                yield told
+            if self.done:
+                return
 
 
 class ClockedEngine:

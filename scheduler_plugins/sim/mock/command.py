@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _serve(given: argparse.Namespace) -> int:
     try:
-        from scheduler_plugins.sim.mock.server import MockEngine, MockSettings
+        from scheduler_plugins.sim.mock.server import MockEngine
+        from scheduler_plugins.sim.mock.settings import MockSettings
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
         return 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -26,7 +26,6 @@ from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.engine import SimulatedEngine
-from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.mock.answers import (
     CHAT,
     COMPLETIONS,
@@ -39,37 +38,12 @@ from scheduler_plugins.sim.mock.answers import (
 from scheduler_plugins.sim.mock.clock import ClockedEngine, Generation
 from scheduler_plugins.sim.mock.events import Publisher, WatchedBlocks
 from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids, token_ids
+from scheduler_plugins.sim.mock.settings import MockSettings
+from scheduler_plugins.sim.mock.transfers import KV, Transfers, transfer_s
 
-KV = "/mock/kv"
-_KV_WAIT_S = 300.0
-_KEPT_KV = 10_000
 _DEFAULT_MAX_TOKENS = 16
 _SHUTDOWN_S = 0.5
 """Streams that are open at the end are cut off after this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MockSettings:
-    """One mock engine."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    model: str = "mock"
-    costs: CostModel
-    order: str = "srjf_calibrated"
-    cache_blocks: int = 8000
-    block_tokens: int = 16
-    kv_tokens: float = inf
-    speed: float = 1.0
-    """How many times faster than real time it is."""
-    network: Network = field(default_factory=Network)
-    kv_events: str = ""
-    """ZMQ endpoint of its KV events, such as `tcp://127.0.0.1:5557`; empty: none."""
-    kv_replay: str = ""
-    sglang: bool = False
-    """It describes itself as SGLang's server does."""
-    decode_apart: bool = False
-    """A machine of its own decodes, beside prefills: one address for a prefill and a decode engine."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +79,7 @@ class MockEngine:
         )
         self.clock = ClockedEngine(self._engine, settings.speed)
         self._engine_id = f"mock-{uuid.uuid4().hex[:12]}"
-        self._transfers: dict[str, asyncio.Future[dict[str, float]]] = {}
+        self._transfers = Transfers()
         self._asked = self._found = 0
         self.events: Publisher | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -125,7 +99,7 @@ class MockEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get(KV + "/{transfer}", self._kv)
+        app.router.add_get(KV + "/{transfer}", self._transfers.tell)
         if settings.sglang:
             for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
                 app.router.add_get(path, self._described)
@@ -189,17 +163,6 @@ class MockEngine:
         cache = f'block_size="{size}",engine="0",num_gpu_blocks="{blocks}"'
         return web.Response(text=f"{text}vllm:cache_config_info{{{cache}}} 1.0\n")
 
-    async def _kv(self, request: web.Request) -> web.Response:
-        """Answers when the KV of a transfer is computed: its tokens, and the seconds of prefill
-        that were streamed."""
-        waited = not self._transfer(request.match_info["transfer"]).done()
-        try:
-            async with asyncio.timeout(_KV_WAIT_S):
-                found = await asyncio.shield(self._transfer(request.match_info["transfer"]))
-        except TimeoutError:
-            return web.json_response({"error": "no such transfer"}, status=404)
-        return web.json_response({**found, "prefill_s": found["prefill_s"] if waited else 0.0})
-
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json()
@@ -230,17 +193,17 @@ class MockEngine:
                 return await self._prefill_for_others(body, request.path, waiting, str(room))
             if room is not None:
                 host, port = body.get("bootstrap_host"), body.get("bootstrap_port")
-                await self._fetch(f"http://{host}:{port}{KV}/{room}")
+                await self._fetch(f"{host}:{port}", str(room))
                 generation = self.clock.receive(waiting)
             elif params is not None and params.do_remote_prefill:
                 source = f"{params.remote_host}:{params.remote_port}"
-                await self._fetch(f"http://{source}{KV}/{params.remote_request_id}")
+                await self._fetch(source, str(params.remote_request_id))
                 generation = self.clock.receive(waiting)
             else:
                 generation = self.clock.prefill(waiting, hands_over=False)
             if body.get("stream"):
                 return await self._stream(request, body, ids, generation)
-            async for _ in self._progress(generation):
+            async for _ in generation.progress():
                 pass
             usage = usage_of(len(ids), waiting.max_tokens, self._count(generation))
             return web.json_response(answer(body, request.path, waiting.max_tokens, usage, None))
@@ -253,31 +216,21 @@ class MockEngine:
     ) -> web.Response:
         generation = self.clock.prefill(waiting, hands_over=True)
         try:
-            async for _ in self._progress(generation):
+            async for _ in generation.progress():
                 pass
         finally:
             self.clock.cancel(generation)
         cached = self._count(generation)
         prefill_s = self.settings.costs.prefill_s(waiting.tokens, cached)
-        future = self._transfer(transfer)
-        if not future.done():
-            future.set_result({"tokens": float(waiting.tokens), "prefill_s": prefill_s})
+        self._transfers.computed(transfer, waiting.tokens, prefill_s)
         usage = usage_of(waiting.tokens, 1, cached)
         kv = response(self._address, transfer=transfer, pages=(), tokens=waiting.tokens)
         return web.json_response(answer(body, path, 1, usage, kv))
 
-    async def _fetch(self, url: str) -> None:
+    async def _fetch(self, source: str, transfer: str) -> None:
         """Wait as long as the KV would need to arrive from there."""
         assert self._session is not None
-        async with self._session.get(url) as answer:
-            found = await answer.json()
-            if answer.status != 200:
-                raise web.HTTPBadGateway(text=f"no KV: {found}")
-        network = self.settings.network
-        size = network.exposed_bytes(int(found["tokens"]), found["prefill_s"])
-        if not found["prefill_s"]:
-            size = found["tokens"] * network.kv_bytes_per_token
-        moved_s = network.latency_s + size / network.bytes_per_s
+        moved_s = await transfer_s(self._session, source, transfer, self.settings.network)
         await asyncio.sleep(moved_s / self.clock.speed)
 
     async def _stream(
@@ -289,7 +242,7 @@ class MockEngine:
     ) -> web.StreamResponse:
         streamed = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         sent, name = 0, f"cmpl-{generation.request.id}"
-        async for tokens in self._progress(generation):
+        async for tokens in generation.progress():
             if not sent:
                 await streamed.prepare(request)
             last = generation.request.max_tokens - 1
@@ -307,31 +260,12 @@ class MockEngine:
         await streamed.write_eof()
         return streamed
 
-    async def _progress(self, generation: Generation) -> AsyncIterator[int]:
-        """The tokens so far, whenever there are more; ends with all of them."""
-        told = 0
-        while told < generation.request.max_tokens:
-            await generation.changed.wait()
-            generation.changed.clear()
-            if generation.tokens > told:
-                told = generation.tokens
-                yield told
-            if generation.done:
-                return
-
     def _count(self, generation: Generation) -> int:
         """Cached tokens of a request, once; counted for `/metrics`."""
         cached = generation.record.cached_tokens
         self._asked += generation.request.tokens
         self._found += cached
         return cached
-
-    def _transfer(self, transfer: str) -> asyncio.Future[dict[str, float]]:
-        if transfer not in self._transfers:
-            while len(self._transfers) >= _KEPT_KV:
-                del self._transfers[next(iter(self._transfers))]
-            self._transfers[transfer] = asyncio.get_running_loop().create_future()
-        return self._transfers[transfer]
 
     @property
     def _address(self) -> ProducerAddress:

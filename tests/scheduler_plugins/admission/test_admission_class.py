@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.middleware import middleware
+from scheduler_plugins.middleware.engine_config import is_half_of_a_pair
 from scheduler_plugins.qos.trust import HEADER, KEY_VARIABLE, signed
 
 PREMIUM = [("X-Customer-Tier", "premium")]
@@ -102,7 +103,9 @@ def test_a_body_above_the_limit_is_refused_unread(bench: Bench, monkeypatch) -> 
 
 def test_nor_does_a_false_length_get_it_in(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(middleware, "BODY_BYTES", 1000)
-    monkeypatch.setattr(middleware, "headers_of", lambda scope: {"content-length": "10"})
+    monkeypatch.setattr(
+        "scheduler_plugins.middleware.body.headers_of", lambda scope: {"content-length": "10"}
+    )
     assert bench.post({"prompt": "a" * 1000}).status == 413
 
 
@@ -178,4 +181,4 @@ def test_without_a_key_the_routers_header_is_nothing(bench: Bench) -> None:
 def test_half_of_a_pair_does_not_judge(connector: str | None, half: bool) -> None:
     transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
     config = SimpleNamespace(kv_transfer_config=transfer)
-    assert middleware.is_half_of_a_pair(config) is half
+    assert is_half_of_a_pair(config) is half

@@ -15,7 +15,7 @@ from scheduler_plugins.bench.routers.contenders import OURS, SGLANG, VLLM, Ours
 from scheduler_plugins.bench.routers.mocks import MockProcess
 from scheduler_plugins.bench.routers.rotations import Measured, Window
 from scheduler_plugins.bench.routers.sending import Outcome
-from scheduler_plugins.router.settings_file import parse
+from scheduler_plugins.router.settings.settings_file import parse
 from scheduler_plugins.sim.mock.prompts import text_ids
 
 

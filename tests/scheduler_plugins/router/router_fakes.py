@@ -16,10 +16,10 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler_plugins.router.app_keys import SHARED
-from scheduler_plugins.router.config import RouterConfig
-from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.settings.config import RouterConfig
 
 Behaviour = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 

@@ -9,7 +9,7 @@ from scheduler_plugins.admission.report import EngineReport, RankLoad
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.qos.rules import ClassRule, Match
-from scheduler_plugins.router.settings_file import SettingsError, parse
+from scheduler_plugins.router.settings.settings_file import SettingsError, parse
 
 CLASSES = (
     QosClass(name="premium", reserved_fraction=0.5, priority=2, slo=Slo(ttft_ms=1000)),

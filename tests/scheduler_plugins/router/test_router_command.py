@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.settings.config import RouterConfig
 
 COMMAND = [sys.executable, "-m", "scheduler_plugins.router"]
 

@@ -21,8 +21,8 @@ from router_fakes import (
     waits_for_kv,
 )
 
-from scheduler_plugins.router.app_keys import SHARED
-from scheduler_plugins.router.exchange import UnreachableError
+from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.engines.exchange import UnreachableError
 
 
 @pytest.mark.parametrize(

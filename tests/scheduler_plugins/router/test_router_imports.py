@@ -25,7 +25,7 @@ def imports(module: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "module", ["scheduler_plugins.router.app", "scheduler_plugins.router.__main__"]
+    "module", ["scheduler_plugins.router.endpoints.app", "scheduler_plugins.router.__main__"]
 )
 def test_the_router_needs_neither_torch_nor_an_engine(module: str) -> None:
     assert imports(module)

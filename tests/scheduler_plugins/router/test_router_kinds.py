@@ -16,9 +16,9 @@ from router_fakes import (
     until,
 )
 
-from scheduler_plugins.router.engines import Role
-from scheduler_plugins.router.handoff import Prefill, of_two_kinds
-from scheduler_plugins.router.kinds import Kind, sglang_facts
+from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.engines.kinds import Kind, sglang_facts
+from scheduler_plugins.router.handoff.engine_bodies import Prefill, of_two_kinds
 
 IDS = [5, 6, 7]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -8,8 +8,8 @@ import socket
 import pytest
 from router_fakes import World, hang, run, until
 
-from scheduler_plugins.router.app_keys import BODIES, CONNECTIONS
-from scheduler_plugins.router.config import RouterConfig
+from scheduler_plugins.router.endpoints.app_keys import BODIES, CONNECTIONS
+from scheduler_plugins.router.settings.config import RouterConfig
 
 HALF_OPEN = 600
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 from router_fakes import World, run, until
 
-from scheduler_plugins.router import watch
+from scheduler_plugins.router.engines import watch
 
 OUTAGE = """
 # TYPE pd_connector:failing_ranks gauge

@@ -7,7 +7,7 @@ from email.utils import format_datetime
 import pytest
 from router_fakes import Behaviour, World, hang, run, slow, status, waits_for_kv
 
-from scheduler_plugins.router.answers import LONGEST_RETRY_S, retry_after_s
+from scheduler_plugins.router.client.answers import LONGEST_RETRY_S, retry_after_s
 
 
 @pytest.mark.parametrize("code", [429, 503])

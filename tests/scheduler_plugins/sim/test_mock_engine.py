@@ -16,11 +16,12 @@ import zmq
 import zmq.asyncio
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.config import RouterConfig
 from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.sim.mock.events import BlockRemoved, BlockStored, EventBatch, WatchedBlocks
 from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids
-from scheduler_plugins.sim.mock.server import MockEngine, MockSettings
+from scheduler_plugins.sim.mock.server import MockEngine
+from scheduler_plugins.sim.mock.settings import MockSettings
 
 COSTS = CostModel(a=1e-4, c=0.01, d0=0.005, chunk_tokens=512)
 TEXT = "the same beginning " * 20

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.counted_load import EngineLoad
-from scheduler_plugins.router.engines import BackendEngine
+from scheduler_plugins.router.engines.counted_load import EngineLoad
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.events import Batch, Stored
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
@@ -28,7 +28,7 @@ from scheduler_plugins.router.policies.base import (
     cached_tokens,
 )
 from scheduler_plugins.router.policies.registry import DECODE, PREFILL, create
-from scheduler_plugins.router.view import LiveView
+from scheduler_plugins.router.routing.view import LiveView
 from scheduler_plugins.sim.links import Links, Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.view import ClusterView

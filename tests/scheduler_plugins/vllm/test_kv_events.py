@@ -16,8 +16,8 @@ import zmq.asyncio
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 
-from scheduler_plugins.router.caches import EngineCaches  # noqa: E402
-from scheduler_plugins.router.engines import BackendEngine, Role  # noqa: E402
+from scheduler_plugins.router.engines.caches import EngineCaches  # noqa: E402
+from scheduler_plugins.router.engines.engine import BackendEngine, Role  # noqa: E402
 from scheduler_plugins.router.index.follower import EventFollower  # noqa: E402
 from scheduler_plugins.router.index.hashes import token_bytes  # noqa: E402
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys  # noqa: E402

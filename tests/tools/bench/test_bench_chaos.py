@@ -16,6 +16,7 @@ from pd_connector.tools.bench.chaos.campaign import Campaign, Limits
 from pd_connector.tools.bench.chaos.connections import reset_connections, silence_connections
 from pd_connector.tools.bench.chaos.faults import CHUNK_FAULTS, Fault
 from pd_connector.tools.bench.chaos.ledger import Ledger
+from pd_connector.tools.bench.chaos.nursery import Nursery
 from pd_connector.tools.bench.chaos.ranks import SETUPS, Ranks
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.cli import bench as command
@@ -25,8 +26,14 @@ QUICK = (*CHUNK_FAULTS, Fault.LIE_MESSAGE, Fault.RESET, Fault.CLOCK)
 SLOW = (Fault.HALF_OPEN, Fault.STOP, Fault.DESCRIPTORS, Fault.KILL)
 
 
-def test_no_promise_is_broken_whatever_is_done_over_shared_memory() -> None:
-    with Ranks(SETUPS["shm"], seed=7) as ranks:
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as nursery:
+        yield nursery
+
+
+def test_no_promise_is_broken_whatever_is_done_over_shared_memory(nursery) -> None:
+    with Ranks(SETUPS["shm"], 7, nursery) as ranks:
         for fault in QUICK:
             if skipped("shm", fault):
                 continue
@@ -36,29 +43,29 @@ def test_no_promise_is_broken_whatever_is_done_over_shared_memory() -> None:
             assert found.ok, found
 
 
-def test_no_promise_is_broken_between_four_ranks_over_tcp_that_hang_or_die() -> None:
-    with Ranks(SETUPS["tcp TP 2"], seed=3) as ranks:
+def test_no_promise_is_broken_between_four_ranks_over_tcp_that_hang_or_die(nursery) -> None:
+    with Ranks(SETUPS["tcp TP 2"], 3, nursery) as ranks:
         for fault in (*QUICK, *SLOW):
             found = Campaign(ranks, fault, seed=3).run(Limits(faults=1, seconds=5.0))
             assert found.good, found
             assert found.injected, found
 
 
-def test_a_consumer_that_compares_no_checksum_is_caught() -> None:
-    found = control(seed=5)
+def test_a_consumer_that_compares_no_checksum_is_caught(nursery) -> None:
+    found = control(5, nursery)
     assert found.wrong > 0
     assert not found.good
 
 
 def test_a_bench_that_finds_nothing_wrong_without_checksums_says_that_it_is_blind(
-    monkeypatch,
+    monkeypatch, nursery
 ) -> None:
     def believe(self, limits):
         return Ledger("corrupt", "tcp", injected=20, ok=20)
 
     monkeypatch.setattr(bench_module.Campaign, "run", believe)
     with pytest.raises(BenchError, match="blind"):
-        control(seed=5)
+        control(5, nursery)
 
 
 def test_the_command_prints_writes_and_ends_with_what_it_found(monkeypatch, tmp_path) -> None:
@@ -73,6 +80,22 @@ def test_the_command_prints_writes_and_ends_with_what_it_found(monkeypatch, tmp_
     found.pop()
     assert CliRunner().invoke(command.app, ["chaos"]).exit_code == 0
     assert CliRunner().invoke(command.app, ["chaos", "--fault", "rain"]).exit_code == 2
+
+
+def test_pairs_share_the_faults_of_a_cell_and_are_one_row() -> None:
+    class Bench(bench_module.ChaosBench):
+        def _pair(self, setup, fault, number, faults, nursery):
+            found = Ledger(fault, setup.name, injected=faults, ok=2, growth=(number, 0, -number))
+            found.recomputed["stalled"] = number
+            found.slowest_s, found.held, found.note = number / 10, 1, "held: {}"
+            return found
+
+    bench = Bench(["tcp"], [Fault.DROP], Limits(10), seed=1, pairs=4)
+    found = bench._cell(SETUPS["tcp"], Fault.DROP, Nursery())
+    assert (found.injected, found.ok, found.held, found.slowest_s) == (10, 8, 4, 0.3)
+    assert found.recomputed == {"stalled": 6}
+    assert found.growth == (3, 0, 0)
+    assert found.note == "held: {}"
 
 
 def test_links_are_cut_over_tcp_only() -> None:

@@ -5,7 +5,8 @@
 - `tampering`: a transport that loses, delays, repeats, cuts, damages, reorders or mislabels chunks
 - `connections`: TCP connections of this process that are reset or go silent
 - `liar`: a peer whose messages fit the schema and are not true
-- `agent`: the program of one rank: an agent, its cache, and the faults that it does to itself
+- `agent`: one rank: an agent, its cache, and the faults that it does to itself
+- `nursery`: starts ranks by forking
 - `ranks`: the ranks of one transport, as their launcher sees them
 - `ledger`: what became of faults and transfers
 - `campaign`: faults of one kind over one transport, seeded

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of one rank: `python -m pd_connector.tools.bench.chaos.agent SOCKET SETTINGS`.
-
-An agent with a small cache whose every byte is known to both sides, and the faults that a process does to
-itself. It obeys calls (`bench/party.py`); SETTINGS is JSON, the keyword arguments of `ChaosAgent`.
-"""
+"""One rank: an agent with a small cache whose every byte is known to both sides, and the faults that a process does
+to itself. It obeys calls (`bench/party.py`)."""
 
 import contextlib
-import json
 import os
 import random
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pd_connector.agent import agent as agent_module
+from pd_connector.agent import turn_watch
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.inbox import Inbox
 from pd_connector.config import Config
@@ -33,7 +28,6 @@ from pd_connector.tools.bench.chaos.connections import reset_connections, silenc
 from pd_connector.tools.bench.chaos.faults import PAGES, Fault
 from pd_connector.tools.bench.chaos.liar import Liar
 from pd_connector.tools.bench.chaos.tampering import Tampering, TamperingTransport
-from pd_connector.tools.bench.party import obey
 from pd_connector.transport.base import Transport
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 4, 4, 32, 16
@@ -74,7 +68,7 @@ class ChaosAgent:
         self._config = Config.load(config)
         self._tampering = Tampering(seed)
         self._clock = _Clock()
-        agent_module.time = self._clock  # type: ignore[attr-defined,assignment]
+        turn_watch.time = self._clock  # type: ignore[attr-defined,assignment]
         self._agent = Agent(
             self._config,
             ENGINE,
@@ -255,11 +249,3 @@ def _content(layer: int, shard: Shard) -> torch.Tensor:
 def _view(layer: torch.Tensor) -> LayerPages:
     rows = layer.view(torch.uint8).flatten(2)
     return LayerPages(layer[..., :DIM], layer[..., DIM:], (rows,))
-
-
-def main(path: str, settings: str) -> None:
-    obey(ChaosAgent(**json.loads(settings)), path)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

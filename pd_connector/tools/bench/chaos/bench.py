@@ -5,12 +5,14 @@ import importlib.util
 import random
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from pd_connector.tools.bench.chaos.campaign import Campaign, Limits
 from pd_connector.tools.bench.chaos.faults import Fault
-from pd_connector.tools.bench.chaos.ledger import Ledger
+from pd_connector.tools.bench.chaos.ledger import Ledger, merged
+from pd_connector.tools.bench.chaos.nursery import Nursery
 from pd_connector.tools.bench.chaos.ranks import SETUPS, Ranks, Setup
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.launch.netns import Bed, available
@@ -30,14 +32,16 @@ class ChaosBench:
     Args:
         setups: names of `SETUPS`.
         faults: kinds.
-        limits: of each cell.
+        limits: of each cell, all pairs together.
         seed: of everything that is drawn.
+        pairs: of engines that run at a time. Most faults cost time and not a processor.
     """
 
     setups: Sequence[str]
     faults: Sequence[Fault]
     limits: Limits
     seed: int
+    pairs: int = 1
 
     def run(self, say: Callable[[str], None]) -> Iterator[Ledger]:
         """Yield each cell when it has ended.
@@ -45,29 +49,48 @@ class ChaosBench:
         Raises:
             BenchError: the control found nothing wrong, although it was.
         """
-        control(self.seed)
-        say(f"control: without checksums wrong pages are found; seed {self.seed}")
-        for name in self.setups:
-            for fault in self.faults:
-                if why := skipped(name, fault):
-                    say(f"{fault} over {name}: not run ({why})")
-                    continue
-                say(f"{fault} over {name}")
-                yield self._cell(SETUPS[name], fault)
+        with Nursery() as nursery:
+            control(self.seed, nursery)
+            say(f"control: without checksums wrong pages are found; seed {self.seed}")
+            for name in self.setups:
+                for fault in self.faults:
+                    if why := skipped(name, fault):
+                        say(f"{fault} over {name}: not run ({why})")
+                        continue
+                    say(f"{fault} over {name}")
+                    yield self._cell(SETUPS[name], fault, nursery)
 
-    def _cell(self, setup: Setup, fault: Fault) -> Ledger:
-        seed = random.Random(f"{self.seed} {setup.name} {fault}").randrange(1 << 31)
+    def _cell(self, setup: Setup, fault: Fault, nursery: Nursery) -> Ledger:
+        faults = [len(range(n, self.limits.faults, self.pairs)) for n in range(self.pairs)]
+        with ThreadPoolExecutor(self.pairs) as threads:
+            parts = [
+                threads.submit(self._pair, setup, fault, number, share, nursery)
+                for number, share in enumerate(faults)
+                if share
+            ]
+            try:
+                return merged([part.result() for part in parts])
+            except BaseException:
+                nursery.kill()  # the other pairs end, too
+                raise
+
+    def _pair(
+        self, setup: Setup, fault: Fault, number: int, faults: int, nursery: Nursery
+    ) -> Ledger:
+        chosen = f"{self.seed} {setup.name} {fault}" + (f" {number}" if number else "")
+        seed = random.Random(chosen).randrange(1 << 31)
+        limits = Limits(faults, self.limits.seconds)
         with ExitStack() as stack:
             if fault is not Fault.PARTITION:
-                ranks = stack.enter_context(Ranks(setup, seed))
-                return Campaign(ranks, fault, seed).run(self.limits)
+                ranks = stack.enter_context(Ranks(setup, seed, nursery))
+                return Campaign(ranks, fault, seed).run(limits)
             sides = stack.enter_context(Bed()).namespaces
             key = secrets.token_hex(32)
-            ranks = stack.enter_context(Ranks(setup, seed, namespaces=sides, key=key))
-            return Campaign(ranks, fault, seed, link=sides[0]).run(self.limits)
+            ranks = stack.enter_context(Ranks(setup, seed, nursery, namespaces=sides, key=key))
+            return Campaign(ranks, fault, seed, link=sides[0]).run(limits)
 
 
-def control(seed: int) -> Ledger:
+def control(seed: int, nursery: Nursery) -> Ledger:
     """Damage chunks of a consumer that does not compare checksums.
 
     Returns:
@@ -76,7 +99,7 @@ def control(seed: int) -> Ledger:
     Raises:
         BenchError: nothing was found.
     """
-    with Ranks(SETUPS["tcp"], seed, credulous=True) as ranks:
+    with Ranks(SETUPS["tcp"], seed, nursery, credulous=True) as ranks:
         found = Campaign(ranks, Fault.CORRUPT, seed).run(Limits(CONTROL_FAULTS))
     if not found.wrong:
         raise BenchError(
@@ -93,7 +116,7 @@ def skipped(setup: str, fault: Fault) -> str:
     if module and importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
     if setup in _PULLED and fault in (Fault.REORDER, Fault.LIE_HEADER):
-        return "chunks are read from pages; `shm slots` and `shm writes` have it"
+        return "chunks are read from pages; `shm slots`, with TP 2, too, and `shm writes` have it"
     if fault is Fault.PARTITION:
         return available() if setup in _CUTTABLE else "links are cut over tcp only"
     return ""

@@ -2,6 +2,7 @@
 """What became of the faults of one kind over one transport."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -47,3 +48,22 @@ class Ledger:
     def good(self) -> bool:
         """Whether no promise was broken."""
         return not (self.wrong or self.lost or self.held)
+
+
+def merged(parts: Sequence[Ledger]) -> Ledger:
+    """One cell of what several pairs did at a time. Time and growth are those of the longest and the largest."""
+    first = parts[0]
+    return Ledger(
+        first.fault,
+        first.transport,
+        injected=sum(one.injected for one in parts),
+        ok=sum(one.ok for one in parts),
+        recomputed=sum((one.recomputed for one in parts), Counter()),
+        wrong=sum(one.wrong for one in parts),
+        lost=sum(one.lost for one in parts),
+        held=sum(one.held for one in parts),
+        slowest_s=max(one.slowest_s for one in parts),
+        growth=tuple(max(column) for column in zip(*(one.growth for one in parts), strict=True)),
+        seconds=max(one.seconds for one in parts),
+        note="; ".join(dict.fromkeys(one.note for one in parts if one.note)),
+    )

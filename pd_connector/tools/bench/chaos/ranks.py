@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a producer and a consumer engine over one transport, as their launcher sees them."""
 
-import json
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import zmq
 
 from pd_connector.tools.bench.chaos.faults import SETTINGS
+from pd_connector.tools.bench.chaos.nursery import START_S, Nursery
 from pd_connector.tools.bench.wire.pair import PartyProcess
-from pd_connector.tools.launch import Family
-from pd_connector.tools.launch.engine import LINK_ONLY
 from pd_connector.tools.launch.netns import Namespace
-
-START_S = 300.0
 
 
 class Setup(NamedTuple):
@@ -39,6 +32,7 @@ SETUPS = {
         Setup("nixl", {"transports": ["nixl"]}),
         Setup("ucx", {"transports": ["ucx"]}),
         Setup("shm TP 2", {"transports": ["shm"]}, tp=2),
+        Setup("shm slots TP 2", {"transports": ["shm"], "direction": "read"}, tp=2),
         Setup("tcp TP 2", {"transports": ["tcp"]}, tp=2),
     )
 }
@@ -50,6 +44,7 @@ class Ranks:
     Args:
         setup: what is joined.
         seed: of what the ranks draw.
+        nursery: starts them.
         credulous: whether consumers take chunks with a wrong checksum.
         namespaces: where producers and consumers run; empty for here.
         key: shared secret, wanted with namespaces.
@@ -62,6 +57,7 @@ class Ranks:
         self,
         setup: Setup,
         seed: int,
+        nursery: Nursery,
         *,
         credulous: bool = False,
         namespaces: Sequence[Namespace] = (),
@@ -69,6 +65,7 @@ class Ranks:
     ) -> None:
         self.setup = setup
         self._seed = seed
+        self._nursery = nursery
         self._credulous = credulous
         self._namespaces = namespaces
         self._key = key
@@ -84,8 +81,6 @@ class Ranks:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            folder = tempfile.TemporaryDirectory(prefix="pd-chaos-")
-            self._folder = Path(stack.enter_context(folder))
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(self._context.destroy, linger=0)
             stack.callback(self._kill)
@@ -118,7 +113,6 @@ class Ranks:
 
     def _start(self, produces: bool, rank: int) -> PartyProcess:
         self._started += 1
-        name = f"{'producer' if produces else 'consumer'}-{rank}-{self._started}"
         namespace = self._namespaces[0 if produces else 1] if self._namespaces else None
         config = {**SETTINGS, **self.setup.config, "host": self.hosts[0 if produces else 1]}
         settings = {
@@ -129,16 +123,7 @@ class Ranks:
             "seed": self._seed + self._started,
             "credulous": self._credulous and not produces,
         }
-        path, log = self._folder / name, self._folder / f"{name}.log"
-        program = [sys.executable, "-m", "pd_connector.tools.bench.chaos.agent"]
-        command = [
-            *(namespace.prefix if namespace else ()),
-            *program,
-            str(path),
-            json.dumps(settings),
-        ]
-        env = {"OMP_NUM_THREADS": "1", **(LINK_ONLY if namespace else {})}
-        return PartyProcess(Family(command, env=env, log=log), self._context, path, log)
+        return self._nursery.start(self._context, settings, namespace)
 
     def _kill(self) -> None:
         for process in self.all:

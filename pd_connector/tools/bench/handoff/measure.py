@@ -33,7 +33,7 @@ REST_CORES = 0.15
 REST_TIMEOUT_S = 10.0
 LONG_ANSWER_PROMPT_TOKENS = 64
 TOKEN_RATE_BAR = 0.95
-"""Of the baseline's token rate that a decode engine must keep while it receives."""
+"""A decode engine must keep this part of the baseline's token rate while it receives."""
 
 Say = Callable[[str], None]
 Runs = Mapping[int, Sequence[Run]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 import zmq
@@ -123,11 +123,27 @@ class WirePair:
         return PartyProcess(family, self._context, path, log)
 
 
+class Started(Protocol):
+    """A process, or a family of them, that this one can stop and end."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class PartyProcess:
     """One process, as its launcher sees it."""
 
     def __init__(
-        self, family: Family, context: zmq.Context[zmq.Socket[bytes]], path: Path, log: Path
+        self, family: Started, context: zmq.Context[zmq.Socket[bytes]], path: Path, log: Path
     ) -> None:
         self.family = family
         self._log = log

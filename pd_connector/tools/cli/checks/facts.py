@@ -23,7 +23,7 @@ class Addition:
     source: str
     """The package, and the object there."""
     trial: Trial
-    """Of loading it."""
+    """What came of loading it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How loads and watched holds of a consumer have ended: for the engine, the metrics and the log."""
+
+import logging
+from collections.abc import Callable
+
+from pd_connector.agent.outage import OutageWatch
+from pd_connector.errors import Cause
+from pd_connector.protocol.incoming import Finished, Held
+from pd_connector.telemetry import Telemetry
+
+logger = logging.getLogger("pd_connector.agent.load_ends")
+
+
+class LoadEnds:
+    """Told every end but those of audits. Used by the agent's thread only.
+
+    Args:
+        outage: notices that nothing arrives any more.
+        report: tells the engine.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        outage: OutageWatch,
+        report: Callable[[Finished | Held], None],
+    ) -> None:
+        self._telemetry = telemetry
+        self._outage = outage
+        self._report = report
+
+    def held(self, held: Held, now: float) -> None:
+        """What was watched begins to come, or will not come."""
+        if held.cause is not None:
+            self._telemetry.count("failed_transfers", cause=held.cause)
+            told = "no KV for request %s (%s): %s"
+            logger.log(self._outage.level, told, held.request, held.cause, held.detail)
+            self._outage.failed(held.cause, held.detail, now)
+        self._report(held)
+
+    def finished(self, finished: Finished, now: float) -> None:
+        """A load has ended, well or not."""
+        request, cause, detail = finished.request, finished.cause, finished.detail
+        if cause is None:
+            self._telemetry.count("received_transfers")
+            self._telemetry.observe("transfer_seconds", finished.seconds)
+            self._outage.succeeded()
+        else:
+            self._telemetry.count("failed_transfers", cause=cause)
+            if cause is not Cause.ABORTED:
+                told = "KV of request %s did not arrive (%s): %s"
+                logger.log(self._outage.level, told, request, cause, detail)
+            self._outage.failed(cause, detail, now)
+        self._report(finished)

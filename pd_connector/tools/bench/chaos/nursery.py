@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts ranks within a tenth of a second: a process that has imported everything, and forks.
+
+`python -m pd_connector.tools.bench.chaos.nursery SOCKET` is that process; it obeys calls (`bench/party.py`).
+Python and torch take seconds of a processor to start, and a fault that kills a rank needs a new one.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from pd_connector.tools.bench.chaos.agent import ChaosAgent
+from pd_connector.tools.bench.party import obey
+from pd_connector.tools.bench.wire.pair import PartyProcess
+from pd_connector.tools.launch import Family
+from pd_connector.tools.launch.engine import LINK_ONLY
+from pd_connector.tools.launch.netns import Namespace
+
+START_S = 300.0
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
+_MOST_DESCRIPTORS = 1 << 12
+_NAMESPACES = Path("/run/netns")
+
+
+class Forked:
+    """A rank, as its launcher sees it. It is the child of another process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+        self._ended = False
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; how it ended is not known here."""
+        if not self._ended and select.select([self._handle], [], [], 0)[0]:
+            self._ended = True
+        return 0 if self._ended else None
+
+    def pause(self) -> None:
+        """Stop it where it stands (SIGSTOP)."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on (SIGCONT)."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), and wait until it is gone. Harmless to repeat."""
+        if self._handle >= 0:
+            self._signal(signal.SIGKILL)
+            select.select([self._handle], [], [])
+            self._ended = True
+            os.close(self._handle)
+            self._handle = -1
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+
+class Nursery:
+    """Ranks can be started while inside the `with` block, by any thread; they end with it.
+
+    Raises:
+        BenchError: on entry and later, when the process that forks fails.
+    """
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(prefix="pd-chaos-")
+            self._folder = Path(stack.enter_context(folder))
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            stack.callback(context.destroy, linger=0)
+            path, log = self._folder / "nursery", self._folder / "nursery.log"
+            module = "pd_connector.tools.bench.chaos.nursery"
+            family = Family(
+                [sys.executable, "-m", module, str(path)], env={"OMP_NUM_THREADS": "1"}, log=log
+            )
+            self._forks = stack.enter_context(PartyProcess(family, context, path, log))
+            self._forks.call("ready", START_S)
+            self._calling = threading.Lock()
+            self._started = 0
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def start(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        settings: Mapping[str, Any],
+        namespace: Namespace | None = None,
+    ) -> PartyProcess:
+        """Start a rank; it may not be ready yet.
+
+        Args:
+            context: of the socket over which it is called.
+            settings: the arguments of `ChaosAgent`.
+            namespace: where it runs; None for here.
+        """
+        with self._calling:
+            self._started += 1
+            path = self._folder / f"rank-{self._started}"
+            log = path.with_suffix(".log")
+            pid = self._forks.call(
+                "start",
+                path=str(path),
+                log=str(log),
+                settings=json.dumps(dict(settings)),
+                namespace=namespace.name if namespace else "",
+            )
+        return PartyProcess(Forked(pid), context, path, log)
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        self._forks.family.kill()
+
+
+class _Forks:
+    """The process that forks. Its public methods are the calls."""
+
+    def ready(self) -> None:
+        """Everything has been imported."""
+
+    def start(self, path: str, log: str, settings: str, namespace: str) -> int:
+        """Start a rank that obeys calls at `path`; returns its pid."""
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            _detach(log)
+            if namespace:
+                _enter(namespace)
+            obey(ChaosAgent(**json.loads(settings)), path)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _detach(log: str) -> None:
+    """Keep nothing of the process that forked but its memory, and end with it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.closerange(3, _MOST_DESCRIPTORS)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+def _enter(namespace: str) -> None:
+    """Move this process to a network namespace, whose link is the only network that is used."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(_NAMESPACES / namespace, os.O_RDONLY)
+    if libc.setns(handle, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"network namespace {namespace} cannot be entered")
+    os.close(handle)
+    os.environ.update(LINK_ONLY)
+
+
+def main(path: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks that have ended
+    gc.collect()
+    gc.freeze()  # so that ranks go on sharing this memory
+    obey(_Forks(), path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UCX through ucxx: tagged messages over RDMA where there is any, else over shared memory or TCP.
+
+- `library`: imports ucxx without its side effects
+- `address`: what a peer is told, and what a message begins with
+- `worker`: one of UCX's workers, with the listening sockets that UCX may close
+- `workers`: the worker that peers dial now, and those before it that still serve somebody
+- `transport`: the transport itself
+"""
+
+from pd_connector.transport.ucx.transport import UcxTransport
+
+__all__ = ["UcxTransport"]

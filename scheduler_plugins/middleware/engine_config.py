@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the middleware reads from vLLM's configuration, without importing vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from scheduler_plugins.admission.board import boards_of
+from scheduler_plugins.admission.report import EngineReport, EventPorts
+
+PAIR_CONNECTORS = ("PDConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector")
+"""Connectors with which prefill and decode run in two engines."""
+
+
+def is_half_of_a_pair(config: Any) -> bool:
+    """Whether the engine hands KV over to another one, or gets it from there."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return getattr(transfer, "kv_connector", None) in PAIR_CONNECTORS
+
+
+def with_cache(told: EngineReport, config: Any) -> EngineReport:
+    """Add what a router must know to follow the engine's cache."""
+    if config is None:
+        return told
+    ports, events = None, getattr(config, "kv_events_config", None)
+    if events is not None and events.enable_kv_cache_events and events.publisher == "zmq":
+        ports = EventPorts(events=events.endpoint, replay=events.replay_endpoint)
+    cache = config.cache_config
+    return replace(
+        told,
+        block_tokens=cache.block_size or 0,
+        blocks=cache.num_gpu_blocks or 0,
+        kv_events=ports,
+    )
+
+
+def cache_tokens(config: Any) -> int:
+    """Tokens that fit into the prefix caches of all ranks; 0 if there are none."""
+    cache_config = config.cache_config
+    if not cache_config.enable_prefix_caching:
+        return 0
+    blocks: int = (cache_config.num_gpu_blocks or 0) * cache_config.block_size
+    one_rank: int = cache_config.kv_cache_size_tokens or blocks
+    return one_rank * len(boards_of(config))

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may speak to the router, and what engines learn of who speaks."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from hmac import compare_digest
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from scheduler_plugins.router.client.answers import headers_to_engine
+from scheduler_plugins.router.settings.config import RouterConfig
+
+GUARDED = "/v1/"
+"""Endpoints that ask for the clients' key, if there is one."""
+
+
+def may_enter(request: web.Request, key: str) -> bool:
+    """Whether a client has the key; empty: everybody may enter."""
+    if not key:
+        return True
+    given = sha256(request.headers.get("Authorization", "").encode("utf-8", "replace")).digest()
+    return compare_digest(given, sha256(f"Bearer {key}".encode()).digest())
+
+
+def passed_headers(request: web.Request, request_id: str, config: RouterConfig) -> CIMultiDict[str]:
+    """A request's headers as engines get them. A key of the router's own clients is for nobody else."""
+    headers = headers_to_engine(request.headers.items(), request_id)
+    if config.client_key:
+        headers.popall("Authorization", None)
+        if config.api_key:
+            headers["Authorization"] = f"Bearer {config.api_key}"
+    return headers

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's side of one request: what is written to it, and how that ends."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Never
+
+from aiohttp import web
+
+from scheduler_plugins.router.client.answers import error_event
+
+NEVER_WAITS_BYTES = 8 << 10
+"""With so little unsent, a write returns at once and needs no timer: transports let their users wait above 64 KiB, until 16 KiB are left."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection, or stopped reading."""
+
+
+class Downstream:
+    """Writes one answer to the client.
+
+    Every method may raise ClientGoneError.
+    """
+
+    def __init__(self, request: web.Request, idle_timeout_s: float) -> None:
+        """`idle_timeout_s`: longest time in which a client may read nothing."""
+        self._request = request
+        self._idle_timeout_s = idle_timeout_s
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has been sent anything."""
+        return self._response is not None
+
+    async def begin(self, response: web.StreamResponse) -> None:
+        """Send the status and the headers. Later calls do nothing."""
+        if self._response is None:
+            self._response = response
+            try:
+                await response.prepare(self._request)
+            except OSError:
+                _gone("the client closed its connection")
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the body."""
+        await self._within_limit(self._begun.write(data), len(data))
+
+    async def finish(self) -> web.StreamResponse:
+        """End the body. Returns the response that `begin` was given."""
+        await self._within_limit(self._begun.write_eof())
+        return self._begun
+
+    async def interrupt(self, message: str) -> web.StreamResponse:
+        """End a stream that cannot go on: send an error event, and close the connection."""
+        self._begun.force_close()
+        await self.write(error_event(message))
+        return await self.finish()
+
+    @property
+    def _begun(self) -> web.StreamResponse:
+        assert self._response is not None, "begin comes first"
+        return self._response
+
+    async def _within_limit(self, writing: Awaitable[None], size_bytes: int = 0) -> None:
+        transport = self._request.transport
+        try:
+            if (
+                transport is not None
+                and transport.get_write_buffer_size() + size_bytes < NEVER_WAITS_BYTES
+            ):
+                await writing
+                return
+            async with asyncio.timeout(self._idle_timeout_s):
+                await writing
+        except TimeoutError:
+            _gone(f"the client read nothing for {self._idle_timeout_s:g} s")
+        except OSError:
+            _gone("the client closed its connection")
+
+
+def _gone(message: str) -> Never:
+    raise ClientGoneError(message) from None

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admin API, on a port of its own: engines join, leave, drain and change sides.
+
+What is changed here holds until the settings file changes: the file says again then which engines there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from scheduler_plugins.router.client.answers import error_body
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.settings.config import base_url
+
+ENGINES = "/engines"
+_POOL = web.AppKey("pool", EnginePool)
+_KEY = web.AppKey("key", str)
+
+
+class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    url: str
+
+
+class _Add(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["prefill", "decode", "ask"] = "ask"
+    events: str = ""
+    replay: str = ""
+
+
+class _Drain(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    drain: bool = True
+
+
+class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["prefill", "decode"]
+
+
+def create_admin(pool: EnginePool, key: str) -> web.Application:
+    """The admin API as an application.
+
+    Args:
+        key: what `Authorization: Bearer` must carry; empty: nothing is asked, which is for loopback only.
+    """
+    app = web.Application(middlewares=[_guard])
+    app[_POOL], app[_KEY] = pool, key
+    app.router.add_get(ENGINES, _list)
+    app.router.add_post(ENGINES, _add)
+    app.router.add_delete(ENGINES, _remove)
+    app.router.add_post(f"{ENGINES}/drain", _drain)
+    app.router.add_post(f"{ENGINES}/role", _set_role)
+    return app
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
+    given = hashlib.sha256(request.headers.get("Authorization", "").encode()).digest()
+    wanted = hashlib.sha256(f"Bearer {request.app[_KEY]}".encode()).digest()
+    if request.app[_KEY] and not secrets.compare_digest(given, wanted):
+        return _error("wrong or no admin key (PD_ROUTER_ADMIN_KEY)", 401)
+    try:
+        response: web.StreamResponse = await handler(request)
+    except (msgspec.MsgspecError, ValueError) as error:
+        return _error(str(error), 400)
+    except LookupError as error:
+        return _error(str(error.args[0]), 404)
+    return response
+
+
+async def _list(request: web.Request) -> web.StreamResponse:
+    return _told(request.app[_POOL])
+
+
+async def _add(request: web.Request) -> web.StreamResponse:
+    asked, pool = msgspec.json.decode(await request.read(), type=_Add), request.app[_POOL]
+    config, url = pool.config, base_url("url", asked.url)
+    side = "engine" if asked.role == "ask" else asked.role
+    if any(engine.url == url and not pool.leaves(engine) for engine in pool.engines):
+        raise ValueError(f"url {url}: the router has this engine already")
+    events = dict(config.kv_events)
+    if asked.events:
+        events[url] = (asked.events, asked.replay or None)
+    sides: dict[str, Any] = {side: (*getattr(config, side), url)}
+    pool.use(replace(config, kv_events=events, **sides))
+    return _told(pool)
+
+
+async def _remove(request: web.Request) -> web.StreamResponse:
+    asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
+    url = _known(pool, asked.url).url
+    if not any(
+        url in side for side in (pool.config.prefill, pool.config.decode, pool.config.engine)
+    ):
+        raise ValueError(
+            f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
+        )
+    pool.use(replace(pool.config, **_without(pool, url)))
+    return _told(pool)
+
+
+async def _drain(request: web.Request) -> web.StreamResponse:
+    asked, pool = msgspec.json.decode(await request.read(), type=_Drain), request.app[_POOL]
+    pool.drain(_known(pool, asked.url), asked.drain)
+    return _told(pool)
+
+
+async def _set_role(request: web.Request) -> web.StreamResponse:
+    asked, pool = msgspec.json.decode(await request.read(), type=_SetRole), request.app[_POOL]
+    engine = _known(pool, asked.url)
+    sides = _without(pool, engine.url, keep_events=True)
+    sides[asked.role] = (*sides[asked.role], engine.url)
+    config = replace(pool.config, **sides)  # says whether an engine is left on each side
+    pool.set_role(engine, Role(asked.role))
+    pool.use(config)
+    return _told(pool)
+
+
+def _without(pool: EnginePool, url: str, *, keep_events: bool = False) -> dict[str, Any]:
+    """The settings of the sides without one engine."""
+    config = pool.config
+    found: dict[str, Any] = {
+        side: tuple(one for one in getattr(config, side) if one != url)
+        for side in ("prefill", "decode", "engine")
+    }
+    if not keep_events:
+        found["kv_events"] = {one: at for one, at in config.kv_events.items() if one != url}
+    return found
+
+
+def _known(pool: EnginePool, given: str) -> BackendEngine:
+    url = base_url("url", given)
+    for engine in pool.engines:
+        if engine.url == url and not pool.leaves(engine):
+            return engine
+    raise LookupError(f"url {url}: the router has no such engine")
+
+
+def _told(pool: EnginePool) -> web.Response:
+    return web.json_response({"engines": pool.describe()})
+
+
+def _error(message: str, status: int) -> web.Response:
+    return web.json_response(error_body(message, "invalid_request_error", status), status=status)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP endpoints, and what becomes of every error on the way."""
+
+import asyncio
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from scheduler_plugins.router.client.answers import REQUEST_ID
+from scheduler_plugins.router.client.connections import (
+    BodyBudget,
+    BodyTooLargeError,
+    ConnectionLimit,
+    NoRoomError,
+    Reservation,
+)
+from scheduler_plugins.router.client.doors import GUARDED, may_enter, passed_headers
+from scheduler_plugins.router.client.downstream import ClientGoneError
+from scheduler_plugins.router.endpoints.app_keys import (
+    BACKEND,
+    BODIES,
+    CONFIG,
+    CONNECTIONS,
+    LIVE,
+    METRICS,
+    SHARED,
+)
+from scheduler_plugins.router.endpoints.backend import (
+    Backend,
+    OneProcess,
+    client_session,
+    watching_session,
+)
+from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
+from scheduler_plugins.router.endpoints.refusals import (
+    closing,
+    error_response,
+    retry_after,
+    unavailable,
+)
+from scheduler_plugins.router.endpoints.telling import MODELS, health, live, metrics, models
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.fellows.exchange_of_load import exchanging_alone
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.prompt.describe import TIMEOUT_HEADER, timeout_s
+from scheduler_plugins.router.reload import reloading, use_settings
+from scheduler_plugins.router.request.proxy import ClientRequest
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.routing.attempt import AllOverloadedError, UnavailableError
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsFile
+from scheduler_plugins.router.tokens.prompt_tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+# nginx' name for it; the client never sees it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(
+    config: RouterConfig,
+    settings: SettingsFile | None = None,
+    backend: Backend | None = None,
+) -> web.Application:
+    """The router as an aiohttp application. `server.RouterServer` serves it.
+
+    It must be served with `handler_cancellation=True`: otherwise a client that disconnects would not
+    end its requests to the engines. Its `CONNECTIONS` must make the protocols of the connections.
+
+    Args:
+        settings: the file that `config` came from, to be watched; None: it came from none.
+        backend: where engines come from; None: this process watches them itself.
+    """
+    app = web.Application(middlewares=[shape_errors])
+    app[CONFIG] = config
+    app[CONNECTIONS] = ConnectionLimit(config.connections, config.header_timeout_s)
+    app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
+    app[METRICS] = Metrics()
+    app[BACKEND] = backend or OneProcess()
+    app.cleanup_ctx.append(_engines)
+    if settings is not None:
+        app.cleanup_ctx.append(lambda app: _reloading(app, settings))
+    app.router.add_post(body.COMPLETIONS, completions)
+    app.router.add_post(body.CHAT, completions)
+    app.router.add_get(MODELS, models)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    app[LIVE] = LiveState()
+    app.router.add_get("/", page)
+    app.router.add_get(EVENTS, live)
+    return app
+
+
+async def _engines(app: web.Application) -> AsyncIterator[None]:
+    config = app[CONFIG]
+    async with client_session(config) as session, watching_session(config) as watching:
+        pool = app[BACKEND].pool(config, watching, app[METRICS])
+        policy = create(config.policy, config.decode_policy)
+        tokens = PromptTokens(session, pool.all_up, config.tokenizer)
+        tracing = Tracing(config.otlp)
+        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens, tracing)
+        try:
+            app[BACKEND].started(app[SHARED])
+            await pool.start()
+            if isinstance(pool, EnginePool):
+                async with exchanging_alone(config, pool):
+                    yield
+            else:
+                yield
+        finally:
+            await tokens.close()
+            await pool.close()
+            await asyncio.to_thread(tracing.close)
+
+
+async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
+    shared = app[SHARED]
+
+    def use(config: RouterConfig) -> None:
+        use_settings(shared, config)
+        assert isinstance(shared.pool, EnginePool)
+        shared.pool.use(config)
+
+    async with reloading(settings, use):
+        yield
+
+
+@web.middleware
+async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Give every error OpenAI's shape."""
+    request.app[CONNECTIONS].headers_arrived(request)
+    if request.path.startswith(GUARDED) and not may_enter(request, request.app[CONFIG].client_key):
+        message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
+        return closing(error_response(message, "authentication_error", 401))
+    try:
+        response: web.StreamResponse = await handler(request)
+    except BodyTooLargeError:
+        limit = request.app[CONFIG].body_mib
+        message = f"the request body is larger than {limit} MiB (router option --body-mib)"
+        return closing(error_response(message, "invalid_request_error", 413))
+    except NoRoomError:
+        message = "the router holds as many request bodies as it may; retry later"
+        return closing(retry_after(error_response(message, "service_unavailable", 503), 1))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        message = f"{request.method} {request.path}: {error.reason}"
+        response = error_response(message, "invalid_request_error", error.status)
+        if allow := error.headers.get("Allow"):
+            response.headers["Allow"] = allow
+    return response
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Both completion endpoints."""
+    known = request.app[METRICS]
+    outcome = "internal_error"
+    known.in_flight.inc()
+    try:
+        with request.app[BODIES].reserve() as room:
+            response, outcome = await _complete(request, room)
+            return response
+    except (BodyTooLargeError, NoRoomError) as error:
+        outcome = "bad_request" if isinstance(error, BodyTooLargeError) else "overloaded"
+        raise
+    except (asyncio.CancelledError, ClientGoneError) as error:
+        outcome = "client_gone"
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        logger.info("%s", error)
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=CLIENT_CLOSED_REQUEST)
+    finally:
+        known.in_flight.dec()
+        known.requests.labels(request.path, outcome).inc()
+
+
+async def _complete(request: web.Request, room: Reservation) -> tuple[web.StreamResponse, str]:
+    shared = request.app[SHARED]
+    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    try:
+        limit_s = timeout_s(request.headers)
+        parsed = body.parse(await _read(request, room), request.path)
+    except body.BadRequestError as error:
+        response = error_response(str(error), "invalid_request_error", 400, error.param)
+        response.headers[REQUEST_ID] = request_id
+        return response, "bad_request"
+    headers = passed_headers(request, request_id, shared.config)
+    client_request = ClientRequest(shared, request, headers, parsed)
+    try:
+        with request.app[CONNECTIONS].serving(request):
+            found = await _within(client_request, limit_s, request_id)
+            client_request.trace.finish(found[1])
+            return found
+    except UnavailableError as error:
+        logger.warning("request %s: %s", request_id, error)
+        response = unavailable(error, shared.config, request_id)
+        return response, "unavailable"
+    except AllOverloadedError as error:
+        response = retry_after(
+            error_response(str(error), "rate_limit_exceeded", 429), error.retry_after_s
+        )
+        response.headers[REQUEST_ID] = request_id
+        return response, "overloaded"
+    except ClientGoneError as error:
+        raise ClientGoneError(f"request {request_id}: {error}") from None
+    except Exception:
+        if client_request.begun:
+            raise  # aiohttp closes the connection: too late for any other answer
+        logger.exception("request %s failed in the router", request_id)
+        return error_response(
+            f"request {request_id} failed in the router", "internal_error", 500
+        ), "internal_error"
+    finally:
+        client_request.trace.finish("failed")
+
+
+async def _within(
+    client_request: ClientRequest, limit_s: float, request_id: str
+) -> tuple[web.StreamResponse, str]:
+    """Serve the request, or give it up when the client wants no answer any more."""
+    if limit_s == math.inf:
+        return await client_request.serve()
+    scope = asyncio.timeout(limit_s)
+    try:
+        async with scope:
+            return await client_request.serve()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+    why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
+    if client_request.begun:
+        return await client_request.interrupt(why), "deadline"
+    response = error_response(f"request {request_id}: {why}", "timeout", 504)
+    response.headers[REQUEST_ID] = request_id
+    return response, "deadline"
+
+
+async def _read(request: web.Request, room: Reservation) -> bytes:
+    limit_s = request.app[CONFIG].idle_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await room.read(request)
+    except TimeoutError:
+        raise body.BadRequestError(f"the request body was not sent within {limit_s:g} s") from None
+    except aiohttp.web.RequestPayloadError as error:
+        raise body.BadRequestError(f"the request body cannot be read: {error}") from None

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the application keeps for its endpoints."""
+
+from aiohttp import web
+
+from scheduler_plugins.router.client.connections import BodyBudget, ConnectionLimit
+from scheduler_plugins.router.endpoints.backend import Backend
+from scheduler_plugins.router.endpoints.page import LiveState
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.settings.config import RouterConfig
+
+SHARED = web.AppKey("shared", Shared)
+METRICS = web.AppKey("metrics", Metrics)
+CONFIG = web.AppKey("config", RouterConfig)
+CONNECTIONS = web.AppKey("connections", ConnectionLimit)
+BODIES = web.AppKey("bodies", BodyBudget)
+BACKEND = web.AppKey("backend", Backend)
+LIVE = web.AppKey("live", LiveState)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /`: a page that shows the engines, and what they have to do, as it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from scheduler_plugins.router.request.shared import Shared
+
+EVENTS = "/live"
+EVERY_S = 1.0
+MOST_WATCHERS = 20
+"""Pages that are kept up to date at once: each costs the router some time."""
+_PAGE = (Path(__file__).parent / "page.html").read_text()
+_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+
+
+async def page(request: web.Request) -> web.StreamResponse:
+    """The page itself, whole: no other file, no other host."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+    return web.Response(text=_PAGE, content_type="text/html", headers=headers)
+
+
+class LiveState:
+    """The events that the page reads."""
+
+    def __init__(self) -> None:
+        self._watchers = 0
+
+    async def stream(self, request: web.Request, shared: Shared) -> web.StreamResponse:
+        """The state now, and again every second until the browser leaves."""
+        if self._watchers >= MOST_WATCHERS:
+            return web.Response(status=503, text="too many pages watch this router")
+        response = web.StreamResponse(headers=_HEADERS)
+        self._watchers += 1
+        try:
+            await response.prepare(request)
+            while True:
+                text = json.dumps(state(shared, asyncio.get_running_loop().time()))
+                await response.write(f"data: {text}\n\n".encode())
+                await asyncio.sleep(EVERY_S)
+        except OSError:
+            return response  # the browser has left
+        finally:
+            self._watchers -= 1
+
+
+def state(shared: Shared, now_s: float) -> dict[str, Any]:
+    """What the page shows: totals, and each engine with what policies see of it."""
+    told = {one["url"] + one["role"]: one for one in shared.pool.describe()}
+    engines = []
+    for engine in shared.pool.engines:
+        known = told.get(engine.url + engine.role, {})
+        engines.append(
+            {
+                "url": engine.url,
+                "role": known.get("role", engine.role),
+                "state": "draining" if engine.draining else known.get("state", "down"),
+                "why": engine.warning or engine.reason,
+                "requests": engine.in_flight,
+                "queued_s": round(engine.queued_s(now_s), 3),
+                "batch": engine.batch,
+                "context": engine.context,
+                "cached_blocks": known.get("cache", {}).get("blocks", 0),
+                "cache_known_by": known.get("cache", {}).get("source", ""),
+            }
+        )
+    return {
+        "policy": shared.config.policy,
+        "waiting": shared.front.waiting,
+        "engines": engines,
+    }

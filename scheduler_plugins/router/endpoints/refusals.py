@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses of the router itself, where no engine's answer can be passed on."""
+
+import math
+
+from aiohttp import web
+
+from scheduler_plugins.router.client.answers import REQUEST_ID, error_body
+from scheduler_plugins.router.routing.attempt import UnavailableError
+from scheduler_plugins.router.settings.config import RouterConfig
+
+
+def error_response(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
+    """An error in OpenAI's shape."""
+    return web.json_response(error_body(message, kind, status, param), status=status)
+
+
+def unavailable(error: UnavailableError, config: RouterConfig, request_id: str) -> web.Response:
+    """503 for a client: it counts what was the matter, and names no engine. The log has the names."""
+    counted = "; ".join(
+        f"{role}: " + ", ".join(f"{count} {cause}" for cause, count in causes.items())
+        for role, causes in error.causes.items()
+    )
+    message = f"no engine could serve request {request_id} ({counted})"
+    shaped = error_body(message, "service_unavailable", 503, engines=error.causes)
+    response = retry_after(
+        web.json_response(shaped, status=503), math.ceil(config.health_interval_s)
+    )
+    response.headers[REQUEST_ID] = request_id
+    return response
+
+
+def retry_after(response: web.Response, after_s: int) -> web.Response:
+    """The same response, with when to come again."""
+    response.headers["Retry-After"] = str(after_s)
+    return response
+
+
+def closing(response: web.Response) -> web.Response:
+    """Close the connection after this response: a part of the request was not read."""
+    response.force_close()
+    return response

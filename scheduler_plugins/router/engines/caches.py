@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines have cached, as the live router learns it: by their events, or by what they computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import zmq.asyncio
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.index.follower import EventFollower
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.policies.base import BlockHash
+
+_MOST_SOCKETS = 4096
+
+
+class FollowedRanks:
+    """`engines.Follower` of an engine whose data-parallel ranks each publish events of their own."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, EventFollower] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of the engine's blocks; 0 before any rank has said."""
+        return max((one.block_tokens for one in self.by_rank.values()), default=0)
+
+    @property
+    def lag_s(self) -> float | None:
+        """Age of the rank's last batch that was applied latest; None: none came."""
+        return max(
+            (one.lag_s for one in self.by_rank.values() if one.lag_s is not None), default=None
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of the engine's cache, for `/health`: of each rank, if there are several."""
+        told = {rank: one.describe() for rank, one in sorted(self.by_rank.items())}
+        if len(told) == 1:
+            return next(iter(told.values()))
+        blocks = sum(one["blocks"] for one in told.values())
+        return {
+            "source": "events",
+            "blocks": blocks,
+            "ranks": {str(n): one for n, one in told.items()},
+        }
+
+
+class EngineCaches:
+    """Fills one index for all engines. Followers run on the event loop."""
+
+    def __init__(self, prefixes: Prefixes | None = None) -> None:
+        self.prefixes = prefixes or Prefixes()
+        self._context: zmq.asyncio.Context | None = None
+        self._followed: dict[BackendEngine, FollowedRanks] = {}
+
+    def follow(
+        self,
+        engine: BackendEngine,
+        endpoint: str,
+        replay: str | None,
+        ranks: Sequence[int] = (0,),
+        first: int = 0,
+    ) -> None:
+        """Listen to the engine's KV events from now on. Ranks that are listened to there already stay as they are.
+
+        Args:
+            endpoint: where they are published, as `tcp://10.0.0.1:5557`.
+            replay: where missing ones are asked for; None: nowhere.
+            ranks: the engine's data-parallel ranks.
+            first: the rank of these addresses. Each rank has ports of its own, in the order of the ranks, as vLLM's
+                `ZmqEventPublisher.offset_endpoint_port` gives them.
+        """
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+            self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        followed = self._followed.setdefault(engine, FollowedRanks())
+        engine.follower = followed
+        wanted = dict[int, tuple[str, str | None]]()
+        for rank in ranks:
+            events = _moved(endpoint, rank - first)
+            if events is not None:
+                wanted[rank] = (events, _moved(replay, rank - first))
+        for rank, known in list(followed.by_rank.items()):
+            if wanted.get(rank) == known.endpoints:
+                del wanted[rank]
+            else:
+                self._unfollow(engine, rank)
+        for rank, (events, replays) in wanted.items():
+            one = EventFollower(engine.name, events, replays, self.prefixes, self._context, rank)
+            followed.by_rank[rank] = one
+            name = f"events of {engine.url}, rank {rank}"
+            followed.tasks[rank] = asyncio.create_task(one.run(), name=name)
+
+    def unfollow(self, engine: BackendEngine) -> None:
+        """Listen to the engine no more, and forget what it said."""
+        engine.follower = None
+        if (followed := self._followed.get(engine)) is not None:
+            for rank in list(followed.by_rank):
+                self._unfollow(engine, rank)
+            del self._followed[engine]
+
+    def _unfollow(self, engine: BackendEngine, rank: int) -> None:
+        followed = self._followed[engine]
+        followed.tasks.pop(rank).cancel()
+        del followed.by_rank[rank]
+        self.prefixes.untold_rank(engine.name, rank)
+
+    def lost(self, engine: BackendEngine) -> None:
+        """The engine ended, or may have: its cache is gone."""
+        if (followed := self._followed.get(engine)) is not None:
+            for one in followed.by_rank.values():
+                one.engine_lost()
+        self.prefixes.forget(engine.name)
+
+    def removed(self, engine: BackendEngine) -> None:
+        """The engine left for good."""
+        self.unfollow(engine)
+        self.prefixes.remove(engine.name)
+
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash], now_s: float) -> None:
+        """The engine has this prompt's KV."""
+        if isinstance(prompt, PromptKeys):
+            self.prefixes.prefilled(engine, prompt, now_s)
+
+    def describe(self, engine: BackendEngine) -> dict[str, Any]:
+        """What is known of the engine's cache, for `/health`."""
+        if (followed := self._followed.get(engine)) is not None:
+            return followed.describe()
+        state = self.prefixes.state(engine.name)
+        return {"source": state.source, "blocks": state.blocks}
+
+    def lag_s(self, engine: BackendEngine) -> float | None:
+        """Age of the engine's last batch of events when it was applied; None: none came."""
+        followed = self._followed.get(engine)
+        return None if followed is None else followed.lag_s
+
+    async def close(self) -> None:
+        """Listen to nobody any more."""
+        tasks = [task for one in self._followed.values() for task in one.tasks.values()]
+        self._followed.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+
+def _moved(address: str | None, ports: int) -> str | None:
+    """The address so many ports further; None where there is none, as only TCP has ports."""
+    if address is None or not ports:
+        return address
+    host, _, port = address.rpartition(":")
+    tcp = address.startswith("tcp://") and port.isdigit()
+    return f"{host}:{int(port) + ports}" if tcp else None

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines: who is alive, who is busy, and where prefill engines hand over KV."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.router.engines.circuit import Circuit
+from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import Role as Role
+from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
+
+
+class Follower(Protocol):
+    """Follows an engine's KV events, here or in another process."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of the engine's blocks; 0 before it has said."""
+
+
+@dataclass(eq=False)
+class BackendEngine(Loaded):
+    """One engine as the router knows it. Changed on the event loop only.
+
+    Policies see it as an `EngineView`.
+    """
+
+    url: str
+    role: Role
+    metrics: Metrics = field(repr=False)
+    role_given: bool = True
+    """Whether the operator has said on which side it is; else it is asked, each time it comes up."""
+    up: bool = False
+    """Whether it gets requests."""
+    reason: str = "not checked yet"
+    """Why it is not up, or why it has no address."""
+    address: ProducerAddress | None = None
+    """Where it hands over KV; None on the decode side, and for an engine without our connector."""
+    warning: str = ""
+    """What is wrong although it serves: no KV arrives there."""
+    kind: Kind | None = None
+    """Which engine it is; None until it has been asked."""
+    model: str = ""
+    """The name of its model, where it is a prefill engine."""
+    replicas: tuple[ProducerAddress, ...] = ()
+    """`address`, and those of its other data-parallel replicas where it is one of SGLang's."""
+    bootstrap_port: int | None = None
+    """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
+    down_since: float | None = None
+    """When it went down, on the event loop's clock."""
+    refusing: bool = False
+    """Down, but only known to take no new connections: it may be draining."""
+    load: EngineLoad = field(default_factory=EngineLoad, repr=False)
+    """What this router has sent to it."""
+    costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
+    """How long prefill and decode take there. Counts tokens until more is known."""
+    circuit: Circuit = field(default_factory=Circuit, repr=False)
+    """Keeps requests from it for a while after it failed several in a row."""
+    draining: bool = False
+    """Whether it gets no new requests, and goes on with those it has."""
+    told_costs: bool = False
+    """Whether a profile or the engine itself says what it costs, so that nothing need be learnt."""
+    _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
+    ranks: tuple[int, ...] = (0,)
+    """Its data-parallel ranks, as its load report or its metrics tell."""
+    told_block_tokens: int = 0
+    """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
+    free_kv: float = inf
+    pull_prefix: bool = False
+    follower: Follower | None = field(default=None, repr=False)
+    """Receives its KV events; None: it sends none, as far as is known."""
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    @property
+    def in_flight(self) -> int:
+        """Requests open to it."""
+        return self.load.open_exchanges
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of its blocks: by its events, else as it told, else assumed."""
+        by_events = self.follower.block_tokens if self.follower is not None else 0
+        return by_events or self.told_block_tokens or BLOCK_TOKENS
+
+    def queued_s(self, now_s: float) -> float:
+        return self.load.queued_s(now_s)
+
+    def accepts(self, now_s: float) -> bool:
+        return self.load.accepts(now_s)
+
+    def learn_prefill(self, tokens: int, cached: int, duration_s: float) -> None:
+        """It computed a prompt alone, in this time. Teaches what prefills cost there, unless it tells itself."""
+        if self.told_costs:
+            return
+        self._fit.note(StepLoad.of([(cached, tokens)]), duration_s)
+        self._fit.catch_up()
+        self.costs = self._fit.model
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it answers a request without another engine: SGLang's engines of a pair do not."""
+        return self.kind is not Kind.SGLANG
+
+    @property
+    def bootstrap(self) -> tuple[str, int]:
+        """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's
+        registry where it has one, and the control port of a rank otherwise."""
+        assert self.address is not None
+        if self.bootstrap_port is not None:
+            return urlsplit(self.url).hostname or "", self.bootstrap_port
+        return self.address.host, self.address.port
+
+    def lost(self, now: float, drain_timeout_s: float) -> bool:
+        """Whether nothing more is to be expected of the requests it has."""
+        if self.up or self.down_since is None:
+            return False
+        return not self.refusing or now - self.down_since >= drain_timeout_s
+
+    def set_up(self) -> None:
+        self.up, self.refusing, self.down_since = True, False, None
+        if self.address is not None or self.role is Role.DECODE:
+            self.reason = ""
+        self._report()
+
+    def set_down(self, now: float, reason: str, *, refusing: bool) -> bool:
+        """Take it out of service; its address is void, as a restart changes it.
+
+        Returns whether it was up.
+        """
+        was_up = self.up
+        # Once known to hang it stays so until it answers: a refusal says nothing better.
+        self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
+        if was_up or self.down_since is None:
+            self.down_since = now
+        self.up, self.reason, self.address = False, reason, None
+        self._report()
+        self.kind = None
+        return was_up
+
+    def set_address(self, address: ProducerAddress | None, reason: str = "") -> None:
+        self.address, self.reason = address, reason
+        if address not in self.replicas:
+            self.replicas = () if address is None else (address,)
+        self._report()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count one open request."""
+        gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
+        self.load.opened(1)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            self.load.opened(-1)
+            gauge.dec()
+
+    @contextmanager
+    def decoding(self, request_id: str, tokens: int, max_tokens: int) -> Iterator[None]:
+        """Count one request that it answers. Policies see the count at once."""
+        self.load.decode_sent(request_id, tokens, max_tokens)
+        try:
+            yield
+        finally:
+            self.load.decode_ended(request_id)
+
+    def describe(self) -> dict[str, Any]:
+        """Its state as `/health` shows it."""
+        state: dict[str, Any] = {
+            "url": self.url,
+            "role": self.role,
+            "state": "up" if self.up else "down",
+            "in_flight": self.in_flight,
+        }
+        if self.kind is not None:
+            state["kind"] = self.kind
+        elif not self.role_given:
+            state["role"] = "unknown"
+        if self.role is Role.PREFILL:
+            state["hands_over_kv"] = self.address is not None
+        if self.draining:
+            state["draining"] = True
+        if self.circuit.cause:
+            state["circuit"] = self.circuit.cause
+        if self.reason:
+            state["reason"] = self.reason
+        if self.warning:
+            state["warning"] = self.warning
+        return state
+
+    def forget_metrics(self) -> None:
+        """Its series are for its side: they end when it changes sides, or leaves."""
+        known = self.metrics
+        for gauge in (known.engine_up, known.engine_in_flight):
+            with suppress(KeyError):
+                gauge.remove(self.url, str(self.role))
+        with suppress(KeyError):
+            known.event_lag_s.remove(self.url)
+        with suppress(KeyError):
+            known.prefill_addressable.remove(self.url)
+
+    def _report(self) -> None:
+        if not self.role_given and self.kind is None:
+            return  # nobody knows its side
+        self.metrics.engine_up.labels(self.url, self.role).set(self.up)
+        if self.role is Role.PREFILL:
+            self.metrics.prefill_addressable.labels(self.url).set(self.address is not None)

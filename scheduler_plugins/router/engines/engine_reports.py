@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines tell of their load: our scheduler's report (`GET /pd/load`), else vLLM's metrics.
+
+The router's own counts come first: they change at once. What engines tell corrects them by the work of other clients, and by
+what was predicted wrongly.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from scheduler_plugins.admission.report import WILDCARDS, EngineReport, decode
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.engines.engine import BackendEngine
+
+
+class Told(NamedTuple):
+    """What an engine has said of itself."""
+
+    queued_s: float | None = None  # of prefill; None: not told
+    waiting: int = 0
+    batch: int = 0
+    context: int = 0
+    free_kv: float | None = None  # tokens; None: not told
+    block_tokens: int = 0  # 0: not told
+    blocks: int = 0
+    costs: CostModel | None = None
+    kv_events: tuple[str, str | None] | None = None  # of rank 0: endpoint, replay endpoint
+    ranks: tuple[int, ...] = ()  # data-parallel ones; empty: not told
+
+
+def from_report(raw: bytes, host: str) -> Told | None:
+    """Read the answer of `/pd/load`; None if it is none.
+
+    Args:
+        host: the engine's, for addresses that name no other.
+    """
+    try:
+        report = decode(raw)
+    except msgspec.MsgspecError:
+        return None
+    known = [rank for rank in report.ranks if rank.model.known]
+    return Told(
+        queued_s=max((rank.queued_s for rank in report.ranks), default=None),
+        waiting=sum(rank.waiting for rank in report.ranks),
+        batch=sum(rank.batch for rank in report.ranks),
+        context=sum(rank.context for rank in report.ranks),
+        block_tokens=report.block_tokens,
+        blocks=report.blocks,
+        costs=known[0].model if known else None,
+        kv_events=_addresses(report, host),
+        ranks=tuple(sorted({rank.rank for rank in report.ranks})),
+    )
+
+
+def from_metrics(text: bytes) -> Told | None:
+    """Read vLLM's metrics, of which there are thousands, for the few that matter; None if they are not there."""
+    sums: dict[bytes, float] = {}
+    for name, value in _GAUGES.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+    described = _CACHE.search(text)
+    info = dict(_LABELS.findall(described[1])) if described else {}
+    if not sums and not info:
+        return None
+    block_tokens, blocks = (_number(info.get(name)) for name in (b"block_size", b"num_gpu_blocks"))
+    used = sums.get(b"kv_cache_usage_perc")
+    return Told(
+        waiting=round(sums.get(b"num_requests_waiting", 0)),
+        batch=round(sums.get(b"num_requests_running", 0)),
+        free_kv=(1 - used) * blocks * block_tokens if used is not None and blocks else None,
+        block_tokens=block_tokens,
+        blocks=blocks,
+        ranks=tuple(sorted({int(rank) for rank in _RANKS.findall(text)})),
+    )
+
+
+def apply(engine: BackendEngine, told: Told, now_s: float) -> None:
+    """Correct what the router knows of an engine by what it has said."""
+    if told.costs is not None:
+        engine.costs, engine.told_costs = told.costs, True
+    if told.ranks:
+        engine.ranks = told.ranks
+    if told.block_tokens:
+        engine.told_block_tokens = told.block_tokens
+    if told.free_kv is not None:
+        engine.free_kv = told.free_kv
+    if told.queued_s is not None:
+        engine.load.told(told.queued_s, told.batch, told.context, now_s)
+    else:
+        # Waiting requests of other clients, each taken for one of ours of mean length.
+        engine.load.told_requests(told.waiting, told.batch, now_s)
+
+
+_GAUGES = re.compile(
+    rb"^vllm:(num_requests_waiting|num_requests_running|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$",
+    re.MULTILINE,
+)
+_RANKS = re.compile(rb'^vllm:num_requests_waiting\{[^}]*\bengine="(\d+)"', re.MULTILINE)
+_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_LABELS = re.compile(rb'(\w+)="([^"]*)"')
+
+
+def _number(text: bytes | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0
+
+
+def _addresses(report: EngineReport, host: str) -> tuple[str, str | None] | None:
+    ports = report.kv_events
+    if ports is None:
+        return None
+    events, replay = (_reachable(one, host) for one in (ports.events, ports.replay))
+    return (events, replay) if events is not None else None
+
+
+def _reachable(address: str | None, host: str) -> str | None:
+    """An address as others reach it; None if nobody else can."""
+    if address is None or not address.startswith("tcp://"):
+        return None
+    found, _, port = address.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{host if found in WILDCARDS else found}:{port}" if port != "0" else None

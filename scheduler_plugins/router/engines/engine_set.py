@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines, as requests use them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import BlockHash
+
+logger = logging.getLogger(__name__)
+
+
+class Pool(ABC):
+    """All engines, as requests use them."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> list[BackendEngine]:
+        """All that are known, whatever their state."""
+
+    @property
+    @abstractmethod
+    def prefixes(self) -> PrefixReader:
+        """What engines have cached."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Returns once every engine has been checked."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End everything that runs."""
+
+    @abstractmethod
+    def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
+
+    @abstractmethod
+    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
+        """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
+
+    @abstractmethod
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
+        """The engine has the KV of this prompt."""
+
+    @abstractmethod
+    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
+        """The engine computed a prompt alone, in this time."""
+
+    @abstractmethod
+    def describe(self) -> list[dict[str, Any]]:
+        """The state of every engine, for `/health`."""
+
+    def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
+        """Engines of one side that may get a request, without those in `besides`.
+
+        Those that failed several requests in a row are left out for a while, unless there are no others.
+        """
+        able = [
+            e
+            for e in self.engines
+            if e.role is role and e.up and not e.draining and e not in besides
+        ]
+        now = asyncio.get_running_loop().time()
+        return [e for e in able if e.circuit.lets_pass(now)] or able
+
+    def all_up(self) -> list[BackendEngine]:
+        """Engines of both sides that may get a request."""
+        return [engine for engine in self.engines if engine.up]
+
+
+def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Metrics) -> None:
+    """The engine answers, and failed a request: after several in a row it gets a pause."""
+    if engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
+        metrics.circuit_opened.labels(engine.url, failure.cause).inc()
+        logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)

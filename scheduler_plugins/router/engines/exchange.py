@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to one engine, watched while the engine is silent."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+
+from scheduler_plugins.router.client.answers import retry_after_s
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.settings.config import RouterConfig
+
+EXCERPT_BYTES = 300
+OVERLOADED = (429, 503)
+"""Statuses that mean "ask another engine"."""
+
+
+class EngineFailedError(Exception):
+    """An engine did not do its part. `cause` is the metric label, the message is for people."""
+
+    def __init__(self, cause: str, message: str, *, accepted: bool = True) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.accepted = accepted
+        """Whether the engine may have begun to work on the request."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the engine lives, and said that it failed."""
+        return self.cause.startswith("status_5")
+
+
+class UnreachableError(EngineFailedError):
+    """No connection; the engine has not seen the request."""
+
+    def __init__(self, message: str, *, refused: bool) -> None:
+        super().__init__("connect", message, accepted=False)
+        self.refused = refused
+        """The machine answered that nobody listens there: ended, or draining."""
+
+
+class OverloadedError(EngineFailedError):
+    """The engine answered 429 or 503: another engine is to be asked. It has done no work."""
+
+    def __init__(self, status: int, message: str, retry_after_s: int) -> None:
+        super().__init__(f"status_{status}", f"{status}: {message}", accepted=False)
+        self.retry_after_s = retry_after_s
+        """When to come back."""
+
+
+class Companion(Protocol):
+    """What runs beside an exchange and may make waiting for it useless."""
+
+    on_failure: Callable[[], None]
+    """Set by the exchange; to be called when `refused` may have changed."""
+
+    def refused(self, now: float) -> EngineFailedError | None:
+        """What to give the exchange up for, at this time of the event loop; None: go on."""
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """What is sent to an engine."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+
+
+@dataclass(frozen=True)
+class ResponseTimeouts:
+    """How long an engine may be silent before its first byte and after it, in seconds."""
+
+    first_byte_s: float
+    idle_s: float
+
+
+class Exchange:
+    """An engine's answer, read chunk by chunk."""
+
+    def __init__(
+        self, engine: BackendEngine, timeouts: ResponseTimeouts, config: RouterConfig
+    ) -> None:
+        self.engine = engine
+        self.begun = False
+        """Whether a byte of the answer's body has arrived."""
+        self._timeouts = timeouts
+        self._config = config
+        self._response: aiohttp.ClientResponse | None = None
+        self._waiting_since: float | None = asyncio.get_running_loop().time()
+
+    @property
+    def status(self) -> int:
+        return self._answer.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._answer.headers
+
+    async def read(self) -> bytes:
+        """The next bytes as they came, empty at the end.
+
+        Raises:
+            EngineFailedError: the connection broke before the answer was whole.
+        """
+        # Up to the first byte it is one wait, from the request's sending on.
+        if self._waiting_since is None:
+            self._waiting_since = asyncio.get_running_loop().time()
+        try:
+            chunk = await self._answer.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise failure_of(error) from error
+        self.begun = True
+        self._waiting_since = None
+        return chunk
+
+    async def read_all(self) -> bytes:
+        """The whole body. Raises EngineFailedError as `read` does."""
+        chunks = []
+        while chunk := await self.read():
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def silence(self, now: float) -> EngineFailedError | None:
+        """What to give this exchange up for, None while there is reason to wait."""
+        if self._waiting_since is None:
+            return None
+        silent_s = now - self._waiting_since
+        limit_s = self._timeouts.idle_s if self.begun else self._timeouts.first_byte_s
+        if silent_s >= limit_s:
+            which = "idle_timeout" if self.begun else "first_byte_timeout"
+            return EngineFailedError(which, f"silent for {silent_s:.1f} s (limit {limit_s:g} s)")
+        if silent_s >= self._config.look_s and self.engine.lost(now, self._config.drain_timeout_s):
+            return EngineFailedError("unhealthy", self.engine.reason)
+        return None
+
+    async def _open(self, session: aiohttp.ClientSession, call: EngineCall) -> None:
+        try:
+            self._response = await session.request(
+                call.method,
+                self.engine.url + call.path,
+                headers=call.headers,
+                data=call.body,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise failure_of(error) from error
+
+    def _close(self) -> None:
+        # Closing an unfinished answer closes the connection: the engine aborts the request.
+        if self._response is not None:
+            self._response.close()
+
+    @property
+    def _answer(self) -> aiohttp.ClientResponse:
+        assert self._response is not None, "an exchange is handed out once it is open"
+        return self._response
+
+
+@asynccontextmanager
+async def exchange(
+    session: aiohttp.ClientSession,
+    engine: BackendEngine,
+    call: EngineCall,
+    timeouts: ResponseTimeouts,
+    config: RouterConfig,
+    companion: Companion | None = None,
+) -> AsyncIterator[Exchange]:
+    """Send `call` to `engine` and hand out its answer. Leaving closes the connection.
+
+    While the engine is silent, its health and the limits in `timeouts` are checked every
+    `config.look_s`. Until the first byte `companion` is asked as well.
+
+    Raises:
+        EngineFailedError: from anywhere in the body, once the engine is given up.
+    """
+    loop = asyncio.get_running_loop()
+    open_exchange = Exchange(engine, timeouts, config)
+    failure: EngineFailedError | None = None
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal failure, timer
+        timer.cancel()
+        if failure is not None:
+            return
+        now = loop.time()
+        failure = open_exchange.silence(now)
+        if failure is None and companion is not None and not open_exchange.begun:
+            failure = companion.refused(now)
+        if failure is None:
+            timer = loop.call_later(config.look_s, look)
+        else:
+            scope.reschedule(now)
+
+    timer = loop.call_later(config.look_s, look)
+    try:
+        async with asyncio.timeout(None) as scope:
+            if companion is not None:
+                companion.on_failure = look
+            try:
+                with engine.serving():
+                    await open_exchange._open(session, call)
+                    yield open_exchange
+            finally:
+                timer.cancel()
+                if companion is not None:
+                    companion.on_failure = _nothing
+                open_exchange._close()
+    except TimeoutError:
+        if failure is None:
+            raise
+        raise failure from None
+
+
+async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> None:
+    """Raise what an error status says about the engine.
+
+    Args:
+        wanted: the only status that is not an error; None: all below 500 but 429 are the client's.
+
+    Raises:
+        OverloadedError: 429 or 503. EngineFailedError: any other error.
+    """
+    status = answer.status
+    if status in OVERLOADED:
+        raise OverloadedError(status, await excerpt(answer), retry_after_s(answer.headers))
+    if status >= 500 or wanted not in (None, status):
+        accepted = wanted is None
+        message = f"{status}: {await excerpt(answer)}"
+        raise EngineFailedError(f"status_{status}", message, accepted=accepted)
+
+
+async def excerpt(open_exchange: Exchange) -> str:
+    """The beginning of an error answer, on one line; empty if it cannot be read."""
+    text = b""
+    with suppress(EngineFailedError):
+        while len(text) < EXCERPT_BYTES and (chunk := await open_exchange.read()):
+            text += chunk
+    return " ".join(text[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+
+
+def failure_of(error: Exception) -> EngineFailedError:
+    """What an error of the HTTP client says about the engine."""
+    # No limit on reading is set in the session: a timeout can only be that of connecting.
+    if isinstance(error, aiohttp.ClientConnectorError):
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        reason = "refused" if refused else error.os_error.strerror or str(error.os_error)
+        return UnreachableError(f"no connection: {reason}", refused=refused)
+    if isinstance(error, TimeoutError):
+        return UnreachableError("no connection: timed out", refused=False)
+    what = str(error) or type(error).__name__
+    return EngineFailedError("died", f"the connection broke: {what}")
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines behind the router, and the tasks that watch their health."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.profile import load
+from scheduler_plugins.router.engines.caches import EngineCaches
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
+from scheduler_plugins.router.engines.exchange import (
+    EngineFailedError,
+    UnreachableError,
+)
+from scheduler_plugins.router.engines.watch import EngineWatch
+from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import BlockHash
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.members import MembersError, is_name, members
+
+logger = logging.getLogger(__name__)
+
+LEAVE_LOOK_S = 0.05
+"""Pause between two looks whether an engine that leaves has no requests any more."""
+
+
+class EnginePool(Pool):
+    """All engines. One task per engine polls its health and probes prefill engines."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        session: aiohttp.ClientSession,
+        metrics: Metrics,
+        caches: EngineCaches | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            caches: filled with what engines have cached; None: new ones.
+            on_change: called when an engine, or what is known of one, has changed.
+        """
+        self._config = config
+        self._session = session
+        self._metrics = metrics
+        self.caches = caches or EngineCaches()
+        """What engines have cached."""
+        self._on_change = on_change
+        self._watches: dict[BackendEngine, EngineWatch] = {}
+        self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
+        self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
+        self._named: dict[str, tuple[str, ...]] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> RouterConfig:
+        """The settings now."""
+        return self._config
+
+    @property
+    def engines(self) -> list[BackendEngine]:
+        return list(self._watches)
+
+    @property
+    def prefixes(self) -> PrefixReader:
+        return self.caches.prefixes
+
+    async def start(self) -> None:
+        """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        await self._ask_names()
+        self.use(self._config)
+        self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
+        for watch in list(self._watches.values()):
+            await watch.checked.wait()
+
+    def use(self, config: RouterConfig) -> None:
+        """Settings are these from now on: engines join, leave and change sides as they say.
+
+        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has.
+        """
+        self._config = config
+        wanted: dict[tuple[str, Role | None], None] = {}
+        for role, urls in (
+            (Role.PREFILL, config.prefill),
+            (Role.DECODE, config.decode),
+            (None, config.engine),
+        ):
+            wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
+        for engine in self.engines:
+            key = (engine.url, engine.role if engine.role_given else None)
+            if key in wanted:
+                del wanted[key]
+                if self.leaves(engine):
+                    self._leaving.pop(engine).cancel()
+                    engine.draining = False
+            elif not self.leaves(engine):
+                self.remove(engine)
+        for url, role in wanted:
+            self.add(url, role)
+        for engine in self.engines:
+            if found := config.kv_events.get(engine.url):
+                self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
+        self._on_change()
+
+    def _members(self, urls: Sequence[str]) -> Iterator[str]:
+        """The URLs, names replaced by the engines that they stand for."""
+        for url in urls:
+            yield from self._named.get(url, ()) if is_name(url) else (url,)
+
+    async def _follow_names(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.members_interval_s)
+            if await self._ask_names():
+                self.use(self._config)
+
+    async def _ask_names(self) -> bool:
+        """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
+        config, before = self._config, dict(self._named)
+        for url in filter(is_name, (*config.prefill, *config.decode, *config.engine)):
+            try:
+                self._named[url] = await members(url, self._session)
+            except MembersError as error:
+                logger.warning("%s; the engines known before stay", error)
+        return self._named != before
+
+    def add(self, url: str, role: Role | None) -> BackendEngine:
+        """Begin to watch an engine. It gets requests once it is up.
+
+        Args:
+            role: its side; None: it is asked.
+        """
+        known = role is not None
+        engine = BackendEngine(url, role or Role.DECODE, self._metrics, role_given=known)
+        if self._config.profile:
+            engine.costs, engine.told_costs = load(Path(self._config.profile)), True
+        watch = EngineWatch(
+            engine, lambda: self._config, self._session, self.caches, self._on_change
+        )
+        self._watches[engine] = watch
+        self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
+        return engine
+
+    def remove(self, engine: BackendEngine) -> None:
+        """Let an engine leave: at once if it has no requests, else when they have ended."""
+        engine.draining = True
+        self._leaving[engine] = asyncio.create_task(
+            self._leave(engine), name=f"leaving {engine.url}"
+        )
+
+    def leaves(self, engine: BackendEngine) -> bool:
+        """Whether the engine was told to leave, and has not yet."""
+        return engine in self._leaving
+
+    async def _leave(self, engine: BackendEngine) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._config.drain_timeout_s
+        while engine.in_flight and loop.time() < end:  # noqa: ASYNC110 - a count, not an event
+            await asyncio.sleep(LEAVE_LOOK_S)
+        del self._leaving[engine]
+        self._tasks.pop(engine).cancel()
+        del self._watches[engine]
+        if not any(other.url == engine.url for other in self._watches):
+            self.caches.removed(engine)
+        engine.set_down(loop.time(), "removed", refusing=False)
+        engine.forget_metrics()
+        self._on_change()
+        logger.info("%s (%s) has left", engine.url, engine.role)
+
+    def set_role(self, engine: BackendEngine, role: Role) -> None:
+        """Use an engine for the other side from now on; what it is doing goes on."""
+        if engine.role is role:
+            return
+        engine.forget_metrics()
+        engine.role, engine.role_given = role, True
+        engine.set_address(None, "its side has changed")
+        watch = self._watches[engine]
+        watch.probe_at = 0.0
+        watch.wake.set()
+        self._on_change()
+
+    def drain(self, engine: BackendEngine, wanted: bool) -> None:
+        """Whether the engine gets no new requests, and goes on with those it has."""
+        engine.draining = wanted
+        self._on_change()
+
+    async def close(self) -> None:
+        tasks = [*self._tasks.values(), *self._leaving.values()]
+        if self._following is not None:
+            tasks.append(self._following)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.caches.close()
+
+    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
+        engine.learn_prefill(tokens, cached, duration_s)
+        self._on_change()
+
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
+        self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {**engine.describe(), "cache": self.caches.describe(engine)} for engine in self.engines
+        ]
+
+    def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        if engine not in self._watches:
+            return  # it has left
+        if not isinstance(failure, UnreachableError):
+            note_circuit(engine, failure, self._metrics)
+        self.check(engine, failure)
+
+    def check(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A request to the engine failed, here or in another process. Look at the engine now."""
+        if engine not in self._watches:
+            return
+        if isinstance(failure, UnreachableError):
+            self._watches[engine].set_down(str(failure), refusing=failure.refused)
+        self._watches[engine].wake.set()
+
+    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
+        if engine in self._watches and engine.address and seen and seen != engine.address:
+            logger.warning("%s changed its address: probing it again", engine.url)
+            engine.set_address(None, "its address changed")
+            watch = self._watches[engine]
+            watch.probe_at = 0.0
+            watch.wake.set()

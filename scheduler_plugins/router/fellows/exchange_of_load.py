@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of the same engines tell each other, every 50 ms, what they have sent to which engine.
+
+A router that hears nothing of the others chooses as if their work did not exist. What it hears is late and may be wrong, which costs
+time only. With a key (`PD_ROUTER_KEY`) nothing else than messages signed with it is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import NamedTuple
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.others import Count
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts, words_for
+from scheduler_plugins.router.fellows.memory import WORD_BYTES
+from scheduler_plugins.router.fellows.slots import EngineSlots
+from scheduler_plugins.router.settings.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 0.05
+FORGOTTEN_S = 1.0
+"""A router that says nothing for so long has ended, or cannot be reached."""
+QUIET_S = 0.5
+"""Pause after which a router says again what has not changed."""
+_MOST_BYTES = 1 << 20
+_MAC_BYTES = 16
+MOST_FELLOWS = 256
+"""Routers that are believed at a time."""
+
+
+class InFlight(msgspec.Struct, frozen=True, array_like=True):
+    """What one router has sent and what has not ended."""
+
+    router: str
+    number: int
+    """Messages of one router are numbered; an old one is not believed."""
+    engines: dict[str, list[float]]
+    """Counts by the engine's role and URL, in the order of `Count`. The time is how long ago it was, in seconds."""
+
+
+class _Heard(NamedTuple):
+    at_s: float
+    told: InFlight
+
+
+class Fellows:
+    """Keeps the row of the shared counts that is for other routers."""
+
+    def __init__(
+        self,
+        counts: SharedCounts,
+        slots: EngineSlots,
+        engines: Callable[[], Iterable[BackendEngine]],
+        own: Callable[[BackendEngine], list[float]],
+        key: str,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            slots: the engines' places in `counts`.
+            engines: all that are known.
+            own: what this router has sent to an engine, in the order of `Count`.
+            key: of all routers; empty: none.
+        """
+        self._counts, self._slots = counts, slots
+        self._engines, self._own = engines, own
+        self._key = blake2b(key.encode()).digest() if key else b""
+        self._name = secrets.token_hex(8)
+        self._number = 0
+        self._said: dict[str, list[float]] = {}
+        self._said_s = 0.0
+        self._heard: dict[str, _Heard] = {}
+
+    async def run(self, exchange: str, fellows: Iterable[str]) -> None:
+        """Tell and listen until cancelled. Raises zmq.ZMQError: the address cannot be bound."""
+        with zmq.asyncio.Context() as context:
+            telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
+            try:
+                for one in (telling, hearing):
+                    one.setsockopt(zmq.LINGER, 0)
+                    one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+                if exchange:
+                    telling.bind(exchange)
+                hearing.setsockopt(zmq.SUBSCRIBE, b"")
+                for address in fellows:
+                    hearing.connect(address)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._tell(telling))
+                    group.create_task(self._hear(hearing))
+            finally:
+                telling.close()
+                hearing.close()
+
+    async def _tell(self, socket: zmq.asyncio.Socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._slots.follow(self._engines())
+            if (content := self.saying(loop.time())) is not None:
+                await socket.send(content)
+            self.show(loop.time())
+            await asyncio.sleep(EVERY_S)
+
+    async def _hear(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            self.heard(await socket.recv(), asyncio.get_running_loop().time())
+
+    def saying(self, now_s: float) -> bytes | None:
+        """The next message; None: nothing is new."""
+        engines = {}
+        for engine in self._engines():
+            counts = self._own(engine)
+            counts[Count.OPEN] = (
+                0.0  # an engine that leaves this router waits for its requests only
+            )
+            since_s, counts[Count.BUSY_SINCE_S] = counts[Count.BUSY_SINCE_S], 0.0
+            if any(counts):
+                counts[Count.BUSY_SINCE_S] = max(0.0, now_s - since_s)
+                engines[f"{engine.role} {engine.url}"] = counts
+        if engines == self._said and now_s - self._said_s < QUIET_S:
+            return None
+        self._said, self._said_s = engines, now_s
+        self._number += 1
+        content = msgspec.msgpack.encode(InFlight(self._name, self._number, engines))
+        return self._mac(content) + content
+
+    def heard(self, message: bytes, now_s: float) -> None:
+        """A message has come; one that cannot be believed changes nothing."""
+        mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
+        if not compare_digest(mac, self._mac(content)):
+            logger.debug("a message was not signed with this router's key")
+            return
+        try:
+            told = _DECODER.decode(content)
+        except msgspec.MsgspecError as error:
+            logger.debug("a message of another router cannot be read: %s", error)
+            return
+        before = self._heard.get(told.router)
+        full = before is None and len(self._heard) >= MOST_FELLOWS
+        if told.router == self._name or full or (before and before.told.number >= told.number):
+            return
+        self._heard[told.router] = _Heard(now_s, told)
+
+    def show(self, now_s: float) -> None:
+        """Let policies see what others have sent."""
+        for name, heard in list(self._heard.items()):
+            if now_s - heard.at_s > FORGOTTEN_S:
+                del self._heard[name]
+        for engine in self._engines():
+            sums = [0.0] * len(Count)
+            for heard in self._heard.values():
+                counts = heard.told.engines.get(f"{engine.role} {engine.url}")
+                if counts is None or len(counts) != len(Count) or not all(c >= 0 for c in counts):
+                    continue
+                since_s = heard.at_s - counts[Count.BUSY_SINCE_S]
+                latest_s = max(sums[Count.BUSY_SINCE_S], since_s)
+                sums = [a + b for a, b in zip(sums, counts, strict=True)]
+                sums[Count.BUSY_SINCE_S] = latest_s
+            slot = self._slots.of(engine)
+            if slot is not None:
+                self._counts.put(FELLOWS_ROW, slot, sums)
+
+    def _mac(self, content: bytes) -> bytes:
+        return blake2b(content, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+@asynccontextmanager
+async def exchanging(
+    config: RouterConfig,
+    counts: SharedCounts,
+    slots: EngineSlots,
+    pool: EnginePool,
+    own: Callable[[BackendEngine], list[float]],
+) -> AsyncIterator[None]:
+    """Exchange in-flight work with other routers inside the block, if the settings name any.
+
+    Raises:
+        OSError: the address for it cannot be bound.
+    """
+    if not (config.exchange or config.fellows):
+        yield
+        return
+    fellows = Fellows(counts, slots, lambda: pool.engines, own, config.router_key)
+    task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
+    await asyncio.sleep(0)
+    if task.done():
+        raise OSError(f"exchange {config.exchange}: {task.exception()}")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def exchanging_alone(config: RouterConfig, pool: EnginePool) -> AbstractAsyncContextManager[None]:
+    """The same for a router that is one process."""
+    counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
+    return exchanging(
+        config, counts, EngineSlots(counts), pool, lambda engine: list(engine.load.counts())
+    )
+
+
+_DECODER = msgspec.msgpack.Decoder(InFlight)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two engines of a pair are sent, by their kinds. Pure functions.
+
+    prefill  decode   prefill is sent                      decode is sent
+    vLLM     vLLM     the client's body, one token         the client's body, `kv_transfer_params`
+    SGLang   SGLang   the client's body, `bootstrap_*`     the client's body, `bootstrap_*`
+    vLLM     SGLang   the prompt's ids, one token          the client's body, `bootstrap_*`
+    SGLang   vLLM     the prompt's ids, one token          the client's body, `kv_transfer_params`
+
+Two engines of one kind read a prompt alike. Where the kinds differ, the decode engine tokenises it, and
+the prefill engine is given the ids. A transfer that an SGLang engine takes part in is named by the
+decimal digits of its `bootstrap_room`.
+"""
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pd_connector.protocol.params import ProducerAddress, prefill_params
+from scheduler_plugins.router.engines.kinds import Bootstrap, Kind
+from scheduler_plugins.router.prompt import body
+
+GENERATE = "/generate"
+_MOST_LOGPROBS = 20
+"""vLLM's `--max-logprobs`, unless its operator says otherwise."""
+
+_GRAMMARS = (
+    "ebnf",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "json_schema",
+    "regex",
+    "structured_outputs",
+)
+_LOGIT_PROCESSORS = ("custom_logit_processor", "custom_params", "logits_processors", "watermark")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop_token_ids")
+"""Fields that shape the first token, and mean the same to both kinds. Penalties are left out: SGLang
+penalises what was generated, and nothing was when the first token is chosen."""
+_PASSED = ("cache_salt", "priority")
+_OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""What a client says of transfers is not trusted: it is dropped."""
+
+
+class Prefill(NamedTuple):
+    """A prefill engine as its decode engine is to find it."""
+
+    kind: Kind
+    model: str
+    replicas: tuple[ProducerAddress, ...]  # SGLang's data-parallel ones take turns by the room
+    bootstrap: tuple[str, int]  # host and port that an SGLang decode engine asks
+
+
+class Handoff(NamedTuple):
+    """The requests of one attempt.
+
+    Attributes:
+        path: of the prefill engine's request; the decode engine's is the client's.
+        prefill, decode: the bodies.
+        lends_logprobs: the first token's log probabilities are in the prefill engine's answer, and
+            belong into the decode engine's.
+    """
+
+    path: str
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    lends_logprobs: bool = False
+
+
+def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
+    """Why a pair of unlike engines cannot answer a request, as a metric label; None if it can.
+
+    Args:
+        request: the client's body.
+        decode: the kind of the engine that answers. SGLang's goes on from the first token that the
+            prefill engine chooses; vLLM's chooses the first token itself.
+    """
+    if _has_inputs(request):
+        return "inputs"
+    if request.get("input_ids") is not None or request.get("prompt_embeds") is not None:
+        return "inputs"
+    if decode is Kind.VLLM:
+        return None
+    if any(request.get(name) is not None for name in _GRAMMARS) or _constrained(request):
+        return "grammar"
+    if any(request.get(name) is not None for name in _LOGIT_PROCESSORS):
+        return "logit_processor"
+    if request.get("return_hidden_states") or request.get("logprob_token_ids"):
+        return "more_than_a_token"
+    if _wanted_logprobs(request) > _MOST_LOGPROBS:
+        return "logprobs"
+    return None
+
+
+def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Handoff:
+    """For two engines of the same kind."""
+    if prefill.kind is Kind.VLLM:
+        transfer = uuid.uuid4().hex
+        return Handoff(
+            path,
+            body.prefill_copy(request, transfer),
+            body.decode_copy(_clean(request), prefill.replicas[0], transfer),
+        )
+    both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
+    alone = {name: value for name, value in both.items() if name != "stream_options"}
+    return Handoff(path, {**alone, "stream": False}, both)
+
+
+def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int]) -> Handoff:
+    """For two engines of different kinds.
+
+    Args:
+        ids: the prompt, as the decode engine reads it.
+    """
+    room = _new_room()
+    passed = {name: request[name] for name in _PASSED if request.get(name) is not None}
+    bootstrap = Bootstrap(*prefill.bootstrap, room).fields()
+    if prefill.kind is Kind.SGLANG:
+        address = prefill.replicas[room % len(prefill.replicas)]
+        sampling = {"max_new_tokens": 1, "temperature": 0}
+        copy = {"input_ids": list(ids), "sampling_params": sampling, "stream": False}
+        return Handoff(
+            GENERATE,
+            {**copy, **passed, **bootstrap},
+            body.decode_copy(_clean(request), address, str(room)),
+        )
+    wanted = _wanted_logprobs(request)
+    return Handoff(
+        body.COMPLETIONS,
+        {
+            "model": prefill.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "stream": False,
+            **{name: request[name] for name in _SAMPLING if request.get(name) is not None},
+            **({"min_tokens": 1} if request.get("min_tokens") else {}),
+            **({} if wanted < 0 else {"logprobs": wanted}),
+            **passed,
+            "kv_transfer_params": prefill_params(str(room)),
+        },
+        {**_clean(request), **bootstrap},
+        lends_logprobs=wanted >= 0,
+    )
+
+
+def alone(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's request for one engine, without a transfer."""
+    return _clean(request)
+
+
+def tokenize_body(request: Mapping[str, Any], decode: Kind) -> dict[str, Any]:
+    """What the decode engine's `/tokenize` is asked, so that it reads the prompt as it will read the
+    request."""
+    if "messages" not in request:
+        asked = {name: request[name] for name in ("model", "prompt") if name in request}
+        if "add_special_tokens" in request:
+            asked["add_special_tokens"] = request["add_special_tokens"]
+        return asked
+    asked = {name: value for name, value in _clean(request).items() if name not in _NOT_READ}
+    if decode is Kind.VLLM and request.get("reasoning_effort") is not None:
+        # Its /tokenize has no such field; the chat endpoint hands it to the template.
+        effort = request["reasoning_effort"]
+        told = {"enable_thinking": effort != "none", **(request.get("chat_template_kwargs") or {})}
+        asked["chat_template_kwargs"] = {**told, "reasoning_effort": effort}
+    return asked
+
+
+_NOT_READ = ("stream", "stream_options", "n", "logprobs", "top_logprobs", "stop")
+
+
+def _clean(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in request.items() if name not in _OURS}
+
+
+def _new_room() -> int:
+    """A transfer id that nobody has: SGLang takes 1 to 2^63 - 1."""
+    return secrets.randbits(62) + 1
+
+
+def _has_inputs(request: Mapping[str, Any]) -> bool:
+    """Whether a message has more than text."""
+    messages = request.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type", "text") not in ("text", "refusal"):
+                return True
+    return False
+
+
+def _constrained(request: Mapping[str, Any]) -> bool:
+    """Whether the answer's form is fixed, by a format or by a tool that must be called."""
+    form = request.get("response_format")
+    if isinstance(form, dict) and form.get("type", "text") != "text":
+        return True
+    if request.get("tool_choice") not in (None, "none", "auto"):
+        return True
+    tools = request.get("tools")
+    return any(
+        isinstance(tool, dict) and bool((tool.get("function") or {}).get("strict"))
+        for tool in (tools if isinstance(tools, list) else ())
+    )
+
+
+def _wanted_logprobs(request: Mapping[str, Any]) -> int:
+    """How many alternatives of each token the client wants; -1 if no log probabilities at all."""
+    wanted = request.get("logprobs")
+    if "messages" in request:
+        return int(request.get("top_logprobs") or 0) if wanted else -1
+    return -1 if wanted is None or wanted is False else int(wanted)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first token's log probabilities, from the prefill engine's answer into the decode engine's.
+
+An SGLang engine goes on from a token that a vLLM engine has chosen. vLLM does not tell its connector how
+likely that token was, but it tells whoever asked for the completion.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_DATA = b"data: "
+_END = b"\n\n"
+
+
+class FirstLogprobs(NamedTuple):
+    """Log probabilities of the token that follows the prompt.
+
+    Attributes:
+        chosen: its log probability.
+        top: the likeliest tokens' texts and log probabilities, as many as were asked for.
+    """
+
+    chosen: float
+    top: dict[str, float]
+
+
+def first_logprobs(answer: object) -> FirstLogprobs | None:
+    """What a completion of one token says; None where it has no log probabilities."""
+    try:
+        found = answer["choices"][0]["logprobs"]  # type: ignore[index]
+        chosen = float(found["token_logprobs"][0])
+        top = dict((found.get("top_logprobs") or [None])[0] or {})
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return FirstLogprobs(chosen, {str(token): float(value) for token, value in top.items()})
+
+
+class FirstTokenPatch:
+    """Puts them into an answer, whole or streamed."""
+
+    def __init__(self, found: FirstLogprobs) -> None:
+        self._found = found
+        self.done = False
+        """Whether the first token has been seen."""
+
+    def whole(self, content: bytes) -> bytes:
+        """A complete answer. What is not a completion passes as it is."""
+        try:
+            answer = json.loads(content)
+        except (ValueError, RecursionError):
+            return content
+        return _encoded(answer) if self._patch(answer) else content
+
+    def events(self, data: bytes) -> bytes:
+        """Whole server-sent events, in order. Only the one with the first token is changed."""
+        if self.done:
+            return data
+        return _END.join(self._event(event) for event in data.split(_END))
+
+    def _event(self, event: bytes) -> bytes:
+        if self.done or not event.startswith(_DATA):
+            return event
+        try:
+            answer = json.loads(event[len(_DATA) :])
+        except (ValueError, RecursionError):
+            return event
+        return _DATA + _encoded(answer) if self._patch(answer) else event
+
+    def _patch(self, answer: Any) -> bool:
+        """Whether the first token is in this answer, and its logprobs have been put there."""
+        try:
+            logprobs = answer["choices"][0]["logprobs"]
+        except (KeyError, IndexError, TypeError):
+            return False
+        if not isinstance(logprobs, dict):
+            return False
+        if logprobs.get("content"):
+            self._patch_chat(logprobs["content"][0])
+        elif logprobs.get("token_logprobs"):
+            self._patch_completion(logprobs)
+        else:
+            return False
+        self.done = True
+        return True
+
+    def _patch_chat(self, entry: dict[str, Any]) -> None:
+        entry["logprob"] = self._found.chosen
+        if entry.get("top_logprobs"):
+            entry["top_logprobs"] = [
+                {"token": token, "bytes": list(token.encode()), "logprob": value}
+                for token, value in self._ranked(len(entry["top_logprobs"])).items()
+            ]
+
+    def _patch_completion(self, logprobs: dict[str, Any]) -> None:
+        logprobs["token_logprobs"][0] = self._found.chosen
+        top = logprobs.get("top_logprobs")
+        if top and top[0]:
+            top[0] = self._ranked(len(top[0]))
+
+    def _ranked(self, count: int) -> Mapping[str, float]:
+        ranked = sorted(self._found.top.items(), key=lambda pair: pair[1], reverse=True)
+        return dict(ranked[:count])
+
+
+def _encoded(answer: object) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of one attempt: its copy of the request, sent beside the decode side's."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import aiohttp
+import msgspec
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.engines.exchange import (
+    EngineCall,
+    EngineFailedError,
+    OverloadedError,
+    ResponseTimeouts,
+    exchange,
+    raise_for_status,
+)
+from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
+from scheduler_plugins.router.policies.base import BlockHash
+from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.settings.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillCopy:
+    """A request running on a prefill engine for as long as the `async with` block.
+
+    Leaving the block cancels what still runs, and waits until it is gone. The KV goes to the decode
+    engine by itself; no more of its answer is used than `first_logprobs`.
+    """
+
+    def __init__(
+        self,
+        engine: BackendEngine,
+        call: EngineCall,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        config: RouterConfig,
+        tokens: int,
+        fresh_tokens: int,
+        prompt: Sequence[BlockHash],
+        elsewhere: Callable[[], bool],
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            tokens: of the prompt.
+            fresh_tokens: those that the engine is expected to compute.
+            prompt: its blocks, which the engine has cached afterwards.
+            elsewhere: whether another prefill engine could be asked.
+        """
+        self.engine = engine
+        self.failure: EngineFailedError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when the copy has failed; see `Companion`."""
+        self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
+        """Called when the engine has answered, or has failed."""
+        self._failed_at = 0.0
+        self._answer: FirstLogprobs | None = None
+        self._id = uuid.uuid4().hex
+        self._call = call
+        self._pool = pool
+        self._session = session
+        self._config = config
+        self._tokens = tokens
+        self._fresh_tokens = fresh_tokens
+        self._prompt = prompt
+        self._elsewhere = elsewhere
+
+    async def __aenter__(self) -> "PrefillCopy":
+        engine, now = self.engine, asyncio.get_running_loop().time()
+        engine.circuit.sent()
+        self._alone = engine.queued_s(now) == 0.0
+        self._begun_at = now
+        cost_s = engine.costs.prefill_s(self._fresh_tokens)
+        engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
+        self._task = asyncio.create_task(self._run(), name=f"prefill copy {self.engine.url}")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.engine.circuit.given_up()
+        self._ended()  # a task that was cancelled before its first step has not said so
+        if error is None and self.failure is None:
+            # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
+            self._prefilled()
+
+    async def first_logprobs(self) -> FirstLogprobs:
+        """Log probabilities of the first token, from the prefill engine's answer. Raises EngineFailedError where it has none."""
+        await self._task
+        if self._answer is None:
+            raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")
+        return self._answer
+
+    def refused(self, now: float) -> EngineFailedError | None:
+        """Why a decode engine that still waits for the KV waits in vain; None if it may not.
+
+        A prefill engine that dies takes its session with it, so the decode engine notices, and computes the
+        prompt itself unless another prefill engine can do it. A prefill
+        engine that lives but never took the copy leaves the decode engine waiting for a transfer that
+        nobody knows. If it said that it is overloaded, there is no reason to wait; otherwise the decode
+        engine has `refusal_grace_s` to find the KV in its own cache, or to answer all the same.
+        """
+        if self.failure is None or (self.failure.accepted and not self._elsewhere()):
+            return None
+        if isinstance(self.failure, OverloadedError):
+            return PrefillRefusedError(self.failure)
+        if now - self._failed_at < self._config.refusal_grace_s:
+            return None
+        return PrefillRefusedError(self.failure)
+
+    async def _run(self) -> None:
+        try:
+            await self._send()
+        except EngineFailedError as failure:
+            self._fail(failure)
+            if not isinstance(failure, OverloadedError):
+                self._pool.report_failure(self.engine, failure)
+        except Exception as error:
+            logger.exception("the prefill copy to %s failed", self.engine.url)
+            self._fail(EngineFailedError("internal", repr(error)))
+        finally:
+            self._ended()
+
+    def _ended(self) -> None:
+        self.on_end(self.failure)
+        self.engine.load.prefill_ended(self._id, asyncio.get_running_loop().time())
+
+    async def _send(self) -> None:
+        # The decode side's limits end this block, so the copy needs none of its own but liveness.
+        limit_s = self._config.answer_timeout_s
+        timeouts = ResponseTimeouts(limit_s, self._config.idle_timeout_s)
+        async with exchange(
+            self._session, self.engine, self._call, timeouts, self._config
+        ) as answer:
+            await raise_for_status(answer, wanted=200)
+            raw = await answer.read_all()
+        try:
+            answer = msgspec.json.decode(raw)
+        except (ValueError, RecursionError):
+            raise EngineFailedError("malformed", "its answer is not JSON") from None
+        self._answer = first_logprobs(answer)
+        self._count_hits(answer)
+        self.engine.circuit.succeeded()
+        self._pool.confirm(self.engine, body.address_in(answer))
+        if self._alone and self.engine.prefills == 1:
+            took_s = asyncio.get_running_loop().time() - self._begun_at
+            cached = self._tokens - self._fresh_tokens
+            self._pool.learnt(self.engine, self._tokens, cached, took_s)
+        self._prefilled()
+
+    def _count_hits(self, answer: object) -> None:
+        """Compare what the index expected to be cached with what the engine says was."""
+        told = body.cached_tokens_in(answer)
+        if told is not None:
+            known = self.engine.metrics
+            known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))
+            known.cached_tokens.labels("actual").inc(told)
+            known.counted_prompt_tokens.inc(self._tokens)
+
+    def _prefilled(self) -> None:
+        """The engine has the prompt in its cache now."""
+        prompt, self._prompt = self._prompt, ()
+        self._pool.prefilled(self.engine, prompt)
+
+    def _fail(self, failure: EngineFailedError) -> None:
+        self.failure = failure
+        self._failed_at = asyncio.get_running_loop().time()
+        self.on_failure()
+
+
+class PrefillRefusedError(EngineFailedError):
+    """The prefill engine did not take its copy, or died with it; the decode engine has done nothing wrong."""
+
+    def __init__(self, failure: EngineFailedError) -> None:
+        super().__init__(
+            "prefill_refused", f"the prefill engine failed its copy: {failure}", accepted=False
+        )

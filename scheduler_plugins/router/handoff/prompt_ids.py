@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's token ids, as the engine that will decode reads it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.exchange import (
+    EngineCall,
+    EngineFailedError,
+    ResponseTimeouts,
+    exchange,
+    raise_for_status,
+)
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.handoff.engine_bodies import tokenize_body
+from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.settings.config import RouterConfig
+
+TOKENIZE = "/tokenize"
+
+
+_CLIENT_ERRORS = (400, 413, 422)
+
+
+class NotTokenizedError(Exception):
+    """The request is wrong in itself: the engine says what is wrong.
+
+    Attributes:
+        status, content: its answer, for the client.
+    """
+
+    def __init__(self, status: int, content: bytes) -> None:
+        super().__init__(f"{TOKENIZE} was answered with status {status}")
+        self.status = status
+        self.content = content
+
+
+async def prompt_ids(
+    session: aiohttp.ClientSession,
+    engine: BackendEngine,
+    request: Mapping[str, Any],
+    headers: Mapping[str, str],
+    config: RouterConfig,
+) -> list[int]:
+    """The ids of the request's prompt.
+
+    Raises:
+        NotTokenizedError: the engine does not take the prompt.
+        EngineFailedError: it does not answer, or not with ids.
+    """
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    if isinstance(prompt, list):
+        request = {**request, "prompt": prompt[0]}
+    asked = body.encode(tokenize_body(request, engine.kind or Kind.VLLM))
+    call = EngineCall("POST", TOKENIZE, headers, asked)
+    timeouts = ResponseTimeouts(config.first_byte_timeout_s, config.idle_timeout_s)
+    async with exchange(session, engine, call, timeouts, config) as answer:
+        if answer.status in _CLIENT_ERRORS:
+            raise NotTokenizedError(answer.status, await answer.read_all())
+        await raise_for_status(answer, wanted=200)
+        return _ids(await answer.read_all())
+
+
+def _ids(raw: bytes) -> list[int]:
+    try:
+        found = json.loads(raw)["tokens"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        found = None
+    if not (isinstance(found, list) and found and all(type(token) is int for token in found)):
+        raise EngineFailedError("malformed", f"{TOKENIZE} answered without the prompt's ids")
+    return found

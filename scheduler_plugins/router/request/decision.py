@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the policy which engines a request goes to next."""
+
+import asyncio
+from collections.abc import Sequence
+from math import inf
+
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.policies.base import Defer, Reject, Request, cached_tokens
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.routing.attempt import Attempt, RejectedError
+from scheduler_plugins.router.routing.candidates import Candidates
+from scheduler_plugins.router.routing.promises import kept_by
+from scheduler_plugins.router.routing.view import LiveView
+
+
+async def next_attempt(
+    shared: Shared, candidates: Candidates, request: Request, arrived: float, *, begun: bool
+) -> Attempt | None:
+    """What the policy decides; None if no engine is left to ask, or all are overloaded.
+
+    Args:
+        arrived: when the request came, by the event loop's clock.
+        begun: the client has been sent something, so the request is turned away no more.
+
+    Raises:
+        RejectedError: the policy turns the request away.
+    """
+    loop = asyncio.get_running_loop()
+    while (engines := candidates.able()) is not None:
+        now = loop.time()
+        view = LiveView(
+            {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}, shared.pool.prefixes, now
+        )
+        asked = _asked(request, engines.prefill, engines.decode, now - arrived, begun)
+        decision = shared.policy.decide(asked, view, now, shared.random)
+        if isinstance(decision, Reject):
+            shared.metrics.rejected.labels(request.qos, decision.cause).inc()
+            raise RejectedError(decision)
+        if isinstance(decision, Defer):
+            await asyncio.sleep(max(0.0, decision.until_s - now))
+            continue
+        answering = next(one for one in engines.decode if one.name == decision.d)
+        if decision.p is None and answering.computes_prompts:
+            return Attempt(answering, None, engines.cause or "policy")
+        prefill = _prefill_of(engines.prefill, decision.p)
+        (blocks,) = view.match(request.hashes, [prefill])
+        cached = cached_tokens(request, prefill, blocks)
+        expected_s = None
+        if prefill.costs.known:
+            own_s = prefill.costs.prefill_s(request.tokens, cached)
+            expected_s = now - arrived + prefill.queued_s(now) + own_s
+        return Attempt(answering, prefill, "", request.tokens - cached, expected_s)
+    return None
+
+
+def _asked(
+    request: Request,
+    prefill: Sequence[BackendEngine],
+    decode: Sequence[BackendEngine],
+    waited_s: float,
+    begun: bool,
+) -> Request:
+    """The request with what is still promised to it, as the policy is asked."""
+    if begun:  # it was let in
+        return request._replace(ttft_slo_s=inf, tpot_slo_s=inf)
+    promised = kept_by(request, prefill, decode)
+    return promised._replace(ttft_slo_s=promised.ttft_slo_s - waited_s)
+
+
+def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
+    """The engine of this name; the least busy one where the policy would have the decode engine compute
+    the prompt, which is one that computes none."""
+    if name is None:
+        return min(engines, key=lambda engine: engine.open_requests)
+    return next(engine for engine in engines if engine.name == name)

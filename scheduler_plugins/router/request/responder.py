@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's answer on its way to the client."""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from scheduler_plugins.router.client.answers import (
+    EVENT_STREAM,
+    EventCutter,
+    error_in,
+    headers_to_client,
+)
+from scheduler_plugins.router.client.downstream import Downstream
+from scheduler_plugins.router.engines.exchange import EngineFailedError, Exchange, excerpt
+from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
+from scheduler_plugins.router.handoff.prefill import PrefillCopy
+from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.request.resume import StreamRecord
+
+
+class Responder:
+    """Answers one client.
+
+    Args:
+        arrived: when its request came, on the event loop's clock.
+    """
+
+    def __init__(
+        self, client: Downstream, request_id: str, metrics: Metrics, arrived: float
+    ) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._metrics = metrics
+        self._arrived = arrived
+
+    async def pass_on(
+        self,
+        answer: Exchange,
+        flow: str,
+        lender: PrefillCopy | None = None,
+        record: StreamRecord | None = None,
+        served: Callable[[], None] = lambda: None,
+    ) -> tuple[web.StreamResponse, str]:
+        """Hand an engine's answer to the client. Returns the response and the outcome for the metrics.
+
+        Args:
+            flow: the attempt's, as a metric label.
+            lender: whose answer has the first token's log probabilities, if this one has not.
+            record: notes what the client is sent of a stream that another engine could go on with.
+            served: called once the engine has begun to answer well.
+
+        Raises:
+            EngineFailedError: the engine broke off, or said in a stream's first event that it failed.
+            ClientGoneError: there is nobody to answer any more.
+        """
+        kind = answer.headers.get("Content-Type", "")
+        if answer.status == 200 and kind.startswith(EVENT_STREAM):
+            return await self._stream(answer, flow, lender, record, served), "ok"
+        if self._client.begun:
+            raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
+        # Held until it is whole: should the engine die halfway, another one can still answer.
+        content = await answer.read_all()
+        if answer.status == 200:
+            served()
+        if lender is not None and answer.status == 200:
+            content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
+        response = web.Response(status=answer.status, headers=self._returned(answer), body=content)
+        await self._client.begin(response)
+        outcome = "ok" if answer.status < 400 else "client_error"
+        return await self._client.finish(), outcome
+
+    async def end(self, events: bytes) -> web.StreamResponse:
+        """End a stream whose engine was lost after its last token, with the events that it owed."""
+        await self._client.write(events)
+        return await self._client.finish()
+
+    async def refuse(self, error: NotTokenizedError) -> web.StreamResponse:
+        """Hand on the engine's own words on what is wrong with the request."""
+        returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)
+        response = web.StreamResponse(status=error.status, headers=returned)
+        await self._client.begin(response)
+        await self._client.write(error.content)
+        return await self._client.finish()
+
+    async def _stream(
+        self,
+        answer: Exchange,
+        flow: str,
+        lender: PrefillCopy | None,
+        record: StreamRecord | None,
+        served: Callable[[], None],
+    ) -> web.StreamResponse:
+        cutter, client = EventCutter(), self._client
+        patch: FirstTokenPatch | None = None
+        answered = False
+        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
+        while chunk := await answer.read():
+            if events := cutter.feed(chunk):
+                if not client.begun and (error := error_in(events)):
+                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
+                if not answered:
+                    answered = True
+                    served()
+                if record is not None:
+                    events = record.feed(events)
+                if lender is not None:
+                    patch = patch or FirstTokenPatch(await lender.first_logprobs())
+                    events = patch.events(events)
+                if not client.begun:
+                    await client.begin(response)
+                    first_s = asyncio.get_running_loop().time() - self._arrived
+                    self._metrics.first_token_s.labels(flow).observe(first_s)
+                await client.write(events)
+        rest = cutter.rest()
+        if not cutter.finished:
+            raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
+        if rest:
+            await client.begin(response)
+            await client.write(rest)
+        return await client.finish()
+
+    def _returned(self, answer: Exchange) -> CIMultiDict[str]:
+        return headers_to_client(answer.headers, self._request_id)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that go on at another engine, after the one that answered was lost.
+
+Engines are asked for the ids of prompt and answer (`return_token_ids`). The request that goes on is a completion of both,
+and its events are given the shape and the identity of the first ones. The client sees one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from scheduler_plugins.router.prompt.body import CHAT, why_not_disaggregated
+
+_IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
+_TEXT = re.compile(rb'"(?:text|content)":"((?:[^"\\]|\\.)*)"')
+_OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!null|\[\]|"")')
+_UNFINISHED_CHARACTER = "�".encode()
+
+# What a second engine could not do alike: it sees the tokens sent so far as a part of the prompt.
+_NOT_RESUMABLE = (
+    "logprobs",
+    "top_logprobs",
+    "seed",
+    "stop",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "tools",
+    "functions",
+    "response_format",
+    "structured_outputs",
+    "suffix",
+    "logits_processors",
+    "thinking_token_budget",
+)
+_ONLY_IN_CHATS = frozenset(
+    {
+        "messages",
+        "max_completion_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "include_reasoning",
+        "documents",
+        "mm_processor_kwargs",
+    }
+)
+
+
+def resumable(body: Mapping[str, Any]) -> bool:
+    """Whether another engine could go on with this request's stream: greedy, or sampled without a seed."""
+    if not body.get("stream") or why_not_disaggregated(body) is not None:
+        return False
+    return not any(body.get(name) for name in _NOT_RESUMABLE)
+
+
+class StreamRecord:
+    """What a client has been sent of one stream, and what it takes to go on."""
+
+    def __init__(self, body: Mapping[str, Any], path: str) -> None:
+        """`body`: the client's, of a request that is `resumable`."""
+        self._body = dict(body)
+        self._chat = path == CHAT
+        self._shows_ids = bool(body.get("return_token_ids"))
+        self._prompt: bytes | None = (
+            None  # as the engine sent it: it is only read where a stream breaks off
+        )
+        self._sent: list[int] = []
+        self._unsettled: list[int] = []
+        self._first: dict[str, Any] = {}
+        self._lost = False
+        self._finished = False
+        self._told_usage = False
+        self._before = 0  # tokens that were sent before the engine that answers now
+        self.resumed = 0
+        """How often the stream went on elsewhere."""
+
+    @property
+    def asks(self) -> dict[str, Any]:
+        """What is added to the request, so that the engine tells the ids."""
+        return {"return_token_ids": True}
+
+    def feed(self, events: bytes) -> bytes:
+        """Note whole events of the engine. Returns what the client is sent instead of them."""
+        parts = events.split(b"\n\n")
+        return b"\n\n".join(self._noted(part) if part else part for part in parts)
+
+    def next_body(self) -> dict[str, Any] | None:
+        """The completion that goes on after what was sent; None if that is not known well enough."""
+        if self._prompt is None or self._lost or self._finished or not self._first:
+            return None
+        prompt = _ids(self._prompt)
+        if prompt is None:
+            return None
+        most = self._most
+        if most is not None and most <= len(self._sent):
+            return None
+        body = {name: value for name, value in self._body.items() if name not in _ONLY_IN_CHATS}
+        body["prompt"] = [*prompt, *self._sent]
+        body["max_tokens"] = None if most is None else most - len(self._sent)
+        body.pop("add_special_tokens", None)
+        return body
+
+    def ending(self) -> bytes | None:
+        """The events that an engine still owed when it was lost after its last token; None where it owed tokens."""
+        whole = self._most is not None and len(self._sent) >= self._most
+        if not self._first or not (self._finished or whole):
+            return None
+        events = []
+        if not self._finished:
+            said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
+            events.append({**self._first, "choices": [choice]})
+        if (self._body.get("stream_options") or {}).get("include_usage") and not self._told_usage:
+            prompt = _ids(self._prompt) if self._prompt is not None else None
+            if prompt is None or self._lost:
+                return None
+            generated = len(self._sent) + len(self._unsettled)
+            usage = {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": generated,
+                "total_tokens": len(prompt) + generated,
+            }
+            events.append({**self._first, "choices": [], "usage": usage})
+        data = (json.dumps(event, separators=(",", ":")) for event in events)
+        return "".join(f"data: {one}\n\n" for one in (*data, "[DONE]")).encode()
+
+    @property
+    def _most(self) -> int | None:
+        """Most tokens of the answer; None where the context's end is the limit."""
+        most: int | None = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        return _COMPLETIONS_DEFAULT if most is None and not self._chat else most
+
+    def resume(self) -> None:
+        """Events come from another engine from now on: it was sent `next_body`."""
+        self._unsettled = []
+        self._before = len(self._sent)
+        self.resumed += 1
+
+    def _noted(self, event: bytes) -> bytes:
+        bare, found = event, dict[bytes, bytes]()
+        while match := _IDS.search(bare):
+            found.setdefault(match[1], match[2])
+            bare = bare[: match.start()] + bare[match.end() :]
+        if not self.resumed and found.get(b"prompt_token_ids", b"null") != b"null":
+            self._prompt = self._prompt or found[b"prompt_token_ids"]
+        if b"choices" in bare and not bare.startswith(b"data: [DONE]"):
+            self._settle(bare, _ids(found.get(b"token_ids", b"null")))
+        if self.resumed:
+            return self._as_first(event)
+        if not self._first and bare.startswith(b"data: {"):
+            self._first = _identity(bare)
+        return event if self._shows_ids else bare
+
+    def _settle(self, event: bytes, ids: list[int] | None) -> None:
+        """Count the event's tokens as sent, once their text is.
+
+        An engine keeps back the text of half a character. Its tokens are generated again by the next engine.
+        """
+        if (b'"reasoning' in event or b'"tool_calls"' in event) and _OTHER_DELTA.search(event):
+            # Parsers of calls and of reasoning have a state that no other engine has.
+            self._lost = True
+        text = _TEXT.search(event)
+        said = text[1] if text else b""
+        self._finished = self._finished or b'"finish_reason":"' in event
+        self._told_usage = self._told_usage or (b'"choices":[]' in event and b'"usage":{' in event)
+        if ids is None:
+            self._lost = self._lost or bool(said)
+            return
+        self._unsettled += ids
+        if said and not said.endswith((_UNFINISHED_CHARACTER, b"\\ufffd")):
+            self._sent += self._unsettled
+            self._unsettled = []
+
+    def _as_first(self, event: bytes) -> bytes:
+        """An event of another engine's completion, as the first engine would have sent it."""
+        if not event.startswith(b"data: {"):
+            return event
+        content = json.loads(event.removeprefix(b"data: "))
+        for name, value in self._first.items():
+            content[name] = value
+        for choice in content.get("choices", ()):
+            choice.pop("prompt_token_ids", None)
+            if not self._shows_ids:
+                choice.pop("token_ids", None)
+            if self._chat:
+                choice["delta"] = {"content": choice.pop("text", "")}
+        usage = content.get("usage")
+        if isinstance(usage, dict):
+            again = self._before
+            usage["prompt_tokens"] = usage.get("prompt_tokens", again) - again
+            usage["completion_tokens"] = usage.get("completion_tokens", 0) + again
+        return b"data: " + json.dumps(content, separators=(",", ":")).encode()
+
+
+_COMPLETIONS_DEFAULT = 16
+"""Tokens that a completion generates if it does not say how many (OpenAI's default, and vLLM's)."""
+
+
+_IDS_DECODER = msgspec.json.Decoder(list[int] | None)
+
+
+def _ids(text: bytes) -> list[int] | None:
+    try:
+        found: list[int] | None = _IDS_DECODER.decode(text)
+    except msgspec.MsgspecError:
+        return None
+    return found
+
+
+def _identity(event: bytes) -> dict[str, Any]:
+    """What all events of one answer have in common."""
+    try:
+        content = json.loads(event.removeprefix(b"data: "))
+    except (ValueError, RecursionError):
+        return {}
+    return {
+        name: content[name]
+        for name in ("id", "object", "created", "model")
+        if isinstance(content, dict) and name in content
+    }

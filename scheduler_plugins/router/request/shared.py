@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all requests of one process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import aiohttp
+
+from scheduler_plugins.admission.prompt import PromptMemory
+from scheduler_plugins.router.engines.circuit import RetryBudget
+from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import Policy
+from scheduler_plugins.router.routing.front import FrontQueue
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.tokens.prompt_tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all requests of one router share."""
+
+    config: RouterConfig
+    """The settings for requests that come from now on."""
+    pool: Pool
+    session: aiohttp.ClientSession
+    metrics: Metrics
+    policy: Policy
+    tokens: PromptTokens
+    """The tokens of prompts."""
+    tracing: Tracing
+    """Spans of requests."""
+    lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
+    """How many tokens a text has."""
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    front: FrontQueue = field(default_factory=FrontQueue)
+    """Where requests wait while engines have enough to do."""
+    random: Random = field(default_factory=Random)

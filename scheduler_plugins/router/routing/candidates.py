@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines one request may still be sent to, after what it has met."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
+from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.routing.attempt import (
+    AbleEngines,
+    AllOverloadedError,
+    Attempt,
+    UnavailableError,
+)
+from scheduler_plugins.router.routing.pairing import Pairing
+
+
+class Candidates:
+    """The engines that have not failed one request."""
+
+    def __init__(self, pool: Pool, attempts: int, body: Mapping[str, Any]) -> None:
+        """`attempts`: engines that may accept the request and fail it."""
+        self._pool = pool
+        self._attempts = attempts
+        self._failed: dict[BackendEngine, EngineFailedError] = {}
+        self._pairing = Pairing(body)
+        self._retry_after_s: dict[BackendEngine, int] = {}
+        """Engines that are overloaded, and when they want to be asked again."""
+        self._accepted = 0
+
+    def able(self) -> AbleEngines | None:
+        """Engines for the next attempt; None if there are none, or all are overloaded.
+
+        An overloaded engine's work goes to another engine of its role only. If it went to the other
+        role, an overload of one side would spread to both.
+        """
+        if self._accepted >= self._attempts:
+            return None
+        decode = self._pool.up(Role.DECODE, besides=self._failed)
+        prefill = self._pool.up(Role.PREFILL, besides=self._failed)
+        able = self._pairing.able_engines(decode, prefill)
+        if able is None:
+            return None
+        if able.decode[0].role is Role.PREFILL:
+            return None if self._overloaded(Role.DECODE) else able
+        wanted = not able.prefill and able.cause != self._pairing.whole
+        return None if wanted and self._overloaded(Role.PREFILL) else able
+
+    def other_prefill(self, besides: BackendEngine) -> bool:
+        """Whether another prefill engine could be asked."""
+        able = self.able()
+        return able is not None and any(engine is not besides for engine in able.prefill)
+
+    def failed(self, attempt: Attempt, failure: EngineFailedError) -> None:
+        """An attempt failed."""
+        if isinstance(failure, PrefillRefusedError):
+            return  # the decode engine may be asked again
+        if isinstance(failure, OverloadedError):
+            self._lacks_room(attempt.answering, failure)
+        self._accepted += failure.accepted
+        prefill = attempt.prefill
+        if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
+            # It lives, and has not got the KV: with another prefill engine it may.
+            self._pairing.failed.add((prefill, attempt.answering))
+            return
+        self._failed[attempt.answering] = failure
+
+    def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A prefill engine failed its copy: the next attempt uses another one."""
+        self._pairing.no_prefill.add(engine)
+        if isinstance(failure, OverloadedError):
+            self._lacks_room(engine, failure)
+
+    def exhausted(self) -> UnavailableError | AllOverloadedError:
+        """What to tell the client when no engine is left."""
+        if self._retry_after_s and self._accepted < self._attempts:
+            return AllOverloadedError(min(self._retry_after_s.values()))
+        return UnavailableError(self._reasons())
+
+    def _overloaded(self, role: Role) -> bool:
+        """Whether an engine of this side has turned the request away for lack of room."""
+        return any(engine.role is role for engine in self._retry_after_s)
+
+    def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
+        self._retry_after_s[engine] = failure.retry_after_s
+        engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
+
+    def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
+        """Every engine, and why it did not serve this request."""
+        found = list[tuple[BackendEngine, str, str]]()
+        for engine in self._pool.engines:
+            if failure := self._failed.get(engine):
+                found.append((engine, failure.cause, str(failure)))
+            elif engine.up:
+                left = f"not tried: {self._attempts} engines had failed (setting attempts)"
+                found.append((engine, "not_tried", left))
+            else:
+                found.append((engine, "down", engine.reason))
+        return found

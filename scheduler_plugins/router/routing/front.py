@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bounded queue per class at the front, for the time in which engines have enough to do.
+
+Engines serve in their own order what they were sent. So a request of a better class can only go before others while these wait here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import ceil
+from typing import NamedTuple
+
+from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.qos.shares import DeficitShares
+from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.policies.base import Request
+from scheduler_plugins.router.routing.attempt import AllOverloadedError
+from scheduler_plugins.router.settings.config import RouterConfig
+
+LOOK_S = 0.01
+"""Pause between two looks whether engines have room again."""
+
+
+class QueueFullError(AllOverloadedError):
+    """As many requests of the class wait as may."""
+
+    def __init__(self, qos: str, waiting: int, retry_after_s: int) -> None:
+        super().__init__(
+            retry_after_s,
+            f"{waiting} requests of class {qos!r} wait already; retry in {retry_after_s} s",
+        )
+
+
+class Turn(NamedTuple):
+    """What one request waits for."""
+
+    qos: str
+    cost_s: float  # of its prompt, on the engine that would be done with it first
+    engines: int  # that prefill
+    has_room: Callable[[], bool]
+
+
+class _Waiter(NamedTuple):
+    turn: Turn
+    go: asyncio.Future[None]
+
+
+def turn_of(request: Request, pool: Pool, engine_queue_s: float) -> Turn:
+    """What the request waits for: a prefill engine that has less than `engine_queue_s` queued, and a decode engine that
+    has room for the prompt. An engine that nobody can reach is not waited for."""
+    prefill = pool.up(Role.PREFILL) or pool.up(Role.DECODE)
+    cost_s = min((one.costs.prefill_s(request.tokens) for one in prefill), default=0.0)
+
+    def has_room() -> bool:
+        now_s = asyncio.get_running_loop().time()
+        decode, fill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
+        if decode and all(one.free_kv < request.tokens for one in decode):
+            return False
+        return not fill or any(one.queued_s(now_s) < engine_queue_s for one in fill)
+
+    return Turn(request.qos, cost_s, max(1, len(prefill)), has_room)
+
+
+class FrontQueue:
+    """The queues of all classes. `DeficitShares` says whose turn it is, as in an engine."""
+
+    def __init__(self) -> None:
+        self._classes: Sequence[QosClass] = ONLY
+        self._shares = DeficitShares(ONLY)
+        self._waiting: dict[str, deque[_Waiter]] = {}
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Requests that wait, by class."""
+        return {name: len(queue) for name, queue in self._waiting.items() if queue}
+
+    def expected_s(self, turn: Turn, classes: Sequence[QosClass]) -> float:
+        """Predicted seconds until the turn of a request that comes now: what waits in its class and in those of higher
+        priority, shared by all engines. Nobody waits: 0."""
+        rank = {one.name: one.priority for one in classes}
+        own = rank.get(turn.qos, 0)
+        before = (
+            waiter.turn.cost_s
+            for name, queue in self._waiting.items()
+            if rank.get(name, 0) >= own
+            for waiter in queue
+        )
+        return sum(before) / turn.engines
+
+    async def wait(self, turn: Turn, config: RouterConfig) -> None:
+        """Return when it is the request's turn. Raises QueueFullError."""
+        if config.classes != self._classes:
+            self._classes = config.classes
+            self._shares.update(config.classes)
+        if not self._others("") and turn.has_room():
+            self._shares.charge(turn.qos, turn.cost_s, ())
+            return
+        queue = self._waiting.setdefault(turn.qos, deque())
+        if len(queue) >= config.front_queue:
+            raise QueueFullError(
+                turn.qos, len(queue), max(1, ceil(self.expected_s(turn, config.classes)))
+            )
+        waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
+        queue.append(waiter)
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve(), name="the front queue")
+        try:
+            await waiter.go
+        finally:
+            with suppress(ValueError):
+                queue.remove(waiter)
+
+    async def _serve(self) -> None:
+        """Let requests go in their order, until none waits."""
+        while names := self._others(""):
+            name = self._shares.choose(names) or names[0]
+            waiter = self._waiting[name][0]
+            if not waiter.turn.has_room():
+                await asyncio.sleep(LOOK_S)
+                continue
+            self._waiting[name].popleft()
+            if not waiter.go.done():
+                waiter.go.set_result(None)
+                if name in {one.name for one in self._classes}:
+                    self._shares.charge(name, waiter.turn.cost_s, self._others(name))
+            # It is counted at its engines before the next one is looked at.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def _others(self, besides: str) -> list[str]:
+        """Classes that have requests here."""
+        return [name for name, queue in self._waiting.items() if queue and name != besides]

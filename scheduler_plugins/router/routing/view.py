@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the live router shows a policy: its own counts, and an index of what engines have cached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
+from scheduler_plugins.router.policies.base import BlockHash, EngineView, Role
+from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
+
+
+class LiveView:
+    """`View` of one attempt of one request."""
+
+    def __init__(
+        self,
+        engines: Mapping[Role, Sequence[EngineView]],
+        prefixes: PrefixReader,
+        now_s: float,
+    ) -> None:
+        """`engines`: those that may serve this attempt, by the part they may do."""
+        self._engines = engines
+        self._prefixes = prefixes
+        self._now_s = now_s
+        self._matched: dict[str, int] = {}  # engine -> blocks of the prompt that was asked for last
+        self._prompt: PromptKeys | None = None
+
+    def engines(self, role: Role) -> Sequence[EngineView]:
+        return self._engines.get(role, ())
+
+    def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> Sequence[int]:
+        if not isinstance(hashes, PromptKeys):
+            return [0] * len(engines)
+        if hashes is not self._prompt:
+            self._prompt, self._matched = hashes, {}
+        if unknown := [one for one in engines if one.name not in self._matched]:
+            found = self._prefixes.match(hashes, unknown, BLOCK_TOKENS, self._now_s)
+            self._matched.update(zip((one.name for one in unknown), found, strict=True))
+        return [self._matched[one.name] for one in engines]
+
+    def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
+        """Engines do not tell how fast their links are, and none fetches prefixes yet."""
+        return 0.0

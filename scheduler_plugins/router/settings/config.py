@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of the router."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from scheduler_plugins.cost.profile import load
+from scheduler_plugins.qos.classes import ONLY, QosClass, checked
+from scheduler_plugins.qos.rules import ClassRule, check_rules
+from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.settings.members import checked_name, is_name
+
+COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
+"""Settings that must be 1 or more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Engines, where to listen, and how long to wait for what. Times are in seconds."""
+
+    prefill: tuple[str, ...] = ()
+    """Base URLs of the prefill engines; `host:port` is taken as `http://host:port`."""
+    decode: tuple[str, ...] = ()
+    """Base URLs of the decode engines."""
+    engine: tuple[str, ...] = ()
+    """Base URLs of engines that are asked which side they are on."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 lets the system choose one."""
+    workers: int = 1
+    """Processes that serve clients, on one port."""
+    kv_events: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+    """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
+    tokenizer: str = ""
+    """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
+    profile: str = ""
+    """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
+    policy: str = "conductor"
+    """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
+    decode_policy: str = ""
+    """Which decode engine, if not by the rule that goes with `policy`."""
+    classes: tuple[QosClass, ...] = ONLY
+    """Classes of users, and what they are promised."""
+    routes: tuple[ClassRule, ...] = ()
+    """Which request belongs to which class, the first rule that matches; else the class of the lowest priority."""
+    admin_port: int | None = None
+    """Port of the admin API; None: there is none, 0: any free one."""
+    admin_host: str = "127.0.0.1"
+    """Address of the admin API; other than loopback only with `admin_key`."""
+    admin_key: str = field(default="", repr=False)
+    """Key of the admin API."""
+    router_key: str = field(default="", repr=False)
+    """Secret of this router, its fellows and the engines: with it engines believe the class that the router gives a request
+    (`PD_ROUTER_KEY`)."""
+    exchange: str = ""
+    """Where this router tells others what it has sent to which engine, as `tcp://0.0.0.0:9100`; empty: nowhere."""
+    fellows: tuple[str, ...] = ()
+    """Where other routers of the same engines tell so."""
+    otlp: str = ""
+    """Where spans are sent (OTLP over HTTP), as `http://127.0.0.1:4318/v1/traces`; empty: nothing is traced."""
+    client_key: str = field(default="", repr=False)
+    """What clients' `Authorization: Bearer` must carry (`PD_ROUTER_CLIENT_KEY`); engines get `api_key` in its place. Empty: clients'
+    keys are passed on to the engines, which judge them."""
+    tls_cert: str = ""
+    """File with the certificate that clients are shown; empty: they speak plain HTTP."""
+    tls_key: str = ""
+    """File with its key, if not the same."""
+    engine_ca: str = ""
+    """File with the certificate that signed those of engines with `https` URLs; empty: what the system trusts."""
+    members_interval_s: float = 5.0
+    """Pause between two looks at which engines a name (`dns+http://`, `k8s+http://`) stands for."""
+    front_queue: int = 0
+    """Requests of each class that may wait at the router, while engines have enough to do; 0: they wait at the engines."""
+    engine_queue_s: float = 0.5
+    """With `front_queue`: prefill that every engine may have queued before requests wait at the router."""
+    api_key: str = ""
+    """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
+    engines). Client requests carry the client's key."""
+    connect_timeout_s: float = 5.0
+    """Time to open a connection to an engine."""
+    first_byte_timeout_s: float = 300.0
+    """Longest wait for the first byte of a stream, queueing and prefill included."""
+    answer_timeout_s: float = 3600.0
+    """Longest wait for an answer that is not streamed, the whole generation included."""
+    idle_timeout_s: float = 120.0
+    """Longest pause inside an answer, and of a client that neither sends nor reads."""
+    refusal_grace_s: float = 1.0
+    """How long the decode engine may still be waiting for KV after the prefill engine refused its
+    copy, before the request is sent again without a transfer."""
+    health_interval_s: float = 1.0
+    """Pause between two health checks of one engine."""
+    health_timeout_s: float = 5.0
+    """Time in which `/health` must be answered."""
+    health_misses: int = 2
+    """Health checks in a row without any answer after which an engine counts as hung."""
+    drain_timeout_s: float = 30.0
+    """How long an engine that takes no new connections may go on with the requests it has."""
+    probe_timeout_s: float = 30.0
+    """Time in which a prefill engine must tell its address."""
+    probe_retry_s: float = 30.0
+    """Pause before a prefill engine without an address is asked again."""
+    attempts: int = 3
+    """Engines that may accept one request and fail it; those that cannot be reached do not count."""
+    body_mib: int = 64
+    """Largest request body, in MiB."""
+    bodies_mib: int = 256
+    """Most that all request bodies may take together, in MiB; what exceeds it is answered with 503."""
+    connections: int = 2000
+    """Most connections of clients. One more closes the one that has been idle longest."""
+    header_timeout_s: float = 10.0
+    """Time in which a new connection must send the headers of its first request."""
+    shutdown_timeout_s: float = 10.0
+    """How long running requests may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Normalise the URLs and check every value.
+
+        Raises:
+            ValueError: naming the setting, the value found and the value wanted.
+        """
+        create(self.policy, self.decode_policy)
+        for side in ("prefill", "decode", "engine"):
+            object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+            if not (getattr(self, side) or self.engine or side == "engine"):
+                raise ValueError(
+                    f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
+                    "engines of both sides)"
+                )
+        for url in self.engine:
+            if url in self.prefill + self.decode:
+                raise ValueError(f"engine {url}: given as prefill or decode, too; name it once")
+        if self.admin_port is not None and not (self.admin_key or _is_loopback(self.admin_host)):
+            raise ValueError(
+                f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
+            )
+        self._check_exchange()
+        for name in ("tls_cert", "tls_key", "engine_ca"):
+            if (path := getattr(self, name)) and not Path(path).is_file():
+                raise ValueError(f"{name} {path}: no such file")
+        if self.tls_key and not self.tls_cert:
+            raise ValueError("tls_key: is given without tls_cert; give both, or none")
+        if self.front_queue < 0:
+            raise ValueError(f"front_queue {self.front_queue}: must be 0 or more")
+        check_rules(self.routes, checked(self.classes))
+        if self.profile:
+            load(Path(self.profile))  # ProfileError is a ValueError, and names the file
+        object.__setattr__(self, "kv_events", self._checked_events())
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port {self.port}: must be between 0 and 65535")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name.endswith("_s") and not 0 < value < float("inf"):
+                raise ValueError(f"{one.name} {value}: must be a number of seconds > 0")
+            if one.name in COUNTS and value < 1:
+                raise ValueError(f"{one.name} {value}: must be 1 or more")
+
+        if self.workers > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError(f"workers {self.workers}: more than 1 is possible on Linux only")
+        if self.bodies_mib < self.body_mib:
+            raise ValueError(
+                f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"
+            )
+
+    def _check_exchange(self) -> None:
+        for name, addresses in (("exchange", (self.exchange,)), ("fellows", self.fellows)):
+            for address in filter(None, addresses):
+                host = urlsplit(address).hostname or ""
+                if not address.startswith("tcp://") or not host:
+                    raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
+                if not (self.router_key or _is_loopback(host)):
+                    raise ValueError(
+                        f"{name} {address}: only loopback without a key; set PD_ROUTER_KEY at all routers"
+                    )
+
+    def _checked_events(self) -> dict[str, tuple[str, str | None]]:
+        found = {}
+        for given, (endpoint, replay) in self.kv_events.items():
+            url = base_url("kv_events", given)
+            if url not in (*self.prefill, *self.decode, *self.engine):
+                raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
+            for address in (endpoint, replay):
+                if address is not None and not address.startswith(("tcp://", "ipc://")):
+                    raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
+            found[url] = (endpoint, replay)
+        return found
+
+    @property
+    def look_s(self) -> float:
+        """How often a silent exchange looks whether its engine still lives."""
+        return min(0.5, self.health_interval_s)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
+    urls = tuple(base_url(side, url) for url in given)
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name each engine once")
+    return urls
+
+
+def base_url(side: str, given: str) -> str:
+    """The URL as engines are known by it. Raises ValueError: it is none; the message begins with `side`."""
+    if is_name(given):
+        return checked_name(side, given)
+    url = given if "://" in given else f"http://{given}"
+    wanted = f"{side} {given!r}: must look like http://host:port"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{wanted} ({error})") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError(wanted)
+    if parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{wanted}, without query, fragment or user name")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"

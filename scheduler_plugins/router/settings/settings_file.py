@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's YAML file: engines, policies and limits; read again when it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.qos.rules import ClassRule
+from scheduler_plugins.qos.watched import Watched
+from scheduler_plugins.router.settings.config import COUNTS, RouterConfig
+
+AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s", "workers")
+"""Limits that hold as they were when the router started."""
+
+
+class SettingsError(ValueError):
+    """A file that cannot be used. The message names the file and the key."""
+
+
+class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine."""
+
+    url: str
+    role: Literal["prefill", "decode", "ask"] = "ask"
+    """Its side; `ask`: it is asked."""
+    events: str = ""
+    """Where it publishes KV events; empty: nowhere, or it tells."""
+    replay: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    engines: tuple[EngineEntry, ...]
+    policy: str | None = None
+    decode_policy: str | None = None
+    classes: tuple[QosClass, ...] = ONLY
+    routes: tuple[ClassRule, ...] = ()
+    limits: dict[str, float] = {}
+
+
+def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
+    """Read YAML.
+
+    Args:
+        given: settings of the command line; what the file says comes first.
+        source: the file's name, for errors.
+
+    Raises:
+        SettingsError: it is no YAML, has an unknown key, or a value that cannot be used.
+    """
+    try:
+        found = msgspec.yaml.decode(text, type=_File)
+        named = {
+            name: value
+            for name in ("policy", "decode_policy")
+            if (value := getattr(found, name)) is not None
+        }
+        sides = {
+            side: tuple(entry.url for entry in found.engines if entry.role == role)
+            for side, role in (("prefill", "prefill"), ("decode", "decode"), ("engine", "ask"))
+        }
+        events = {
+            entry.url: (entry.events, entry.replay or None)
+            for entry in found.engines
+            if entry.events
+        }
+        return RouterConfig(
+            **{
+                **given,
+                **named,
+                **sides,
+                **_limits(found.limits),
+                "kv_events": events,
+                "classes": found.classes,
+                "routes": found.routes,
+            }
+        )
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SettingsError(f"{source}: {error}") from None
+
+
+class SettingsFile(Watched[RouterConfig]):
+    """The file, watched."""
+
+    def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
+        """Read it. Raises SettingsError if it cannot be used, as `changed` does."""
+        kept = dict(given)
+        super().__init__(path, lambda text, source: parse(text, kept, source), SettingsError)
+
+
+def _limits(given: Mapping[str, float]) -> dict[str, float]:
+    whole = {*COUNTS, "front_queue"}
+    known = {one.name for one in fields(RouterConfig) if one.name.endswith("_s")} | whole
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"limits: {name!r} is no limit; known are {', '.join(sorted(known))}")
+        if name in whole and value != int(value):
+            raise ValueError(f"limits: {name} {value}: must be a whole number")
+        found[name] = int(value) if name in whole else float(value)
+    return found

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of prompts, where somebody can tell them.
+
+Engines whose KV events are followed name blocks by tokens, so prompts for them are tokenized here: by the model's own
+tokenizer in worker processes, else by an engine's `/tokenize`. If neither can, prompts are known by their text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.index.hashes import token_bytes
+from scheduler_plugins.router.prompt.body import encode
+from scheduler_plugins.router.tokens.token_worker import TOKENIZER_FILE, TokenizerError, tokenize
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S = 2.0
+"""Longest wait for the tokens of one prompt; it is sent without after that."""
+RETRY_S = 30.0
+"""Pause after which engines are asked again about their model, or for tokens that they could not give."""
+WORKERS = 2
+_JSON = {"Content-Type": "application/json"}
+_CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+)
+_OWN_TEMPLATE = ("chat_template", "continue_final_message", "documents", "reasoning_effort")
+"""Fields that change the prompt in ways that only the engine knows."""
+_PROBES: tuple[dict[str, Any], ...] = (
+    {"prompt": "The 3 Émigrés paid 1,024 €\n\n  for \t<|x|> 日本語."},
+    {"messages": [{"role": "user", "content": "Hello, 3 times!"}]},
+)
+
+
+class Tokenized(NamedTuple):
+    """A prompt's tokens."""
+
+    tokens: bytes | None
+    """As `index.hashes.token_bytes`; None: nobody could tell."""
+    adapter: str = ""
+    certain: bool = False
+    """Whether an engine would have the same, so that they may be sent to it instead of the text."""
+
+
+NOT_TOKENIZED = Tokenized(None)
+
+
+class _Model(NamedTuple):
+    name: str
+    folder: str  # of a tokenizer that may be used; empty: none
+    agrees: bool  # whether an engine's own tokens were the same
+    adapters: frozenset[str]
+
+
+class PromptTokens:
+    """Tokenizes prompts for the index. Nothing here ever fails a request."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        engines: Callable[[], list[BackendEngine]],
+        tokenizer: str = "",
+    ) -> None:
+        """Ask and load nothing yet.
+
+        Args:
+            engines: those that are up.
+            tokenizer: folder with the model's tokenizer; empty: where the engines say that their model lies.
+        """
+        self._session = session
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._model: _Model | None = None
+        self._learning: asyncio.Task[None] | None = None
+        self._learn_at_s = 0.0
+        self._ask_at_s = 0.0
+        self._engines_tell = False
+        self._workers: ProcessPoolExecutor | None = None
+
+    @property
+    def source(self) -> str:
+        """Who tokenizes, for `/health`: `tokenizer`, `engine` or `text` (nobody)."""
+        if self._model is not None and self._model.folder:
+            return "tokenizer"
+        return "engine" if self._engines_tell else "text"
+
+    async def of(self, body: Mapping[str, Any]) -> Tokenized:
+        """The tokens of a request's prompt."""
+        if not any(engine.follower is not None for engine in self._engines()):
+            return NOT_TOKENIZED
+        self._learn_if_due()
+        model = self._model
+        asked = _asked(body)
+        if model is None or asked is None:
+            return NOT_TOKENIZED
+        named = body.get("model")
+        adapter = named if isinstance(named, str) and named in model.adapters else ""
+        prompt = asked.get("prompt")
+        if isinstance(prompt, list):
+            try:
+                return Tokenized(token_bytes(prompt), adapter)
+            except ValueError:
+                return NOT_TOKENIZED
+        own = not any(body.get(name) is not None for name in _OWN_TEMPLATE)
+        if model.folder and own:
+            tokens = await self._by_worker(model.folder, asked)
+            if tokens is not None:
+                return Tokenized(tokens, adapter, model.agrees and not adapter)
+        tokens = await self._by_engine({**asked, "model": named or model.name})
+        return Tokenized(tokens, adapter, tokens is not None)
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        if self._learning is not None:
+            self._learning.cancel()
+            await asyncio.gather(self._learning, return_exceptions=True)
+        if self._workers is not None:
+            self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _learn_if_due(self) -> None:
+        now = asyncio.get_running_loop().time()
+        running = self._learning is not None and not self._learning.done()
+        if now >= self._learn_at_s and not running:
+            self._learn_at_s = now + RETRY_S
+            self._learning = asyncio.create_task(self._learn(), name="learn the model's tokenizer")
+
+    async def _learn(self) -> None:
+        """Ask an engine for its model, and compare its tokens with those of the model's files."""
+        answer = await self._ask("GET", "/v1/models", None)
+        data = answer.get("data") if isinstance(answer, dict) else None
+        listed = [one for one in data or () if isinstance(one, dict)]
+        base = next((one for one in listed if not one.get("parent")), None)
+        if base is None or not isinstance(base.get("id"), str):
+            return
+        adapters = frozenset(one["id"] for one in listed if one.get("parent") and "id" in one)
+        if self._model is not None and self._model.name == base["id"]:
+            self._model = self._model._replace(adapters=adapters)
+            return
+        folder, agrees = self._tokenizer or str(base.get("root") or ""), False
+        if (Path(folder) / TOKENIZER_FILE).is_file():
+            folder, agrees = await self._compared(folder, base["id"])
+        else:
+            folder = ""
+        self._model = _Model(base["id"], folder, agrees, adapters)
+
+    async def _compared(self, folder: str, model: str) -> tuple[str, bool]:
+        """The folder, empty if an engine's tokens differ, and whether an engine's are the same."""
+        agrees = True
+        for probe in _PROBES:
+            ours = await self._by_worker(folder, probe)
+            theirs = await self._by_engine({**probe, "model": model})
+            if ours is None and "prompt" in probe:
+                return "", False
+            if theirs is None or ours is None:
+                agrees = False
+            elif ours != theirs:
+                logger.warning(
+                    "%s: its tokens are not those of the engines: engines tokenize (setting tokenizer)",
+                    folder,
+                )
+                return "", False
+        return folder, agrees
+
+    async def _by_worker(self, folder: str, asked: Mapping[str, Any]) -> bytes | None:
+        if self._workers is None:
+            self._workers = ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"))
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(LIMIT_S if self._model is not None else 10 * LIMIT_S):
+                return await loop.run_in_executor(self._workers, tokenize, folder, dict(asked))
+        except TokenizerError as error:
+            logger.info("%s", error)
+        except BrokenExecutor as error:
+            logger.warning("a worker process that tokenizes has ended: %s", error)
+            self._workers = None
+        except TimeoutError:
+            logger.warning("a prompt was not tokenized within %g s", LIMIT_S)
+        return None
+
+    async def _by_engine(self, asked: Mapping[str, Any]) -> bytes | None:
+        now = asyncio.get_running_loop().time()
+        if now < self._ask_at_s:
+            return None
+        answer = await self._ask("POST", "/tokenize", asked)
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        self._engines_tell = isinstance(tokens, list)
+        try:
+            if isinstance(tokens, list):
+                return token_bytes(tokens)
+        except ValueError:
+            pass
+        if answer is None:
+            self._ask_at_s = now + RETRY_S
+        return None
+
+    async def _ask(self, method: str, path: str, content: Mapping[str, Any] | None) -> object:
+        """An engine's answer; None if none could be asked or it has no such endpoint."""
+        engines = self._engines()
+        if not engines:
+            return None
+        url = min(engines, key=lambda engine: engine.open_requests).url + path
+        try:
+            async with (
+                asyncio.timeout(LIMIT_S),
+                self._session.request(
+                    method,
+                    url,
+                    data=None if content is None else encode(content),
+                    headers=_JSON,
+                ) as response,
+            ):
+                raw = await response.read()
+        except (aiohttp.ClientError, OSError):
+            return None
+        if response.status == 400:
+            return {}  # this prompt is wrong, the endpoint is there
+        try:
+            return msgspec.json.decode(raw) if response.status == 200 else None
+        except (ValueError, RecursionError):
+            return None
+
+
+def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is to be tokenized, as `/tokenize` takes it; None: several prompts, or images."""
+    if "messages" in body:
+        if not all(_plain(message) for message in body["messages"]):
+            return None
+        return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int):
+        return None
+    if not isinstance(prompt, str | list) or body.get("prompt_embeds") is not None:
+        return None
+    return {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens", True)}
+
+
+def _plain(message: object) -> bool:
+    """Whether a message is of text alone."""
+    return isinstance(message, dict) and isinstance(message.get("content"), str)

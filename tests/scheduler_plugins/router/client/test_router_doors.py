@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may speak to the router, encrypted or not, and names that stand for several engines."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from router_fakes import FAST, FakeEngine, World, run, until
+
+from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.settings import members as members_module
+from scheduler_plugins.router.settings.config import RouterConfig
+
+
+def certificate(folder: Path) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "router")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(names, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key_path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return str(cert_path), str(key_path)
+
+
+def test_clients_need_the_key_and_engines_get_their_own() -> None:
+    async def scenario() -> None:
+        async with World(client_key="front", api_key="back") as world:
+            body = {"model": "m", "prompt": "a"}
+            for headers in ({}, {"Authorization": "Bearer back"}, {"Authorization": "front"}):
+                assert (await world.post("/v1/completions", body, **headers)).status == 401
+            assert world.d[0].bodies == []
+            assert (await world.get("/v1/models")).status == 401
+            assert (await world.get("/health")).status == 200
+            ours = {"Authorization": "Bearer front"}
+            assert (await world.post("/v1/completions", body, **ours)).status == 200
+            for fake in (world.p[0], world.d[0]):
+                assert fake.headers[0].getall("Authorization") == ["Bearer back"]
+        async with World(client_key="front") as world:
+            assert (await world.post("/v1/completions", body, **ours)).status == 200
+            assert "Authorization" not in world.d[0].headers[0], "engines do not learn our key"
+
+    run(scenario())
+
+
+def test_clients_and_engines_may_speak_tls(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+
+    async def scenario() -> None:
+        served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        served.load_cert_chain(cert, key)
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+        urls = []
+        for fake in fakes:
+            app = web.Application()
+            fake.routes(app)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=served).start()
+            fake._runner = runner
+            urls.append(f"https://127.0.0.1:{runner.addresses[0][1]}")
+        sides: dict[str, Any] = {"prefill": urls[:1], "decode": urls[1:]}
+        trusting = RouterConfig(**sides, **FAST, engine_ca=cert, tls_cert=cert, tls_key=key)
+        async with RouterServer(trusting) as server:
+            context = ssl.create_default_context(cafile=cert)
+            async with aiohttp.ClientSession() as session:
+                url = f"https://127.0.0.1:{server.port}/v1/completions"
+                asked = session.post(url, json={"model": "m", "prompt": "a"}, ssl=context)
+                async with asked as response:
+                    assert response.status == 200
+                    assert (await response.json())["served_by"] == "d"
+                with pytest.raises(aiohttp.ClientError):
+                    await session.get(f"http://127.0.0.1:{server.port}/health")
+        async with RouterServer(RouterConfig(**sides, **FAST)) as server:
+            assert not server.app[SHARED].pool.all_up(), "nobody has signed these certificates"
+        for fake in fakes:
+            await fake.die()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tls_cert": "/no/such"}, "tls_cert /no/such: no such file"),
+        ({"tls_key": __file__}, "tls_key: is given without tls_cert"),
+        ({"decode": ("dns+http://name",)}, "dns"),
+        ({"decode": ("k8s+http://space:80",)}, "k8s"),
+        ({"decode": ("dns+https://name:80",)}, "must look like"),
+        ({"exchange": "tcp://0.0.0.0:1"}, "PD_ROUTER_KEY"),
+        ({"fellows": ("10.0.0.1:3",)}, "must look like tcp"),
+    ],
+)
+def test_a_wrong_door_is_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RouterConfig(**{"prefill": ("a:1",), "decode": ("b:1",), **settings})
+
+
+def test_a_dns_name_becomes_several_engines_and_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fake engines on one port at several addresses of loopback."""
+
+    async def scenario() -> None:
+        fakes = [FakeEngine(f"d{n}") for n in range(3)]
+        prefill = FakeEngine("p", "engine-p")
+        await prefill.start()
+        port = 0
+        for n, fake in enumerate(fakes, 1):
+            app = web.Application()
+            fake.routes(app)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, f"127.0.0.{n}", port).start()
+            port = port or runner.addresses[0][1]
+            fake._runner = runner
+        known = ["127.0.0.1", "127.0.0.2"]
+        loop = asyncio.get_running_loop()
+        asked = loop.getaddrinfo
+
+        async def resolve(host: Any, *args: Any, **named: Any) -> Any:
+            if host != "decode.test":
+                return await asked(host, *args, **named)
+            if not known:
+                raise socket.gaierror("no such name")
+            return [(0, 0, 0, "", (one, 0)) for one in known]
+
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        config = RouterConfig(
+            prefill=(prefill.url,),
+            decode=(f"dns+http://decode.test:{port}",),
+            members_interval_s=0.05,
+            **FAST,
+        )
+        async with RouterServer(config) as server:
+            pool = server.app[SHARED].pool
+
+            def up() -> set[str]:
+                return {e.url for e in pool.all_up() if e.url != prefill.url and not e.draining}
+
+            def at(*numbers: int) -> set[str]:
+                return {f"http://127.0.0.{n}:{port}" for n in numbers}
+
+            assert up() == at(1, 2)
+            known[:] = ["127.0.0.2", "127.0.0.3"]
+            await until(lambda: up() == at(2, 3), "the name is followed")
+            checks = fakes[1].health_checks
+            known.clear()
+            await until(lambda: fakes[1].health_checks > checks + 3, "the name server is away")
+            assert up() == at(2, 3), "engines stay while nobody can tell"
+        for fake in (prefill, *fakes):
+            await fake.die()
+
+    run(scenario())
+
+
+def pod(address: str, *, ready: bool = True, ends: bool = False) -> dict[str, Any]:
+    metadata = {"name": address, **({"deletionTimestamp": "now"} if ends else {})}
+    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    return {"metadata": metadata, "status": {"podIP": address, "conditions": conditions}}
+
+
+def test_pods_with_a_label_are_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An API server that speaks HTTP as Kubernetes' does."""
+    (tmp_path / "token").write_text("a-token\n")
+    monkeypatch.setattr(members_module, "ACCOUNT", tmp_path)
+
+    async def scenario() -> None:
+        pods = [pod("10.0.0.2"), pod("10.0.0.1"), pod("fd00::1")]
+        pods += [pod("10.0.0.3", ready=False), pod("10.0.0.4", ends=True)]
+        asked = []
+
+        async def answer(request: web.Request) -> web.Response:
+            asked.append((request.path, dict(request.query), request.headers["Authorization"]))
+            if not pods:
+                return web.Response(status=403, text="forbidden")
+            return web.json_response({"kind": "PodList", "items": pods})
+
+        app = web.Application()
+        app.router.add_get("/api/v1/namespaces/{name}/pods", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        api = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        monkeypatch.setenv(members_module.API_VARIABLE, api)
+        url = members_module.checked_name("decode", "k8s+http://serving:8200/app=vllm,role=decode")
+        async with aiohttp.ClientSession() as session:
+            assert await members_module.members(url, session) == (
+                "http://10.0.0.1:8200",
+                "http://10.0.0.2:8200",
+                "http://[fd00::1]:8200",
+            )
+            assert asked == [
+                (
+                    "/api/v1/namespaces/serving/pods",
+                    {"labelSelector": "app=vllm,role=decode"},
+                    "Bearer a-token",
+                )
+            ]
+            pods.clear()
+            with pytest.raises(members_module.MembersError, match="403: forbidden"):
+                await members_module.members(url, session)
+        await runner.cleanup()
+
+    run(scenario())

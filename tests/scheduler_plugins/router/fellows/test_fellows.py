@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of the same engines tell each other what they have sent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from router_fakes import FAST, FakeEngine, run, slow, until
+
+from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
+from scheduler_plugins.router.fellows.exchange_of_load import FORGOTTEN_S, Fellows
+from scheduler_plugins.router.fellows.memory import WORD_BYTES
+from scheduler_plugins.router.fellows.slots import EngineSlots
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.settings.config import RouterConfig
+
+URL = "http://engine:1"
+
+
+def router(key: str = "") -> tuple[Fellows, BackendEngine]:
+    counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
+    engine = BackendEngine(URL, Role.PREFILL, Metrics())
+    slots = EngineSlots(counts)
+    slots.follow([engine])
+    own = lambda one: list(one.load.counts())  # noqa: E731
+    return Fellows(counts, slots, lambda: [engine], own, key), engine
+
+
+def test_what_one_router_sends_the_other_sees() -> None:
+    (one, its), (other, theirs) = router(), router()
+    its.load.prefill_sent("a", 100, 2.0, 10.0)
+    its.load.opened(1)
+    message = one.saying(11.0)  # this machine's clock says 11, the other's 511
+    assert message is not None
+    other.heard(message, 511.0)
+    other.show(511.0)
+    assert (theirs.prefills, theirs.queued_tokens) == (1, 100)
+    assert theirs.queued_s(511.0) == pytest.approx(1.0)
+    assert theirs.in_flight == 0, "whoever leaves this router does not wait for others' requests"
+    other.show(511.0 + FORGOTTEN_S + 0.1)
+    assert theirs.prefills == 0, "a router that says nothing is gone"
+
+
+def test_a_router_says_nothing_twice_but_that_it_lives() -> None:
+    one, its = router()
+    assert one.saying(10.0) is not None
+    assert one.saying(10.1) is None
+    its.load.decode_sent("a", 5, 5)
+    assert one.saying(10.2) is not None
+    assert one.saying(11.0) is not None
+
+
+def test_only_routers_with_the_key_are_believed_and_no_message_twice() -> None:
+    (one, its), (other, theirs) = router("k"), router("k")
+    stranger, work = router("x")
+    work.load.decode_sent("a", 5, 5)
+    its.load.decode_sent("a", 7, 7)
+    for message in (stranger.saying(1.0), b"", b"short", bytes(400)):
+        assert message is not None
+        other.heard(message, 1.0)
+    other.show(1.0)
+    assert theirs.context == 0
+    first = one.saying(1.0)
+    its.load.decode_sent("b", 7, 7)
+    second = one.saying(1.1)
+    assert first is not None
+    assert second is not None
+    for message in (first, second, first):
+        other.heard(message, 1.2)
+    other.show(1.2)
+    assert theirs.context == 14, "an old message does not come back"
+    one.heard(second, 1.2)
+    one.show(1.2)
+    assert its.context == 14, "nobody counts own work twice"
+
+
+def test_two_routers_over_the_network() -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+        for fake in fakes:
+            await fake.start()
+        fakes[1].behave = slow(0.5)
+        sides = {"prefill": (fakes[0].url,), "decode": (fakes[1].url,)}
+        # A socket that is bound and closed names a port that is free.
+        server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        address = f"tcp://127.0.0.1:{port}"
+        tells = RouterConfig(**sides, **FAST, exchange=address, router_key="k")
+        hears = RouterConfig(**sides, **FAST, fellows=(address,), router_key="k")
+        async with RouterServer(tells) as one, RouterServer(hears) as other:
+            own, seen = (
+                next(e for e in s.app[SHARED].pool.engines if e.role is Role.DECODE)
+                for s in (one, other)
+            )
+            own.load.decode_sent("a", 123, 5)
+            await until(lambda: seen.context == 123, "the other router sees it")
+            own.load.decode_ended("a")
+            await until(lambda: seen.context == 0, "and that it has ended")
+        for fake in fakes:
+            await fake.die()
+
+    run(scenario())

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines join, leave, drain and change sides while requests are served."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from router_fakes import FAST, FakeEngine, World, run, slow, until
+
+from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsError, SettingsFile, parse
+
+ENGINES = [{"url": "a:1", "role": "prefill"}, {"url": "b:2", "role": "decode"}]
+
+
+def test_the_file_names_engines_policies_and_limits() -> None:
+    text = yaml.safe_dump(
+        {
+            "engines": [
+                {"url": "a:1", "role": "prefill", "events": "tcp://a:5", "replay": "tcp://a:6"},
+                {"url": "b:2", "role": "decode"},
+                {"url": "c:3"},
+            ],
+            "policy": "conductor",
+            "limits": {"attempts": 5, "idle_timeout_s": 7},
+        }
+    )
+    config = parse(text.encode(), {"port": 9, "attempts": 1}, "file")
+    assert (config.prefill, config.decode) == (("http://a:1",), ("http://b:2",))
+    assert config.engine == ("http://c:3",)
+    assert config.kv_events == {"http://a:1": ("tcp://a:5", "tcp://a:6")}
+    assert (config.policy, config.attempts, config.idle_timeout_s, config.port) == (
+        "conductor",
+        5,
+        7.0,
+        9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"engines": ENGINES, "polcy": "x"}, "polcy"),
+        ({"engines": ENGINES, "policy": "no_such"}, "no_such"),
+        ({"engines": ENGINES, "limits": {"port": 1}}, "no limit"),
+        ({"engines": ENGINES, "limits": {"attempts": 1.5}}, "whole number"),
+        ({"engines": ENGINES[:1]}, "decode"),
+        ({"engines": [*ENGINES, {"url": "ftp://x"}]}, "must look like"),
+        ("nonsense", "file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(content: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        parse(yaml.safe_dump(content).encode(), {}, "file")
+
+
+def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(yaml.safe_dump({"engines": ENGINES}))
+    file = SettingsFile(path, {})
+    assert file.changed() is None
+    path.write_text("engines: [")
+    with pytest.raises(SettingsError):
+        file.changed()
+    assert file.changed() is None, "it is said once"
+    path.write_text(yaml.safe_dump({"engines": ENGINES, "policy": "jsq"}))
+    changed = file.changed()
+    assert changed is not None
+    assert changed.policy == "jsq"
+
+
+def test_a_live_router_follows_its_file(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d0"), FakeEngine("d1")]
+        for fake in fakes:
+            await fake.start()
+        first, later = (
+            {"url": fakes[n].url, "role": "prefill" if n == 0 else "decode"} for n in (1, 2)
+        )
+        base = [{"url": fakes[0].url, "role": "prefill"}]
+        path = tmp_path / "router.yaml"
+        path.write_text(yaml.safe_dump({"engines": [*base, first]}))
+        settings = SettingsFile(path, {**FAST})
+        async with RouterServer(settings.current, settings) as server:
+            shared = server.app[SHARED]
+
+            def urls() -> set[str]:
+                return {engine.url for engine in shared.pool.engines}
+
+            assert urls() == {fakes[0].url, fakes[1].url}
+            changed = {"engines": [*base, later], "policy": "jsq", "limits": {"attempts": 7}}
+            path.write_text(yaml.safe_dump(changed))
+            await until(lambda: urls() == {fakes[0].url, fakes[2].url}, "the file is followed")
+            assert shared.config.attempts == 7
+            await until(lambda: len(shared.pool.up(Role.DECODE)) == 1, "the new engine is up")
+        for fake in fakes:
+            await fake.die()
+
+    run(scenario())
+
+
+class Admin:
+    """The admin API of a world."""
+
+    def __init__(self, world: World, key: str = "") -> None:
+        self._base = f"http://127.0.0.1:{world.server.admin_port}/engines"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def __call__(self, method: str, path: str = "", **body: Any) -> tuple[int, Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(
+                method, self._base + path, json=body, headers=self._headers
+            ) as response,
+        ):
+            return response.status, await response.json()
+
+
+def test_an_engine_joins_serves_and_leaves() -> None:
+    async def scenario() -> None:
+        joining = FakeEngine("new")
+        await joining.start()
+        async with World(admin_port=0) as world:
+            admin = Admin(world)
+            status, told = await admin("POST", url=joining.url, role="decode")
+            assert (status, len(told["engines"])) == (200, 3)
+            await until(lambda: len(world.app[SHARED].pool.up(Role.DECODE)) == 2, "it is up")
+            answered = {(await world.complete()).json["served_by"] for _ in range(6)}
+            assert answered == {"d0", "new"}
+            assert (await admin("POST", url=joining.url))[0] == 400, "it is there already"
+            assert (await admin("DELETE", url=joining.url))[0] == 200
+            await until(lambda: len(world.engines) == 2, "it has left")
+            assert await world.metric("engine_up", engine=joining.url) == 0
+            assert (await admin("DELETE", url=joining.url))[0] == 404
+            assert (await admin("DELETE", url=world.d[0].url))[0] == 400, "the last of its side"
+        await joining.die()
+
+    run(scenario())
+
+
+def test_requests_of_an_engine_that_leaves_end_first() -> None:
+    async def scenario() -> None:
+        async with World(decode=2, admin_port=0) as world:
+            for fake in world.d:
+                fake.behave = slow(0.5)
+            tasks = [asyncio.create_task(world.complete()) for _ in range(4)]
+            await until(lambda: all(fake.running == 2 for fake in world.d), "both are busy")
+            assert (await Admin(world)("DELETE", url=world.d[0].url))[0] == 200
+            replies = await asyncio.gather(*tasks)
+            assert [reply.status for reply in replies] == [200] * 4
+            assert world.d[0].cancelled == 0
+            await until(lambda: len(world.engines) == 2, "it has left")
+
+    run(scenario())
+
+
+def test_a_drained_engine_gets_nothing_until_it_is_wanted_again() -> None:
+    async def scenario() -> None:
+        async with World(decode=2, admin_port=0) as world:
+            admin = Admin(world)
+            status, told = await admin("POST", "/drain", url=world.d[0].url)
+            assert status == 200
+            assert [one.get("draining", False) for one in told["engines"]] == [False, True, False]
+            assert {(await world.complete()).json["served_by"] for _ in range(4)} == {"d1"}
+            await admin("POST", "/drain", url=world.d[0].url, drain=False)
+            assert {(await world.complete()).json["served_by"] for _ in range(4)} == {"d0", "d1"}
+
+    run(scenario())
+
+
+def test_an_engine_changes_sides() -> None:
+    async def scenario() -> None:
+        async with World(prefill=2, decode=1, admin_port=0) as world:
+            admin = Admin(world)
+            moved = world.p[1]
+            assert (await admin("POST", "/role", url=moved.url, role="decode"))[0] == 200
+            answered = {(await world.complete()).json["served_by"] for _ in range(6)}
+            assert answered == {"d0", "p1"}
+            assert await world.metric("engine_up", engine=moved.url, role="prefill") == 0
+            assert (await admin("POST", "/role", url=moved.url, role="prefill"))[0] == 200
+            await until(lambda: world.known(moved).address is not None, "it hands over again")
+            assert (await admin("POST", "/role", url=world.d[0].url, role="prefill"))[0] == 400
+
+    run(scenario())
+
+
+def test_the_admin_api_wants_its_key() -> None:
+    async def scenario() -> None:
+        async with World(admin_port=0, admin_key="secret") as world:
+            assert (await Admin(world)("GET"))[0] == 401
+            assert (await Admin(world, "wrong")("GET"))[0] == 401
+            assert (await Admin(world, "secret")("GET"))[0] == 200
+
+    run(scenario())
+
+
+def test_without_a_key_it_listens_on_loopback_only() -> None:
+    with pytest.raises(ValueError, match="PD_ROUTER_ADMIN_KEY"):
+        RouterConfig(prefill=("a:1",), decode=("b:2",), admin_port=1, admin_host="0.0.0.0")
+    RouterConfig(prefill=("a:1",), decode=("b:2",), admin_port=1, admin_key="k", admin_host="::")
