@@ -150,7 +150,8 @@ class Rig:
     def deploy(self) -> None:
         """Serve the demo's model with a replica on each side, and wait until they are there."""
         port = int(self.url.rpartition(":")[2])
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        # With one on each node they would share this machine's port, and requests go with a lost node.
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         with mock.patch.object(app, "DecodeServer", WithControl):
             application = build_pd_app(
                 {
@@ -163,6 +164,7 @@ class Rig:
                     "ingress_deployment_config": {
                         "num_replicas": 1,
                         "graceful_shutdown_wait_loop_s": 0.2,
+                        "ray_actor_options": {"resources": {"decode": 1}},
                     },
                 }
             )

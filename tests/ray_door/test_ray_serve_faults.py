@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -30,13 +31,13 @@ def stopped(pids):
 
 
 @contextmanager
-def load(rig, threads=3):
-    """Requests one after the other in each thread. None fails."""
-    stop = []
+def load(rig, threads=2):
+    """Requests one after the other in each thread, with room for what else starts. None fails."""
+    stop = threading.Event()
 
     def run(n):
         asked = 0
-        while not stop:
+        while not stop.wait(0.2):
             assert len(ask(rig, f"{n} {asked} " + PROMPT[:400], 4).tokens) == 4
             asked += 1
         return asked
@@ -46,7 +47,7 @@ def load(rig, threads=3):
         try:
             yield
         finally:
-            stop.append(True)
+            stop.set()
         assert all(job.result() for job in running)
 
 

@@ -65,6 +65,7 @@ class RayNode(Service):
             KEY_VARIABLE: self._key,
             HOST_VARIABLE: address,
             "HF_HUB_OFFLINE": "1",
+            "RAY_AUTH_MODE": "disabled",  # or each node would want a file with the first one's token
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",  # 15 otherwise: whatever else runs would come first
             "VLLM_HOST_IP": address,
