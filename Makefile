@@ -1,9 +1,10 @@
 # Every target first brings .venv up to date; that takes two minutes once and a moment afterwards.
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
-# Tests that only compute run side by side; those that wait for sockets and deadlines do not.
-COMPUTING := tests/kernels tests/scheduler_plugins/cost tests/scheduler_plugins/qos \
-	tests/scheduler_plugins/order tests/scheduler_plugins/queue tests/scheduler_plugins/sim
+# Tests that mostly compute run side by side; those of agents, transports and control channels, which wait
+# for deadlines, do not.
+COMPUTING := tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
+	tests/scheduler_plugins
 
 .PHONY: setup demo doctor lint fast engine ray test clean
 

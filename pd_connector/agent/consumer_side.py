@@ -11,11 +11,12 @@ from typing import Any
 
 from pd_connector.agent.auditor import Auditor
 from pd_connector.agent.commands import Distrust, Drop, Hold
+from pd_connector.agent.consumer_commands import ConsumerCommands
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.load_ends import LoadEnds
-from pd_connector.agent.name_queue import Named, NameQueue
+from pd_connector.agent.name_queue import NameQueue
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.agent.outage import OutageWatch
 from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
@@ -69,7 +70,6 @@ class ConsumerSide:
         self._config = config
         self._cache = cache
         self._telemetry = resources.telemetry
-        self._gate = gate
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
         self._consumer = Consumer(
@@ -83,7 +83,6 @@ class ConsumerSide:
         )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
-        self._names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._inbox = Inbox(cache, gate, resources.telemetry)
         for transport in resources.transports:
             transport.destinations = self._destination
@@ -101,6 +100,10 @@ class ConsumerSide:
         )
         self._auditor = Auditor(
             resources, self._sessions, self._keeper, self._consumer, self._outage, report
+        )
+        names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
+        self._commands = ConsumerCommands(
+            names, self._consumer, self._inbox, gate, self._auditor, self._act
         )
 
     @property
@@ -147,30 +150,8 @@ class ConsumerSide:
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
-        """Carry out a command, at once or when the addresses of its producers are known. Pages of
-        a `Load` are filled after the work that `fence` stands for, which may still write them for
-        the request that had them before."""
-        self._run(self._names.put(command, fence, now), now)
-
-    def _run(self, ready: Sequence[Named], now: float) -> None:
-        for command, fence, cause, detail in ready:
-            match command:
-                case Load() if cause is not None:
-                    self._finished(Finished(command.request, cause, detail), now)
-                case Hold() if cause is not None:
-                    if command.watch:  # otherwise its `Load` will fail, and is counted then
-                        self._act([Held(command.request, cause, detail)], now)
-                case Load():
-                    self._inbox.begin(command, fence)
-                    self._act(self._consumer.load(command, now), now)
-                case Hold(request, transfer, peers, watch, engine_id):
-                    self._act(
-                        self._consumer.hold(request, transfer, peers, watch, now, engine_id), now
-                    )
-                case Drop(request, why):
-                    self._act(self._consumer.drop(request, why, now), now)
-                    self._auditor.dropped(request, now)
-                    self._gate.open(request)  # `Agent.submit` has shut it
+        """See `ConsumerCommands.execute`."""
+        self._commands.execute(command, fence, now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: KV that is under way is of no use, and every producer
@@ -188,7 +169,7 @@ class ConsumerSide:
 
     def tick(self, now: float) -> None:
         """End what has been silent for too long; send heartbeats when they are due."""
-        self._run(self._names.ready(now), now)
+        self._commands.tick(now)
         self._act(self._consumer.tick(now), now)
         self._keeper.tick(now, hurried=self._pool.held > 0)
         self._auditor.tick(now)
@@ -235,7 +216,7 @@ class ConsumerSide:
         self._tell_taken(slot)
 
     def close(self) -> None:
-        self._names.close()
+        self._commands.close()
         self._sessions.close()
 
     def _read(

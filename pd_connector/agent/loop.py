@@ -41,7 +41,7 @@ from pd_connector.protocol.incoming import Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
-from pd_connector.transport.base import Transport
+from pd_connector.transport.base import Landed, Transport, Written
 from pd_connector.transport.choice import FASTEST_BETWEEN_MACHINES, Choice, with_names
 from pd_connector.transport.registry import make_transports
 
@@ -51,6 +51,9 @@ _BUSY_TRANSPORT_POLL_MS = 1
 """For transports that do not tell when they have made progress (`Transport.restless`)."""
 _UNHURRIED_POLL_MS = 5
 """Answers to heartbeats of many sessions come one by one. Taken together they cost a fraction."""
+_DATA_TURNS_S = 0.005
+"""So long nobody looks at anything but transports while parts of chunks pass. A look at everything
+costs as much as a copy of some MiB."""
 _COMPILING_POLL_MS = 20
 """Nothing tells when a background compilation has ended."""
 
@@ -102,7 +105,8 @@ class Loop:
         self._checks = checks_wanted()
         self._poller = self._others = zmq.Poller()  # `_others`: without a consumer's sessions
         self._polled: list[Any] = []
-        self._stepped = 0.0  # when the last step began
+        self._stepped = 0.0  # when the last step began that looked at everything
+        self._only_data = False  # nobody but transports has anything to tell
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = _MOST_SOCKETS
         self._gatekeeper: Gatekeeper | None = None
@@ -187,7 +191,9 @@ class Loop:
             timeout_ms = 0
         elif self.consumer_side and self.consumer_side.unhurried and not restless:
             self._others.poll(_UNHURRIED_POLL_MS)
-        self._poller.poll(timeout_ms)
+        ready = [what for what, _ in self._poller.poll(timeout_ms)]
+        data = [each for transport in self._transports for each in transport.pollables]
+        self._only_data = bool(timeout_ms and ready) and all(what in data for what in ready)
 
     def _longest_wait_ms(self) -> int:
         """How long nothing is to be done, if nothing comes."""
@@ -198,6 +204,11 @@ class Loop:
 
     def step(self, now: float) -> None:
         """Handle everything that waits; `now` is in seconds, monotonic."""
+        moved: list[tuple[Transport, list[Written], list[Landed]]] = []
+        if self._only_data and now < self._stepped + _DATA_TURNS_S:
+            moved = [(transport, *transport.poll()) for transport in self._transports]
+            if not any(written or landed for _, written, landed in moved):
+                return  # a part of a chunk: there is nothing else to look at
         self._stepped = now
         producer_side, consumer_side = self.producer_side, self.consumer_side
         if self._gatekeeper:
@@ -210,8 +221,7 @@ class Loop:
             producer_side.handle(messages, now)
         if consumer_side:
             consumer_side.receive(now)
-        for transport in self._transports:
-            written, landed = transport.poll()
+        for transport, written, landed in moved or ((t, *t.poll()) for t in self._transports):
             for write in written:
                 if producer_side:
                     producer_side.written(transport, write)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
+from pd_connector.control.addresses import readable
 from pd_connector.errors import ConfigError
 
 _MADE_HERE = re.compile("[0-9a-f]{64}")
@@ -64,7 +65,7 @@ class Gatekeeper:
 
     def answer(self) -> None:
         """Answer every question that waits."""
-        while self.socket.poll(0):
+        while readable(self.socket):
             sender, empty, version, request, *rest = self.socket.recv_multipart()
             known = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == self._client
             status = (b"200", b"OK") if known else (b"400", b"unknown key")

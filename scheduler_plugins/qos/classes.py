@@ -36,6 +36,9 @@ class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     priority: int = 0
     """Time that is not reserved or not used goes to the class with the largest priority."""
     slo: Slo = Slo()
+    interactive: bool = True
+    """Whether somebody waits for its answers. The router's policy `length` sends long prompts of other classes to engines
+    of role `cpu_prefill`."""
 
     def __post_init__(self) -> None:
         if not self.name:

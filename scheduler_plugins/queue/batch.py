@@ -18,15 +18,14 @@ class Batch:
         self._started: set[str] = set()
         self._own: str | None = None  # the request whose own batch this is; "": it started before
         self._guards = Guards()
-
-    @property
-    def has_guards(self) -> bool:
-        return bool(self._guards)
+        self.guarded = False
+        """Whether a request in it is guarded. To be read, not changed."""
 
     def begin(self, *, full: bool, prefilling: Collection[str]) -> None:
         """A new scan; see `WaitingQueue.begin_scan`."""
-        if self._guards:
+        if self.guarded:
             self._guards.keep(prefilling)
+            self.guarded = bool(self._guards)
         self._started = set()
         self._own = "" if full else None
 
@@ -52,11 +51,14 @@ class Batch:
     def guard(self, request_id: str, priority: int) -> None:
         """Let nothing of lower priority start beside this request."""
         self._guards.add(request_id, priority)
+        self.guarded = True
 
     def drop(self, request_id: str) -> bool:
         """The request was not started after all, or was preempted; returns whether it had been
         added in this scan."""
-        self._guards.drop(request_id)
+        if self.guarded:
+            self._guards.drop(request_id)
+            self.guarded = bool(self._guards)
         if self._own == request_id:
             self._own = None
         added = request_id in self._started

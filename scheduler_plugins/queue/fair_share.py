@@ -22,6 +22,8 @@ class FairShare:
         self._shares = DeficitShares(())
         self._classes: dict[str, QosClass] = {}
         self._class_queues: Mapping[str, Sized] = {}
+        self.is_shared = False
+        """Whether there are several classes. To be read, not changed."""
 
     def update(self, classes: Sequence[QosClass], class_queues: Mapping[str, Sized]) -> None:
         """Use other classes from now on. Classes that stay keep their balances.
@@ -30,6 +32,7 @@ class FairShare:
             class_queues: what waits in each class; read at every decision.
         """
         self._classes = {one.name: one for one in classes}
+        self.is_shared = len(self._classes) > 1
         self._default = default_class(classes).name
         self._shares.update(classes)
         self._class_queues = class_queues

@@ -181,7 +181,7 @@ class WaitingQueue:
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` may return None although requests wait."""
-        return self._batch.has_guards or self.policy.splits_batches
+        return self._batch.guarded or self.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a pass over its queue.
@@ -248,7 +248,7 @@ class WaitingQueue:
             looks = max(8, looks - self._recalibrate())
         next_of_all = self._next_of_all
         name = next_of_all.class_name if next_of_all else self.fair_share.next()
-        if self._batch.has_guards and self._batch.shuts_out(self.fair_share.priority(name)):
+        if self._batch.guarded and self._batch.shuts_out(self.fair_share.priority(name)):
             return None
         entry = self._first(self._class_queues[name], looks)
         return entry if self._batch.takes(entry.request, self.policy) else None

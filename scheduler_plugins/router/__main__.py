@@ -91,13 +91,13 @@ def _parser(config: type) -> argparse.ArgumentParser:
         description="One OpenAI API in front of prefill and decode engines.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for side in ("prefill", "decode"):
+    for side, which in (
+        ("prefill", "the prefill engines"),
+        ("decode", "the decode engines"),
+        ("cpu-prefill", "prefill engines for long prompts that nobody waits for: --policy length"),
+    ):
         parser.add_argument(
-            f"--{side}",
-            nargs="+",
-            action="extend",
-            metavar="URL",
-            help=f"base URLs of the {side} engines",
+            f"--{side}", nargs="+", action="extend", metavar="URL", help=f"base URLs of {which}"
         )
     parser.add_argument(
         "--kv-events",

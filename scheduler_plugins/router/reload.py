@@ -48,7 +48,12 @@ async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -
             continue
         if config is None:
             continue
-        use(config)
+        try:
+            use(config)
+        except Exception:
+            # The watch goes on: the next edit may be right.
+            logger.exception("the new settings cannot be used")
+            continue
         later = [name for name in AT_START if getattr(config, name) != getattr(first, name)]
         if later:
             logger.warning("%s: hold once the router is started again", ", ".join(later))

@@ -79,6 +79,13 @@ class LruBlocks:
         if added:
             self.on_added(added)
 
+    def arrived(self, hashes: Sequence[BlockHash], now_s: float) -> None:
+        """These blocks came from elsewhere, whole: others see them, too."""
+        computing, self._computing = self._computing, []
+        self.store(hashes, now_s)
+        self.computed(now_s)
+        self._computing = computing
+
     def computed(self, now_s: float) -> None:
         """The step that computes what was stored last has ended."""
         blocks = self._blocks

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -20,12 +18,14 @@ from scheduler_plugins.router.policies.base import (
     Route,
     cached_tokens,
 )
-from scheduler_plugins.sim.engine import ARRIVAL, END
-from scheduler_plugins.sim.journey import Journey, promise_of
+from scheduler_plugins.sim.engine import ARRIVAL
+from scheduler_plugins.sim.journey import Journey
+from scheduler_plugins.sim.kv_pool import KvPool
 from scheduler_plugins.sim.links import Links, Network
 from scheduler_plugins.sim.node import Node
 from scheduler_plugins.sim.prefill import RunningPrefill
 from scheduler_plugins.sim.served import Served
+from scheduler_plugins.sim.timeline import Timeline
 from scheduler_plugins.sim.view import ClusterView
 
 
@@ -51,24 +51,29 @@ class Cluster:
         policy: Policy,
         *,
         network: Network | None = None,
+        pool: KvPool | None = None,
         classes: Sequence[QosClass] = ONLY,
         seed: int = 0,
     ) -> None:
-        """`classes`: their promises (SLOs) are shown to the policy."""
+        """Bring the engines together; nothing runs yet.
+
+        Args:
+            pool: gets every prompt that an engine has computed; policies may have prefixes fetched from it.
+            classes: their promises (SLOs) are shown to the policy.
+        """
         self.nodes: dict[str, Node] = {}
-        self.links = Links(network or Network())
-        self.view = ClusterView(self.nodes, self.links)
+        self.pool = pool
+        rates = {} if pool is None else {pool.name: pool.settings.bytes_per_s}
+        self.links = Links(network or Network(), rates)
+        self.view = ClusterView(self.nodes, self.links, pool)
         self._policy = policy
         self._random = Random(seed)
-        self._promises = {one.name: promise_of(one) for one in classes}
-        self._promise = promise_of(default_class(classes))
-        self._heap: list[tuple[float, int, int, Node | Callable[[float], None]]] = []
-        self._seq = 0
-        self._links_ticket = 0
+        self._classes = {one.name: one for one in classes}
+        self._default_class = default_class(classes)
+        self._timeline = Timeline(self.links)
         self._journeys: dict[str, Journey] = {}
         self._stranded: list[Journey] = []
         self._rooms: dict[str, list[tuple[Journey, int]]] = {}
-        self.now_s = 0.0
         for node in nodes:
             self.join(node, 0.0)
 
@@ -79,18 +84,17 @@ class Cluster:
             requests: in order of arrival; one generates `max_tokens` tokens exactly.
             changes: engines that join, leave, die or change their role.
         """
+        timeline, served = self._timeline, list[Served]()
         for change in changes:
-            self._at(change.at_s, ARRIVAL, partial(change.what, self))
-        heap, served = self._heap, list[Served]()
+            timeline.at(change.at_s, ARRIVAL, partial(change.what, self))
         for request in requests:
-            arrival = (request.arrival_s, ARRIVAL)
-            while heap and heap[0][:2] < arrival:
-                self._next()
-            self.now_s = request.arrival_s
+            while timeline.comes_before(request.arrival_s, ARRIVAL):
+                timeline.next()
+            timeline.now_s = request.arrival_s
             served.append(Served(request))
             self._arrive(served[-1])
-        while heap:
-            self._next()
+        while timeline:
+            timeline.next()
         for journey in self._stranded:
             journey.record.rejected = "unavailable"
         return served
@@ -113,8 +117,10 @@ class Cluster:
         node.up = False
         node.ticket = -1
         self.links.drop(name)
-        self._schedule_links()
-        lost = [one for one in self._journeys.values() if node in (one.p, one.d)]
+        self._timeline.schedule_links()
+        if self.pool is not None:
+            self.pool.drop(name)
+        lost = [one for one in self._journeys.values() if node in (one.p, one.d, one.source)]
         self._rooms[name] = []
         self._changed(now_s)
         for journey in lost:
@@ -144,7 +150,7 @@ class Cluster:
 
     def _arrive(self, record: Served) -> None:
         one = record.request
-        journey = Journey.begin(record, self._promises.get(one.qos, self._promise))
+        journey = Journey.begin(record, self._classes.get(one.qos, self._default_class))
         self._journeys[one.id] = journey
         self._decide(journey, one.arrival_s)
 
@@ -163,7 +169,7 @@ class Cluster:
         else:
             assert isinstance(decision, Defer)
             again = partial(self._decide, journey)
-            self._at(max(decision.until_s, now_s + 1e-6), ARRIVAL, again)
+            self._timeline.at(max(decision.until_s, now_s + 1e-6), ARRIVAL, again)
 
     def _send(self, journey: Journey, route: Route, now_s: float) -> None:
         """Count the request where it goes, and begin."""
@@ -175,40 +181,65 @@ class Cluster:
         (blocks,) = self.view.match(request.block_hashes, (computes,))
         cached = cached_tokens(journey.asked, computes, blocks)
         d.load.decode_sent(request.id, request.tokens, request.max_tokens)
-        pulled = 0
-        if route.pull_from is not None:
-            source = self.nodes[route.pull_from]
+        pulled, source = 0, self._source(route)
+        if source is not None:
             (blocks,) = self.view.match(request.block_hashes, (source,))
             pulled = cached_tokens(journey.asked, source, blocks) - cached
         cost_s = computes.costs.prefill_s(request.tokens, cached + max(0, pulled))
         fresh = request.tokens - cached - max(0, pulled)
         computes.load.prefill_sent(request.id, fresh, cost_s, now_s)
-        if pulled <= 0:
+        if source is None or pulled <= 0:
             self._prefill(journey, computes, now_s)
             return
         record.pulled_tokens = pulled
         size = pulled * self.links.network.kv_bytes_per_token
-        hashes = request.block_hashes[:blocks]
+        hashes, latency_s = request.block_hashes[:blocks], 0.0
+        if isinstance(source, KvPool):
+            source.got(hashes, now_s)
+            latency_s = source.settings.latency_s
+        else:
+            journey.source = source
         done = partial(self._pulled, journey, computes, hashes, journey.attempt)
-        self._transfer(source.name, computes.name, size, now_s, done)
+        self._timeline.transfer(source.name, computes.name, size, now_s, done, latency_s)
+
+    def _source(self, route: Route) -> Node | KvPool | None:
+        """Where a prefix is to be fetched from."""
+        if self.pool is not None and route.pull_from == self.pool.name:
+            return self.pool
+        return None if route.pull_from is None else self.nodes[route.pull_from]
+
+    def _put(self, node: Node, hashes: Sequence[object], now_s: float) -> None:
+        """An engine has computed a prompt: the pool gets what it lacks of it."""
+        pool = self.pool
+        if pool is None or not hashes:
+            return
+        fresh = pool.wanted(hashes, node.name)
+        if fresh:
+            size = len(fresh) * node.block_tokens * self.links.network.kv_bytes_per_token
+            done = partial(pool.put, hashes, fresh)
+            latency_s = pool.settings.latency_s
+            self._timeline.transfer(node.name, pool.name, size, now_s, done, latency_s)
+        else:
+            pool.got(hashes, now_s)
 
     def _pulled(
         self, journey: Journey, node: Node, hashes: Sequence[object], attempt: int, now_s: float
     ) -> None:
         """A prefix from another engine's cache has arrived."""
         if journey.attempt == attempt:
-            node.cache.store(hashes, now_s)
-            node.cache.computed(now_s)
+            journey.source = None
+            node.cache.arrived(hashes, now_s)
             self._prefill(journey, node, now_s)
 
     def _prefill(self, journey: Journey, node: Node, now_s: float) -> None:
         node.engine.arrive(journey.waiting, journey.record, now_s)
-        self._schedule(node)
+        self._timeline.schedule(node)
 
     def _computed(self, node: Node, one: RunningPrefill, now_s: float) -> bool:
         """A prompt was computed. True if another engine decodes it."""
         journey = self._journeys[one.request.id]
         node.load.prefill_ended(one.request.id, now_s)
+        self._put(node, one.request.block_hashes, now_s)
         if journey.p is None or journey.d is None or journey.d is node:
             return False
         network, fresh = self.links.network, one.request.tokens - journey.record.cached_tokens
@@ -228,19 +259,19 @@ class Cluster:
             journey.in_transfer = True
             assert journey.p is not None
             done = partial(self._received, journey, node, journey.attempt)
-            self._transfer(journey.p.name, node.name, size, now_s, done)
+            self._timeline.transfer(journey.p.name, node.name, size, now_s, done)
 
     def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
         if journey.attempt == attempt:
             journey.in_transfer = False
             node.engine.receive(journey.waiting, journey.record, now_s)
-            self._schedule(node)
+            self._timeline.schedule(node)
 
     def _ended(self, node: Node, record: Served) -> None:
         node.load.decode_ended(record.request.id)
         del self._journeys[record.request.id]
         if self._rooms[node.name]:
-            self._give_room(node, self.now_s)
+            self._give_room(node, self._timeline.now_s)
 
     def _take_back(self, journey: Journey, now_s: float) -> None:
         """Forget where a request was; keep the tokens it has."""
@@ -257,54 +288,3 @@ class Cluster:
             if journey.in_transfer:
                 journey.d.engine.reserved_tokens -= request.tokens
         journey.go_on(left)
-
-    def _transfer(
-        self, source: str, target: str, size: float, now_s: float, done: Callable[[float], None]
-    ) -> None:
-        latency_s = self.links.network.latency_s
-
-        def sent(at_s: float) -> None:
-            self._at(at_s + latency_s, END, done)
-
-        self.links.start(source, target, size, now_s, sent)
-        self._schedule_links()
-
-    def _at(self, at_s: float, kind: int, what: Callable[[float], None]) -> None:
-        self._seq += 1
-        heapq.heappush(self._heap, (at_s, kind, self._seq, what))
-
-    def _schedule(self, node: Node) -> None:
-        """Note when an engine has something to do next."""
-        engine = node.engine
-        due = (engine.next_event_s, engine.next_kind)
-        if due == node.due:
-            return
-        node.due = due
-        self._seq += 1
-        node.ticket = self._seq
-        if due[0] < inf:
-            heapq.heappush(self._heap, (*due, self._seq, node))
-
-    def _schedule_links(self) -> None:
-        self._seq += 1
-        self._links_ticket = self._seq
-        if self.links.next_event_s < inf:
-            what = partial(self._advance_links, self._seq)
-            heapq.heappush(self._heap, (self.links.next_event_s, END, self._seq, what))
-
-    def _advance_links(self, ticket: int, now_s: float) -> None:
-        if ticket == self._links_ticket:
-            self.links.advance(now_s)
-            self._schedule_links()
-
-    def _next(self) -> None:
-        """Do what comes next."""
-        at_s, _, ticket, what = heapq.heappop(self._heap)
-        if not isinstance(what, Node):
-            self.now_s = at_s
-            what(at_s)
-        elif what.ticket == ticket:
-            self.now_s = at_s
-            what.due = None
-            what.engine.advance(at_s)
-            self._schedule(what)

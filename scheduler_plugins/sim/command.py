@@ -18,11 +18,12 @@ from pd_connector.errors import PDConnectorError
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.kv_pool import PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.picture import svg
 from scheduler_plugins.sim.report import Summary
 from scheduler_plugins.sim.served import Served
-from scheduler_plugins.sim.simulate import COSTS, Scenario, policies, simulate
+from scheduler_plugins.sim.simulate import COSTS, CPU_COSTS, Scenario, policies, simulate
 
 FAILED = 2
 _WIDTH = 120
@@ -31,6 +32,7 @@ _COUNTS = {
     "prefill": "prefill engines",
     "decode": "decode engines",
     "both": "engines that do both; give --prefill 0 --decode 0",
+    "cpu_prefill": "engines without a GPU beside them, for long prompts that nobody waits for: policy length",
     "level": "1: whole prompts; 2: steps, with room for KV",
     "cache_blocks": "blocks in each engine's prefix cache",
     "seed": "of everything that is random",
@@ -38,12 +40,18 @@ _COUNTS = {
 _NUMBERS = {
     "kv_tokens": "tokens for whose decodes an engine has room (level 2)",
     "lag_s": "how late the router learns what is cached, in seconds",
+    "background": "part of the requests that nobody waits for, chosen at random",
     "speed": "how many times faster than recorded the requests come",
 }
 _NETWORK = {
     "bytes_per_s": "of each engine's link, in each direction",
     "latency_s": "of a transfer, in seconds",
     "kv_bytes_per_token": "KV of one token on the wire",
+}
+_POOL = {
+    "blocks": "blocks in a KV pool that all engines share; 0: there is none",
+    "bytes_per_s": "of all puts into the pool together, and of all gets",
+    "latency_s": "of a put or a get, beside that of a transfer, in seconds",
 }
 
 
@@ -94,7 +102,9 @@ def _scenario(given: argparse.Namespace) -> Scenario:
         **settings,
         order=given.order,
         costs=load(given.cost_model) if given.cost_model else COSTS,
+        cpu_costs=load(given.cpu_cost_model) if given.cpu_cost_model else CPU_COSTS,
         network=network,
+        pool=PoolSettings(**{name: getattr(given, f"pool_{name}") for name in _POOL}),
         ttft_slo_s=given.ttft_ms / 1e3,
         tpot_slo_s=given.tpot_ms / 1e3,
     )
@@ -114,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         "--order", default="srjf_calibrated", metavar="NAME", help="of the engines' queues"
     )
     parser.add_argument("--cost-model", type=Path, metavar="FILE", help="of `pd-connector profile`")
+    parser.add_argument(
+        "--cpu-cost-model", type=Path, metavar="FILE", help="the same of the --cpu-prefill engines"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="first N requests only")
     for option, what in (("ttft", "time to first token"), ("tpot", "time per token")):
         parser.add_argument(
@@ -123,15 +136,18 @@ def _parser() -> argparse.ArgumentParser:
             metavar="MS",
             help=f"promised {what}: counted for goodput, and policies that predict it reject by it",
         )
-    for kind, texts, owner in (
-        (int, _COUNTS, Scenario),
-        (float, _NUMBERS, Scenario),
-        (float, _NETWORK, Network),
+    for texts, owner, prefix in (
+        (_COUNTS, Scenario, ""),
+        (_NUMBERS, Scenario, ""),
+        (_NETWORK, Network, ""),
+        (_POOL, PoolSettings, "pool_"),
     ):
-        defaults = {field.name: field.default for field in fields(owner)}
+        known = {field.name: field.default for field in fields(owner)}
         for name, text in texts.items():
-            option = "--" + name.replace("_", "-")
-            parser.add_argument(option, type=kind, default=defaults[name], metavar="N", help=text)
+            option = "--" + (prefix + name).replace("_", "-")
+            parser.add_argument(
+                option, type=type(known[name]), default=known[name], metavar="N", help=text
+            )
     parser.add_argument(
         "--no-overlap", action="store_true", help="send KV after the prefill, not during it"
     )

@@ -24,11 +24,13 @@ class Journey:
     d: Node | None = None
     attempt: int = 0  # what an earlier attempt has on its way is out of date
     in_transfer: bool = False
+    source: Node | None = None  # the engine that its prefix is on its way from
 
     @classmethod
-    def begin(cls, record: Served, promise: tuple[float, float]) -> Journey:
-        """A request arrives. `promise`: see `promise_of`."""
+    def begin(cls, record: Served, qos: QosClass) -> Journey:
+        """A request of this class arrives."""
         one = record.request
+        ttft_ms, tpot_ms = qos.slo.ttft_ms, qos.slo.tpot_ms
         asked = Request(
             one.id,
             one.tokens,
@@ -36,23 +38,17 @@ class Journey:
             one.max_tokens,
             one.arrival_s,
             one.qos,
-            ttft_slo_s=promise[0],
-            tpot_slo_s=promise[1],
+            interactive=qos.interactive,
+            ttft_slo_s=inf if ttft_ms is None else ttft_ms / 1e3,
+            tpot_slo_s=inf if tpot_ms is None else tpot_ms / 1e3,
         )
         return cls(record, asked, one)
 
     def go_on(self, left: int) -> None:
         """Its engine died when `left` tokens were to come: those it has become part of its prompt.
         0: nothing is known."""
-        self.in_transfer, self.p, self.d = False, None, None
+        self.in_transfer, self.p, self.d, self.source = False, None, None, None
         if 0 < left < self.waiting.max_tokens:
             tokens = self.waiting.tokens + self.waiting.max_tokens - left
             self.waiting = replace(self.waiting, tokens=tokens, max_tokens=left)
             self.asked = self.asked._replace(tokens=tokens, max_tokens=left)
-
-
-def promise_of(one: QosClass) -> tuple[float, float]:
-    """TTFT and TPOT that a class is promised, in seconds; infinite where nothing is."""
-    promised = (one.slo.ttft_ms, one.slo.tpot_ms)
-    ttft_s, tpot_s = (inf if ms is None else ms / 1e3 for ms in promised)
-    return ttft_s, tpot_s

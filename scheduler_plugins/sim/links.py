@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -55,8 +55,10 @@ class Links:
     """Transfers that share links fairly: max-min, by the outgoing link of the source and the
     incoming one of the target."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, rates: Mapping[str, float] | None = None) -> None:
+        """`rates`: bytes a second of what is not an engine, in each direction."""
         self.network = network
+        self._rates = rates or {}
         self._flows: list[_Flow] = []
         self._now_s = 0.0
         self.next_event_s = inf
@@ -93,7 +95,10 @@ class Links:
         )
         network = self.network
         size = tokens * network.kv_bytes_per_token
-        return network.latency_s + size * sharing / network.bytes_per_s
+        return network.latency_s + size * sharing / min(self._rate(source), self._rate(target))
+
+    def _rate(self, name: str) -> float:
+        return self._rates.get(name, self.network.bytes_per_s)
 
     def _pass(self, now_s: float) -> None:
         elapsed_s = now_s - self._now_s
@@ -104,22 +109,22 @@ class Links:
     def _share(self) -> None:
         """Give every transfer its rate: the most contended link first, then what it leaves to
         others."""
-        flows, bandwidth = self._flows, self.network.bytes_per_s
+        flows = self._flows
         if len(flows) == 1:
-            flows[0].rate = bandwidth
+            flows[0].rate = min(self._rate(flows[0].source), self._rate(flows[0].target))
         elif flows:
-            _share_fairly(flows, bandwidth)
+            _share_fairly(flows, self._rate)
         self.next_event_s = min(
             (self._now_s + max(0.0, one.left) / one.rate for one in flows), default=inf
         )
 
 
-def _share_fairly(flows: list[_Flow], bandwidth: float) -> None:
+def _share_fairly(flows: list[_Flow], rate_of: Callable[[str], float]) -> None:
     links: dict[tuple[str, bool], list[_Flow]] = {}
     for one in flows:
         links.setdefault((one.source, True), []).append(one)
         links.setdefault((one.target, False), []).append(one)
-    room = dict.fromkeys(links, bandwidth)
+    room = {link: rate_of(link[0]) for link in links}
     waiting = set(flows)
     while waiting:
         share, tightest = min(

@@ -28,6 +28,7 @@ class Summary:
     ttft_s: Mapping[str, float]  # mean, p50, p90, p95, p99
     tpot_s: Mapping[str, float]
     hit: float  # part of the served requests' prompt tokens that came from a cache
+    pulled: float  # part of them that came from another engine's cache or the pool
     goodput_per_s: float  # requests that were served within both promises, per second of arrivals
     attained: float  # part of the served requests that were
     utilisation: Mapping[str, float]  # by engine, part of the time in which it computed
@@ -62,6 +63,7 @@ def summarize(
         ttft_s=spread([one.ttft_s for one in done]),
         tpot_s=spread([one.tpot_s for one in done if one.request.max_tokens > 1]),
         hit=sum(one.cached_tokens for one in done) / max(1, tokens),
+        pulled=sum(one.pulled_tokens for one in done) / max(1, tokens),
         goodput_per_s=kept / arriving_s,
         attained=kept / max(1, len(done)),
         utilisation={one.name: one.busy_s / duration_s for one in nodes},

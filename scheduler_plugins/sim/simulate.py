@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from random import Random
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
@@ -14,6 +15,7 @@ from scheduler_plugins.router.policies.added import added_names
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import PREFILL, create
 from scheduler_plugins.sim.cluster import Cluster
+from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.report import Summary, summarize
@@ -23,7 +25,13 @@ from scheduler_plugins.sim.trace import jittered
 COSTS = CostModel(a=6e-5, b=6e-10, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
 """An invented engine of about 15,000 tokens per second: ratios count, not seconds. `pd-connector
 profile` measures a real one."""
+CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
+"""An invented engine without a GPU, ten times slower."""
 CHUNK_TOKENS = 2048
+DEFAULT, BACKGROUND = "default", "background"
+"""Classes of requests that somebody waits for, and of those that nobody does."""
+_BACKGROUND_PART = 0.05
+"""Part of every engine's time that the latter are sure of."""
 CONDUCTOR_GLOBAL = "conductor+pull"
 """The conductor where engines fetch prefixes from each other."""
 
@@ -36,7 +44,11 @@ class Scenario:
     decode: int = 4
     both: int = 0
     """Engines that compute prompts and generate their tokens, without any transfer."""
+    cpu_prefill: int = 0
+    """Engines for long prompts that nobody waits for: policy `length`."""
     costs: CostModel = COSTS
+    cpu_costs: CostModel = CPU_COSTS
+    """Of the `cpu_prefill` engines."""
     level: int = 1
     """1: a step is one whole prompt, and there is room for all KV. 2: prompts are cut into chunks
     that share steps, and KV has to fit."""
@@ -44,11 +56,15 @@ class Scenario:
     """Policy of the engines' queues."""
     cache_blocks: int = 8000
     block_tokens: int = 512
-    kv_tokens: float = 1_000_000
+    kv_tokens: float = 1e6
     """Room for the KV of an engine's decodes. Level 2 only."""
     lag_s: float = 0.0
     pull_prefix: bool = False
     network: Network = field(default_factory=Network)
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    """A KV pool that all engines share; none by default."""
+    background: float = 0.0
+    """Part of the requests that nobody waits for. They are of a class of their own, of the lowest priority."""
     speed: float = 1.0
     """How many times faster than recorded the requests come."""
     ttft_slo_s: float = inf
@@ -67,30 +83,43 @@ class Scenario:
             raise ValueError(
                 "both: engines that do both replace --prefill and --decode: give 0 for them"
             )
+        if self.cpu_prefill and not self.prefill:
+            raise ValueError("cpu_prefill: stands beside --prefill engines; give some of them")
+        if not 0 <= self.background <= 1:
+            raise ValueError(f"background {self.background}: must be between 0 and 1")
 
     @property
     def truth(self) -> CostModel:
         """The cost model at this level."""
+        return self._at_level(self.costs)
+
+    def _at_level(self, costs: CostModel) -> CostModel:
         if self.level == 1:
-            return replace(self.costs, chunk_tokens=0)
-        return replace(self.costs, chunk_tokens=self.costs.chunk_tokens or CHUNK_TOKENS)
+            return replace(costs, chunk_tokens=0)
+        return replace(costs, chunk_tokens=costs.chunk_tokens or CHUNK_TOKENS)
 
     def nodes(self) -> list[Node]:
-        """Idle engines with empty caches: `p0`, `p1`, ..., `d0`, ... or `b0`, ..."""
+        """Idle engines with empty caches: `p0`, `p1`, ..., `d0`, ... or `b0`, ..., and `c0`, ..."""
         settings = NodeSettings(
             truth=self.truth,
             cache_blocks=self.cache_blocks,
             block_tokens=self.block_tokens,
             kv_tokens=self.kv_tokens if self.level == 2 else inf,
             order=self.order,
-            classes=(self._class,),
+            classes=self._classes,
             lag_s=self.lag_s,
             pull_prefix=self.pull_prefix,
         )
-        counts = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.BOTH, self.both))
+        slow = replace(settings, truth=self._at_level(self.cpu_costs))
+        counts = (
+            (Role.PREFILL, self.prefill, settings),
+            (Role.DECODE, self.decode, settings),
+            (Role.BOTH, self.both, settings),
+            (Role.CPU_PREFILL, self.cpu_prefill, slow),
+        )
         return [
-            Node(f"{role.value[0]}{n}", role, settings)
-            for role, count in counts
+            Node(f"{role.value[0]}{n}", role, made_so)
+            for role, count, made_so in counts
             for n in range(count)
         ]
 
@@ -100,25 +129,42 @@ class Scenario:
             self.nodes(),
             create(policy, decode_policy),
             network=self.network,
-            classes=(self._class,),
+            pool=KvPool(self.pool, self.block_tokens) if self.pool.blocks else None,
+            classes=self._classes,
             seed=self.seed,
         )
 
     def arrivals(self, requests: Sequence[Waiting]) -> list[Waiting]:
         """A trace as this scenario plays it: binned times spread out, from 0 on, at its speed."""
         moved = jittered(requests, self.seed)
-        begun_s = moved[0].arrival_s
+        begun_s, random = moved[0].arrival_s, Random(self.seed)
         return [
-            replace(one, arrival_s=(one.arrival_s - begun_s) / self.speed, qos="") for one in moved
+            replace(
+                one,
+                arrival_s=(one.arrival_s - begun_s) / self.speed,
+                qos=BACKGROUND if random.random() < self.background else DEFAULT,
+            )
+            for one in moved
         ]
 
     @property
-    def _class(self) -> QosClass:
+    def _classes(self) -> tuple[QosClass, ...]:
         ttft_ms, tpot_ms = (
             None if slo_s == inf else slo_s * 1e3 for slo_s in (self.ttft_slo_s, self.tpot_slo_s)
         )
         slo = Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
-        return QosClass(name="default", reserved_fraction=1.0, slo=slo)
+        if not self.background:
+            return (QosClass(name=DEFAULT, reserved_fraction=1.0, slo=slo),)
+        rest = 1 - _BACKGROUND_PART
+        return (
+            QosClass(name=DEFAULT, reserved_fraction=rest, slo=slo),
+            QosClass(
+                name=BACKGROUND,
+                reserved_fraction=_BACKGROUND_PART,
+                priority=-1,
+                interactive=False,
+            ),
+        )
 
 
 def simulate(

@@ -49,14 +49,16 @@ def read(path: Path, limit: int | None = None) -> list[Waiting]:
     """
     decoder = msgspec.json.Decoder(_Line)
     requests: list[Waiting] = []
+    n = 0
     try:
         with path.open("rb") as lines:
             for n, text in enumerate(lines):
-                if limit is not None and n >= limit:
+                if limit is not None and len(requests) >= limit:
                     break
-                requests.append(_request(n, decoder.decode(text)))
+                if text.strip():
+                    requests.append(_request(n, decoder.decode(text)))
     except msgspec.MsgspecError as error:
-        raise TraceError(f"{path}, line {len(requests) + 1}: {error}") from None
+        raise TraceError(f"{path}, line {n + 1}: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
     if not requests:
@@ -76,7 +78,7 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
     requests: list[Waiting] = []
     n = 1
     try:
-        with path.open(newline="") as lines:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
             for n, row in enumerate(csv.DictReader(lines), 2):
                 if limit is not None and len(requests) >= limit:
                     break

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from scheduler_plugins.router.policies.base import BlockHash, EngineView, Role
+from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
+from scheduler_plugins.sim.kv_pool import KvPool
 from scheduler_plugins.sim.links import Links
 from scheduler_plugins.sim.node import Node
 
@@ -14,8 +15,9 @@ class ClusterView:
     """`View` of a cluster: the counts that a live router would have, and caches as late as their
     events come."""
 
-    def __init__(self, nodes: dict[str, Node], links: Links) -> None:
+    def __init__(self, nodes: dict[str, Node], links: Links, pool: KvPool | None = None) -> None:
         self._nodes = nodes
+        self._pools = () if pool is None else (pool,)
         self._links = links
         self._now_s = 0.0
         self._by_role: dict[Role, Sequence[Node]] = {}
@@ -47,16 +49,21 @@ class ClusterView:
         self._now_s = now_s
         self._matched = {}
 
-    def match(self, hashes: Sequence[BlockHash], engines: Iterable[EngineView]) -> list[int]:
+    def pools(self) -> Sequence[KvPool]:
+        return self._pools
+
+    def match(self, hashes: Sequence[BlockHash], engines: Iterable[PrefixSource]) -> list[int]:
         """As `View.match`. Within a decision all calls are for the same prompt."""
         matched, nodes, now_s, found = self._matched, self._nodes, self._now_s, []
         for one in engines:
             name = one.name
             count = matched.get(name)
             if count is None:
-                count = matched[name] = nodes[name].cache.seen(hashes, now_s)
+                cache = one if isinstance(one, KvPool) else nodes[name].cache
+                count = matched[name] = cache.seen(hashes, now_s)
             found.append(count)
         return found
 
-    def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
-        return self._links.estimate_s(source.name, target.name, tokens)
+    def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
+        own_s = source.settings.latency_s if isinstance(source, KvPool) else 0.0
+        return own_s + self._links.estimate_s(source.name, target.name, tokens)

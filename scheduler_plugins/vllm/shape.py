@@ -38,8 +38,8 @@ class StepShape:
 
     def limit(self, prefills: Sequence[Request]) -> None:
         """Set the limits of the step that is put together next; `prefills` are running."""
-        if not self._may_cut:
-            return
+        if not self._may_cut or not (prefills or self._order.fair_share.is_shared):
+            return  # nothing to share: vLLM's own limits hold
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
         tokens = self._step_tokens(prefills)
         scheduler.max_num_scheduled_tokens = tokens

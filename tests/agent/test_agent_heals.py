@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data connection that dies is found and made again: one transfer is lost at most."""
+"""A connection that dies, however it dies, is found and made again: one transfer is lost at most where nobody
+has to wait for a timeout."""
 
 import itertools
 import os
@@ -10,10 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks  # noqa: F401
+from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks, until  # noqa: F401
 from support.relay import Relay
 
 from pd_connector.agent import loop
+from pd_connector.errors import Cause
+from pd_connector.protocol.peers import Source
 from pd_connector.transport.base import Transport
 
 SETTINGS: dict[str, Any] = LONG | {
@@ -23,6 +26,14 @@ SETTINGS: dict[str, Any] = LONG | {
     "stall_timeout_s": 4.0,
     "connect_timeout_s": 10.0,
 }
+SHORTER = SETTINGS | {
+    "lease_s": 3.0,
+    "session_timeout_s": 2.0,
+    "stall_timeout_s": 2.0,
+    "connect_timeout_s": 3.0,
+    "wait_timeout_s": 3.0,
+}
+"""On a busy machine more of them pass than a test wants: transfers are tried again then."""
 TRANSFERS = 6
 
 each_key = pytest.mark.parametrize("key", ["", KEY], ids=["plain", "key"])
@@ -147,6 +158,112 @@ def test_stalled_transfers_leave_no_memory_behind(
     # Slots are touched for the first time in some of them; what stays behind grows with each.
     growth = [after - before for before, after in itertools.pairwise(resident)]
     assert statistics.median(growth) < 1 << 20, growth
+
+
+MANY = list(range(1, 21))
+
+
+def move_many(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> bool:
+    """As `transfer`, with so much KV that it does not come at once."""
+    producer.offer(name, MANY)
+    consumer.load(source or producer.source, name, MANY)
+    ended = consumer.loaded(name)
+    if ended.cause is None:
+        assert_pages(producer, MANY, consumer, MANY)
+    return ended.cause is None
+
+
+def serves_again(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> None:
+    """A transfer arrives, after some that may be lost."""
+    assert any(move_many(producer, consumer, f"{name} {n}", source) for n in range(10))
+
+
+@each_key
+@pytest.mark.parametrize("wire_name", ["tcp2"])
+@pytest.mark.parametrize("silently", [False, True], ids=["reset", "forgotten"])
+@pytest.mark.parametrize("nbytes", [1, 40, 3000])
+@pytest.mark.usefixtures("only")
+def test_a_connection_that_ends_within_a_chunk_leaves_right_pages_and_serves_again(
+    ranks: Ranks,  # noqa: F811
+    detour: Detour,
+    key: str,
+    silently: bool,
+    nbytes: int,
+) -> None:
+    settings = SHORTER | {"key": key}
+    producer = ranks(settings, consumes=False, wrap=detour)
+    consumer = ranks(settings, seed=1, produces=False)
+    assert move_many(producer, consumer, "before")
+    (relay,) = detour.relays
+    relay.cut_after(nbytes, silently=silently)
+    until(lambda: move_many(producer, consumer, "cut") or relay.has_cut)
+    assert relay.has_cut
+    serves_again(producer, consumer, "after")
+    until(lambda: producer.gauge("send_slots") == consumer.gauge("landing_slots") == 0)
+
+
+@each_key
+@pytest.mark.parametrize("wire_name", ["tcp2"])
+@pytest.mark.usefixtures("only")
+def test_a_data_port_that_accepts_and_never_speaks_costs_what_meets_it(
+    ranks: Ranks,  # noqa: F811
+    detour: Detour,
+    key: str,
+) -> None:
+    settings = SHORTER | {"key": key}
+    producer = ranks(settings, consumes=False, wrap=detour)
+    consumer = ranks(settings, seed=1, produces=False)
+    (relay,) = detour.relays
+    relay.deafen()
+    assert not move_many(producer, consumer, "not heard")
+    relay.deafen(False)
+    serves_again(producer, consumer, "heard")
+
+
+@each_key
+@pytest.mark.parametrize("fault", [Relay.forget, Relay.reset], ids=["half-open", "reset"])
+def test_a_control_connection_that_is_lost_after_the_handshake_is_made_anew(
+    ranks: Ranks,  # noqa: F811
+    key: str,
+    fault: Callable[[Relay], None],
+) -> None:
+    settings = SHORTER | {"key": key}
+    producer = ranks(settings, consumes=False)
+    consumer = ranks(settings, seed=1, produces=False)
+    relay = Relay(producer.agent.port)
+    try:
+        source = producer.source._replace(port=relay.port)
+        assert move_many(producer, consumer, "before", source)
+        for round_ in range(2):
+            fault(relay)
+            serves_again(producer, consumer, f"after {round_}", source)
+        until(lambda: producer.gauge("consumer_sessions") == 1, "the lost ones are forgotten")
+        until(lambda: not (producer.gauge("leased_pages") or producer.gauge("send_slots")))
+    finally:
+        relay.close()
+
+
+@each_key
+def test_a_producer_that_accepts_and_never_speaks_costs_its_own_transfers_only(
+    ranks: Ranks,  # noqa: F811
+    key: str,
+) -> None:
+    settings = SHORTER | {"key": key}
+    producer = ranks(settings, consumes=False)
+    consumer = ranks(settings, seed=1, produces=False)
+    relay = Relay(producer.agent.port)
+    relay.deafen()
+    try:
+        silent = producer.source._replace(port=relay.port)
+        for number in range(3):
+            consumer.load(silent, f"silent {number}", [1])
+        serves_again(producer, consumer, "meanwhile")
+        for number in range(3):
+            assert consumer.loaded(f"silent {number}").cause is Cause.UNREACHABLE
+        relay.deafen(False)
+        serves_again(producer, consumer, "once it speaks", silent)
+    finally:
+        relay.close()
 
 
 def resident_bytes() -> int:

@@ -66,7 +66,8 @@ def test_a_gather_that_fails_gives_its_slot_back():
         request="r", direct=False, route=None, chunk=None, pages=np.zeros(1)
     )
     path: Any = SimpleNamespace(
-        transport=SimpleNamespace(copies=False, sends_from=None), read=False
+        transport=SimpleNamespace(copies=False, sends_from=None, authenticates=False),
+        read=False,
     )
     with pytest.raises(MemoryError):
         box.post(send, path, 0.0)

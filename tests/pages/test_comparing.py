@@ -159,6 +159,32 @@ def test_what_is_wrong_in_one_layer_is_far_in_that_layer_and_nowhere_else(
                 assert not here or min(one.by_page) > allowed.page
 
 
+@pytest.mark.parametrize("wrong", list(WRONG))
+@pytest.mark.parametrize("which", ["producer", "consumer"])
+@pytest.mark.parametrize("v", [False, True])
+def test_what_is_wrong_is_far_also_where_the_other_cache_is_fp8(
+    wrong: str, which: str, v: bool
+) -> None:
+    """Rounding to FP8 is allowed for, and leaves margins: right layers need a third of what is
+    allowed, wrong ones exceed it by a quarter."""
+    if which == "consumer" and wrong in ("not a number", "infinite"):
+        pytest.skip("nothing can be held to what this engine itself has not computed")
+    fp8, half = Setup(dtype="fp8_e4m3"), Setup(dtype="bfloat16")
+    ours, theirs = (half, fp8) if which == "producer" else (fp8, half)
+    sources, destinations = pair(ours, theirs)
+    for rank in sources if which == "producer" else destinations:
+        _change(rank, 1, v, WRONG[wrong])
+    for destination in destinations:
+        for route, _, found in compared(sources, destination):
+            allowed = tolerance(route.source.dtype, route.destination.dtype, route.codec)
+            for one in found:
+                distance = relative(one.apart, one.own)
+                if one.layer == 1 and (one.part is Part.VALUE) == v:
+                    assert distance > 1.25 * allowed.layer
+                else:
+                    assert distance < allowed.layer / 3
+
+
 def test_layers_that_are_swapped_are_far() -> None:
     sources, (destination,) = pair(Setup(), Setup())
     (source,) = sources

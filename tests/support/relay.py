@@ -23,6 +23,9 @@ class Relay:
         self._forgotten: list[tuple[socket.socket, socket.socket]] = []
         self._doomed: list[tuple[socket.socket, socket.socket]] = []
         self._stop = False
+        self._deaf = False
+        self._left: int | None = None
+        self._silently = False
         self.accepted = 0
         self.seen = bytearray()
         self.records = False
@@ -43,6 +46,21 @@ class Relay:
         while self._doomed:  # ended by the thread that selects on them
             time.sleep(0.001)
 
+    def deafen(self, deaf: bool = True) -> None:
+        """Accept connections from now on and never speak; those that there are go on."""
+        self._deaf = deaf
+
+    def cut_after(self, nbytes: int, *, silently: bool) -> None:
+        """Forward so many bytes more to whoever dialled, then reset that connection, or forget it
+        `silently`."""
+        with self._lock:
+            self._left, self._silently = nbytes, silently
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether what `cut_after` was told has happened."""
+        return self._left is None
+
     def close(self) -> None:
         self._stop = True
         self._thread.join()
@@ -50,7 +68,7 @@ class Relay:
         self._listener.close()
 
     def _end(self, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
-        for link in (one for pair in pairs for one in pair):
+        for link in {one for pair in pairs for one in pair}:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             link.close()
 
@@ -71,6 +89,9 @@ class Relay:
     def _accept(self) -> None:
         inner, _ = self._listener.accept()
         self.accepted += 1
+        if self._deaf:
+            self._forgotten.append((inner, inner))
+            return
         try:
             outer = socket.create_connection(("127.0.0.1", self._target))
         except OSError:
@@ -84,11 +105,24 @@ class Relay:
             data = link.recv(_PIECE)
             if self.records:
                 self.seen += data
+            if cut := self._left is not None and link is pair[1]:
+                data = self._last_bytes(data)
+                cut = self._left is None
             other.settimeout(5)
             other.sendall(data)
         except OSError:
-            data = b""
-        if not data:
+            data, cut = b"", False
+        if cut:
+            self._pairs.remove(pair)
+            (self._forgotten if self._silently else self._doomed).append(pair)
+        elif not data:
             self._pairs.remove(pair)
             for one in pair:
                 one.close()
+
+    def _last_bytes(self, data: bytes) -> bytes:
+        """What is still forwarded of this; the last of it where the connection is cut."""
+        assert self._left is not None
+        kept = data[: self._left]
+        self._left = self._left - len(kept) if len(kept) == len(data) else None
+        return kept

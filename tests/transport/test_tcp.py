@@ -18,6 +18,7 @@ from pd_connector.memory.slab import Slab
 from pd_connector.transport.tcp import TcpTransport, cipher, listening, transport
 from pd_connector.transport.tcp.connection import Pace
 from pd_connector.transport.tcp.frames import DIAL_BYTES, MAGIC
+from pd_connector.transport.tcp.receiving import Receiving
 
 MakeEnd = Callable[..., End]
 QUICK = Pace(0.05, 1.0)
@@ -207,6 +208,35 @@ def test_a_slow_link_is_not_taken_for_a_dead_one(make_end: MakeEnd) -> None:
     began = transport.time.monotonic()
     drive(producer, consumer, until=lambda: transport.time.monotonic() > began + 2)
     assert producer.transport._links[link]._connection is connection  # type: ignore[attr-defined]
+
+
+class Trickle(Relay):
+    """A link of some 25 KB a second."""
+
+    def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
+        with contextlib.suppress(OSError):  # its end is seen by those who have the other ends
+            data = link.recv(512)
+            (pair[1] if link is pair[0] else pair[0]).sendall(data)
+        transport.time.sleep(0.02)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_record_that_takes_longer_than_silence_may_last_is_not_silence(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
+    """The system wakes nobody before there is more of it; who is not woken must look."""
+    if not looks:
+        monkeypatch.setattr(Receiving, "grows", lambda self: False)
+    producer, consumer = make_end(), make_end(pace=Pace(0.05, 0.5))
+    relay = Trickle(_port(producer))
+    try:
+        link = producer.transport.connect(consumer.transport.address())
+        consumer.transport.expect(_address(producer, port=relay.port))
+        producer.send(link, b"", b"x" * 40_000, slot=0)
+        drive(producer, consumer, until=lambda: bool(producer.written))
+    finally:
+        relay.close()
+    assert producer.written[0].ok == looks
 
 
 def test_an_old_dial_that_is_sent_again_takes_nobodys_place(

@@ -5,6 +5,7 @@ arrives, nothing arrives twice, every write ends once, and nothing stays held.""
 import contextlib
 import os
 import random
+import resource
 import select
 import socket
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_ends import End
+from transport_ends import End, drive, meet
 
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
@@ -238,3 +239,72 @@ def test_connections_that_end_at_any_byte_cost_their_chunks_and_nothing_else(
     landing.recycle()
     taken = {landing.take() for _ in range(SLOTS)}
     assert taken == set(range(SLOTS)), "landing memory comes home"
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[Callable[[bool], None]]:
+    """Takes this process every free descriptor, or gives them back."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def take(all_of_them: bool) -> None:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        limit = highest if all_of_them else before[0]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        spare.clear()
+        while all_of_them:
+            try:
+                spare.append(socket.socket())
+            except OSError:
+                return
+
+    spare: list[socket.socket] = []
+    yield take
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for one in spare:
+        one.close()
+
+
+def test_a_process_without_descriptors_connects_when_it_has_some(
+    make_end: MakeEnd, no_descriptors: Callable[[bool], None]
+) -> None:
+    """Neither a dial nor an accept that finds none costs more than a pause."""
+    producer, consumer = make_end(pace=PACE), make_end(pace=PACE)
+    port = msgspec.msgpack.decode(producer.transport.address())[1]
+    with socket.socket() as stranger:
+        no_descriptors(True)
+        stranger.connect(("127.0.0.1", port))
+        link, _ = meet(producer, consumer)
+        producer.send(link, b"", b"payload", slot=0)
+        until = time.monotonic() + 3 * PACE.heartbeat_s
+        drive(producer, consumer, until=lambda: time.monotonic() > until)
+        assert not consumer.landed
+        no_descriptors(False)
+        drive(producer, consumer, until=lambda: bool(producer.written))
+        assert producer.written[0].ok
+
+
+def test_a_consumer_that_reads_slowly_costs_the_producer_nothing_but_its_slots(
+    make_end: MakeEnd,
+) -> None:
+    """It is polled once for every hundred times that its producer is."""
+    options = {"slots": SLOTS, "slot_bytes": CHUNK_BYTES, "pace": PACE}
+    producer, consumer = make_end(**options), make_end(**options)
+    link, _ = meet(producer, consumer)
+    load = Load(producer, consumer, link, random.Random(3))
+    poll = consumer.transport.poll
+    turns = 0
+
+    def seldom() -> Any:
+        nonlocal turns
+        turns += 1
+        return ([], []) if turns % 100 else poll()
+
+    consumer.transport.poll = seldom  # type: ignore[method-assign]
+    deadline = time.monotonic() + 120
+    while len(load.acknowledged) < 6 * SLOTS:
+        assert time.monotonic() < deadline, load.under_way
+        load.write()
+        load.poll()
+        assert len(load.under_way) <= SLOTS
+    assert load.failed == 0
+    assert set(load.landed.values()) == {1}

@@ -30,7 +30,7 @@ from pd_connector.transport.tcp.sending import BUDGET_BYTES
 
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
-_LOW_WATER_BYTES = 512 << 10
+_LOW_WATER_BYTES = 2 << 20
 """Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
 as much as a copy of some hundred KiB."""
 

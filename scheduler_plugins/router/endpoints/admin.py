@@ -17,7 +17,7 @@ from aiohttp import web
 from scheduler_plugins.router.client.answers import error_body
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.settings.config import base_url
+from scheduler_plugins.router.settings.config import SIDES, base_url
 
 ENGINES = "/engines"
 _POOL = web.AppKey("pool", EnginePool)
@@ -29,7 +29,7 @@ class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Add(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["prefill", "decode", "ask"] = "ask"
+    role: Literal["prefill", "decode", "cpu_prefill", "ask"] = "ask"
     events: str = ""
     replay: str = ""
 
@@ -39,7 +39,7 @@ class _Drain(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "cpu_prefill"]
 
 
 def create_admin(pool: EnginePool, key: str) -> web.Application:
@@ -94,9 +94,7 @@ async def _add(request: web.Request) -> web.StreamResponse:
 async def _remove(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
     url = _known(pool, asked.url).url
-    if not any(
-        url in side for side in (pool.config.prefill, pool.config.decode, pool.config.engine)
-    ):
+    if not any(url in getattr(pool.config, side) for side in SIDES):
         raise ValueError(
             f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
         )
@@ -125,8 +123,7 @@ def _without(pool: EnginePool, url: str, *, keep_events: bool = False) -> dict[s
     """The settings of the sides without one engine."""
     config = pool.config
     found: dict[str, Any] = {
-        side: tuple(one for one in getattr(config, side) if one != url)
-        for side in ("prefill", "decode", "engine")
+        side: tuple(one for one in getattr(config, side) if one != url) for side in SIDES
     }
     if not keep_events:
         found["kv_events"] = {one: at for one, at in config.kv_events.items() if one != url}

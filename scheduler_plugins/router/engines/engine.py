@@ -84,6 +84,11 @@ class BackendEngine(Loaded):
         return self.url
 
     @property
+    def hands_over(self) -> bool:
+        """Whether it is used to compute prompts for other engines."""
+        return self.role in (Role.PREFILL, Role.CPU_PREFILL)
+
+    @property
     def in_flight(self) -> int:
         """Requests open to it."""
         return self.load.open_exchanges
@@ -188,7 +193,7 @@ class BackendEngine(Loaded):
             state["kind"] = self.kind
         elif not self.role_given:
             state["role"] = "unknown"
-        if self.role is Role.PREFILL:
+        if self.hands_over:
             state["hands_over_kv"] = self.address is not None
         if self.draining:
             state["draining"] = True
@@ -215,5 +220,5 @@ class BackendEngine(Loaded):
         if not self.role_given and self.kind is None:
             return  # nobody knows its side
         self.metrics.engine_up.labels(self.url, self.role).set(self.up)
-        if self.role is Role.PREFILL:
+        if self.hands_over:
             self.metrics.prefill_addressable.labels(self.url).set(self.address is not None)

@@ -22,7 +22,7 @@ from scheduler_plugins.router.engines.watch import EngineWatch
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.config import SIDES, RouterConfig
 from scheduler_plugins.router.settings.members import MembersError, is_name, members
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class EnginePool(Pool):
         for role, urls in (
             (Role.PREFILL, config.prefill),
             (Role.DECODE, config.decode),
+            (Role.CPU_PREFILL, config.cpu_prefill),
             (None, config.engine),
         ):
             wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
@@ -124,7 +125,7 @@ class EnginePool(Pool):
     async def _ask_names(self) -> bool:
         """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
         config, before = self._config, dict(self._named)
-        for url in filter(is_name, (*config.prefill, *config.decode, *config.engine)):
+        for url in filter(is_name, (url for side in SIDES for url in getattr(config, side))):
             try:
                 self._named[url] = await members(url, self._session)
             except MembersError as error:

@@ -105,7 +105,7 @@ class EngineWatch:
             self.probe_at, self.reports = 0.0, True
         if engine.kind is None and not await self._identify(engine):
             return
-        if engine.role is Role.PREFILL and engine.address is None:
+        if engine.hands_over and engine.address is None:
             await self._probe()
         if not engine.up:
             if engine.refusing:
@@ -163,7 +163,8 @@ class EngineWatch:
                 engine.reason = f"it does not tell its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
-        if facts is not None and facts.mode != engine.role:
+        side = Role.PREFILL if engine.hands_over else engine.role
+        if facts is not None and facts.mode != side:
             logger.warning(
                 "%s is given as a %s engine, and is started with --disaggregation-mode %s",
                 *(engine.url, engine.role, facts.mode),

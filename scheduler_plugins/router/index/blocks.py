@@ -9,13 +9,8 @@ from math import isqrt
 import numpy as np
 
 from scheduler_plugins.router.index.hashes import Hashes
-from scheduler_plugins.router.index.table import (
-    FEW,
-    Allocate,
-    HashTable,
-    TableReader,
-    private_words,
-)
+from scheduler_plugins.router.index.table import HashTable, Memory, PrivateMemory
+from scheduler_plugins.router.index.table_reader import FEW, TableReader
 
 _WORD = 64
 _ALL = (1 << _WORD) - 1
@@ -26,6 +21,8 @@ _LOOKS = 192
 """A longer one is looked up at so many places first, and then where engines differ."""
 _FINE = 40
 """A stretch of so many blocks is looked up as a whole, in a longer one every so many."""
+_SWEPT = 64
+"""Rows from which the bits of cleared engines are taken, for each block that comes."""
 
 
 class BlockReader:
@@ -123,12 +120,18 @@ class BlockIndex(BlockReader):
     So a prompt's blocks are looked up once, not once for each engine.
     """
 
-    def __init__(self, allocate: Allocate = private_words) -> None:
-        """`allocate`: where the table lies; other processes may read it there."""
-        self.table = HashTable(allocate=allocate)
+    def __init__(self, memory: Memory | None = None) -> None:
+        """`memory`: where the table lies; other processes may read it there."""
+        self._memory = memory or PrivateMemory()
+        self.table = HashTable(memory=self._memory)
         super().__init__(self.table, {})
-        self._free: list[int] = []
         self._counts: dict[str, int] = {}
+        self._free: list[int] = []
+        self._ever = 0  # numbers from here on were never used
+        self._cleared: list[int] = []  # numbers whose bits are in rows, and mean nothing
+        self._sweeping: list[int] = []  # those that are being taken out
+        self._swept = 0  # rows from which they are
+        self._swept_table = self.table.block
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -149,24 +152,24 @@ class BlockIndex(BlockReader):
         """Know an engine. It has no blocks. One that is known already stays as it is."""
         if engine in self._numbers:
             return
-        number = self._free.pop() if self._free else len(self._numbers)
-        if number >= _WORD * self.table.words:
-            self.table.widen(self.table.words + 1)
-        self._numbers[engine] = number
+        self._numbers[engine] = self._number()
         self._counts[engine] = 0
 
     def drop(self, engine: str) -> None:
         """Forget an engine."""
-        self.clear(engine)
-        self._free.append(self._numbers.pop(engine))
-        del self._counts[engine]
+        number, blocks = self._numbers.pop(engine), self._counts.pop(engine)
+        (self._cleared if blocks else self._free).append(number)
 
     def clear(self, engine: str) -> None:
-        """The engine has no blocks any more."""
+        """The engine has no blocks any more.
+
+        It gets another number. The bits of the old one are taken out little by little, as blocks come (`_sweep`): a
+        large table is not gone through at once.
+        """
         if self._counts[engine]:
-            word, bit = self._place(engine)
-            self.table.rows[:, word] &= ~bit
-            self._counts[engine] = 0
+            self.drop(engine)
+            self.add(engine)
+            self._memory.renumbered()
 
     def blocks(self, engine: str) -> int:
         """How many blocks the engine has."""
@@ -176,6 +179,7 @@ class BlockIndex(BlockReader):
         """The engine has these blocks now. Those that it had already stay."""
         if len(hashes):
             self._set(engine, self.table.claim(hashes), had=False)
+            self._sweep(_SWEPT * len(hashes))
 
     def remove(self, engine: str, hashes: Hashes) -> None:
         """The engine has these blocks no more. Those that it had not do not matter."""
@@ -189,13 +193,14 @@ class BlockIndex(BlockReader):
         word, bit = self._place(engine)
         if len(slots) <= FEW:
             self._set_few(engine, slots.tolist(), word, int(bit), had=had)
-            return
-        column = self.table.rows[:, word]
-        changed = slots[((column[slots] & bit) != 0) == had]
-        if len(changed) > 1:
-            changed = np.unique(changed)
-        column[changed] ^= bit
-        self._counts[engine] += -len(changed) if had else len(changed)
+        else:
+            column = self.table.rows[:, word]
+            changed = slots[((column[slots] & bit) != 0) == had]
+            if len(changed) > 1:
+                changed = np.unique(changed)
+            column[changed] ^= bit
+            self._counts[engine] += -len(changed) if had else len(changed)
+        self.table.changed(slots)
 
     def _set_few(self, engine: str, slots: list[int], word: int, bit: int, *, had: bool) -> None:
         table, changed = self.table, 0
@@ -206,6 +211,41 @@ class BlockIndex(BlockReader):
                 cells[at] ^= bit
                 changed += 1
         self._counts[engine] += -changed if had else changed
+
+    def _number(self) -> int:
+        """A number that no engine has, and no row."""
+        if not self._free and self._ever == _WORD * self.table.words:
+            self._sweep_all()
+        if self._free:
+            return self._free.pop()
+        self._ever += 1
+        if self._ever > _WORD * self.table.words:
+            self.table.widen(self.table.words + 1)
+        return self._ever - 1
+
+    def _sweep(self, rows: int) -> None:
+        """Take the bits of cleared engines out of the next so many rows. Their numbers are free after the last row."""
+        table = self.table
+        if table.grows or not (self._sweeping or self._cleared):
+            return  # what has been copied to the larger table would stay as it is
+        if not self._sweeping:
+            self._sweeping, self._cleared = self._cleared, []
+            self._swept = 0
+        if self._swept_table is not table.block:
+            self._swept, self._swept_table = 0, table.block
+        bits, first = _bits(self._sweeping), self._swept
+        self._swept = min(table.capacity, first + rows)
+        for word in range(table.words):
+            if gone := bits >> _WORD * word & _ALL:
+                table.rows[first : self._swept, word] &= np.uint64(_ALL ^ gone)
+        if self._swept == table.capacity:
+            self._free += self._sweeping
+            self._sweeping = []
+
+    def _sweep_all(self) -> None:
+        self.table.finish()
+        while self._sweeping or self._cleared:
+            self._sweep(self.table.capacity)
 
     def _place(self, engine: str) -> tuple[int, np.uint64]:
         number = self._numbers[engine]

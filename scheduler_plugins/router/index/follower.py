@@ -84,6 +84,10 @@ class EventFollower:
                 await self._follow()
             except (zmq.ZMQError, OSError) as error:
                 logger.warning("%s: no KV events from %s: %s", self._name, self._endpoint, error)
+            except Exception:
+                # Nothing that an engine says may end this: its part of the index would stay as it is for ever.
+                logger.exception("%s: its KV events cannot be used", self._name)
+                self.engine_lost()
             await asyncio.sleep(_RETRY_S)
 
     def engine_lost(self) -> None:

@@ -41,14 +41,14 @@ def block_hashes(
     digest = block_tokens if parent is None else parent
     step = TOKEN_BYTES * block_tokens
     count = len(tokens) // step
-    found = np.empty(count, np.uint64)
+    found = list[int]()
     view = memoryview(tokens)
     for n in range(count):
         if n < len(extras) and extras[n]:
             digest = xxh3_64_intdigest(extras[n], digest)
         digest = xxh3_64_intdigest(view[n * step : (n + 1) * step], digest) or 1
-        found[n] = digest
-    return found
+        found.append(digest)
+    return np.array(found, np.uint64)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:

@@ -92,6 +92,9 @@ class HeldBlocks:
         # A window's blocks may be left out in the middle: nobody can tell which tokens are whose then.
         if size < 1 or not names or len(event.token_ids) != size * len(names):
             return
+        if self.blocks + len(names) > MOST_BLOCKS:
+            self.clear()
+            return
         parent: int | None = None
         if event.parent_block_hash is not None:
             found = self._translated([event.parent_block_hash])
@@ -104,9 +107,6 @@ class HeldBlocks:
         except ValueError:
             return
         hashes = block_hashes(tokens, size, _extras(event), parent)
-        if self.blocks + len(names) > MOST_BLOCKS:
-            self.clear()
-            return
         self.block_tokens = size
         self._ours.put(_names(names), hashes)
         self._index.store(self._engine, hashes)
@@ -121,7 +121,7 @@ class HeldBlocks:
         slots = slots[slots >= 0]
         found: Hashes = self._ours.rows[slots, 0]
         if forget:
-            self._ours.rows[slots, 0] = 0
+            self._ours.clear(slots)
         known: Hashes = found[found != 0]
         return known
 

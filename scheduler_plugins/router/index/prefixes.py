@@ -14,7 +14,7 @@ from scheduler_plugins.router.index.events import Batch
 from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
 from scheduler_plugins.router.index.held import HeldBlocks
 from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
-from scheduler_plugins.router.index.table import Allocate, private_words
+from scheduler_plugins.router.index.table import Memory
 
 NO_HASHES: Hashes = np.empty(0, np.uint64)
 
@@ -177,9 +177,9 @@ class Prefixes(PrefixReader):
     """
 
     def __init__(
-        self, held_memory: Allocate = private_words, recent_memory: Allocate = private_words
+        self, held_memory: Memory | None = None, recent_memory: Memory | None = None
     ) -> None:
-        """The memories of the two tables; other processes may read them."""
+        """The memories of the two tables, which other processes may read. None: this process's own."""
         self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
         self._held: dict[str, dict[int, HeldBlocks]] = {}
         self._recent: dict[str, RecentBlocks] = {}

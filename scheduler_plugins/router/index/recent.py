@@ -90,7 +90,7 @@ class RecentBlocks:
                 continue
             slots = self._used.find(oldest.hashes)
             last = self._used.rows[slots, 0] == np.uint64(oldest.number)
-            self._used.rows[slots[last], 0] = 0
+            self._used.clear(slots[last])
             self._index.remove(self._engine, oldest.hashes[last])
 
     def clear(self) -> None:

@@ -1,266 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hash table from 64-bit keys to rows of 64-bit words, many keys at a time.
+"""A hash table from 64-bit keys to rows of 64-bit words, many keys at a time, that grows while it is used.
 
 A dictionary of Python's integers takes over 100 bytes an entry. Here an entry takes 8 bytes and 8 for each word, at a
-load of a half or more, and a look-up of thousands of keys is a few calls of numpy.
+load of about a half, and a look-up of thousands of keys is a few calls of numpy.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from math import isqrt
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-BUCKET = 8
-"""Slots of a bucket: one line of the processor's cache, so that a bucket is looked at as a whole."""
-FEW = 24
-"""So many keys are looked up one by one, which is faster than a dozen calls of numpy."""
-_WORD = (1 << 64) - 1
-_LOAD_AFTER = 0.5
-"""Share of the slots that are taken after the table was made anew."""
-_LOAD_MOST = 0.72
-_SMALLEST = 8 * BUCKET
+from scheduler_plugins.router.index.fixed_table import FixedTable, private_words
+from scheduler_plugins.router.index.table_reader import BUCKET, Keys, Slots
+
+_LOAD_AFTER = 0.38
+"""Share of the slots of a new table that are taken when the copy begins. What comes meanwhile adds a quarter."""
+_LOAD_BEGIN = 0.6
+"""Share of the slots that are taken when a larger table is begun."""
+_LOAD_MOST = 0.75
+"""The copy has ended by then: `_COPIED` slots for each new key are `1 / _COPIED` of all for all."""
+_COPIED = 8
+"""Slots that are copied to the larger table for each key that is claimed."""
+_PIECE = 1024
+"""Fewest slots that are copied at once: a dozen calls of numpy cost the same for one."""
 _AT_ONCE = 1 << 16
-"""Keys that are placed together when the table is made anew: it bounds the memory that this takes."""
-_HALF, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
-
-Keys = NDArray[np.uint64]
-Slots = NDArray[np.int64]
-Allocate = Callable[[int], Keys]
-"""Gives an array of so many zeros."""
-
-
-def private_words(count: int) -> Keys:
-    """Words in this process's own memory."""
-    return np.zeros(count, np.uint64)
+"""Most slots that are copied at once: it bounds the memory that this takes."""
+_SMALL = 1 << 14
+"""A table of so many slots is copied as a whole, which takes some milliseconds."""
+_SAMPLE = 1 << 16
+"""Slots whose rows are looked at to tell how many of all are not zero."""
+_SMALLEST = 8 * BUCKET
 
 
-class TableReader:
-    """Looks keys up in a table that may belong to another process, which changes it meanwhile.
+class Memory(Protocol):
+    """Where a table lies. Other processes may read it there."""
 
-    A key's slots are those of its bucket, then those of another bucket, and so on (double hashing). The slots of a
-    bucket are taken in order, and a taken slot stays taken, so a bucket whose last slot is free ends the search.
+    def new(self, words: int) -> Keys:
+        """So many words, all zero. The table still uses those that were given before."""
+
+    def adopted(self) -> None:
+        """The table uses the words that `new` gave last, and no others."""
+
+    def renumbered(self) -> None:
+        """The bits of rows have another meaning."""
+
+
+class PrivateMemory:
+    """This process's own memory."""
+
+    def new(self, words: int) -> Keys:
+        return private_words(words)
+
+    def adopted(self) -> None:
+        pass
+
+    def renumbered(self) -> None:
+        pass
+
+
+class HashTable(FixedTable):
+    """A table that grows. Whoever writes to `rows` must say so (`changed`).
+
+    A larger table is filled beside the old one, a piece with each `claim`, so that no call takes longer because the
+    table is large. Until it is complete all reads and writes go to the old table, and writes to what was copied already go to
+    both. Readers in other processes see one whole table at any time.
     """
 
-    def __init__(self, block: Keys, slots: int, words: int, mix: int) -> None:
-        """Read where `HashTable` writes.
-
-        Args:
-            block: the table's memory: the keys of all slots, then their rows.
-            slots, words, mix: as the writer's `capacity`, `words` and `mix`.
-        """
-        self.mix = mix
-        self._use(block, slots, words)
-
-    def _use(self, block: Keys, slots: int, words: int) -> None:
-        self.cells = block.data.cast("B").cast("Q") if len(block) else memoryview(b"").cast("Q")
-        """The same memory: the keys, then the rows, word by word."""
-        self._keys = block[:slots].reshape(-1, BUCKET)
-        self.rows = block[slots : slots * (1 + words)].reshape(slots, words)
-        """Shape (slots, words)."""
-
-    @property
-    def capacity(self) -> int:
-        """Slots."""
-        return int(self._keys.size)
-
-    @property
-    def words(self) -> int:
-        """64-bit words of a row."""
-        return int(self.rows.shape[1])
-
-    def find(self, keys: Keys) -> Slots:
-        """The slots of these keys; -1 for those that never came. The row may be zero.
-
-        Args:
-            keys: shape (n,); none is 0.
-        """
-        if len(keys) <= FEW:
-            return np.array([self._find_one(key) for key in keys.tolist()], np.int64)
-        mixed = keys * np.uint64(self.mix)
-        buckets = self._first(mixed)
-        found = np.full(len(keys), -1, np.int64)
-        pending: Slots | None = None
-        while len(keys):
-            lines = self._keys[buckets]
-            (hits,) = (lines == keys[:, None]).ravel().nonzero()
-            which = hits // BUCKET
-            slots = buckets[which] * BUCKET + hits % BUCKET
-            full = lines[:, -1] != 0
-            full[which] = False
-            (go_on,) = full.nonzero()
-            if pending is None:
-                found[which], pending = slots, go_on
-            else:
-                found[pending[which]], pending = slots, pending[go_on]
-            keys, mixed = keys[go_on], mixed[go_on]
-            buckets = (buckets[go_on] + self._steps(mixed)) % len(self._keys)
-        return found
-
-    def _find_one(self, key: int) -> int:
-        """As `find`, for one key."""
-        cells, buckets, bucket = self.cells, len(self._keys), -1
-        mixed = key * self.mix & _WORD
-        while buckets:
-            bucket = self._next(bucket, mixed, buckets)
-            first = bucket * BUCKET
-            line = cells[first : first + BUCKET].tolist()
-            if key in line:
-                return first + line.index(key)
-            if not line[-1]:
-                break
-        return -1
-
-    def _next(self, bucket: int, mixed: int, buckets: int) -> int:
-        """The bucket after this one on a key's way; the first one after -1."""
-        if bucket < 0:
-            return (mixed >> 32) * buckets >> 32
-        return (bucket + ((mixed & 0xFFFFFFFF) * (buckets - 1) >> 32) + 1) % buckets
-
-    def _first(self, mixed: Keys) -> Slots:
-        """The bucket to look at first: the upper half of the mixed key, scaled to the buckets without a division."""
-        scaled: Keys = (mixed >> _HALF) * np.uint64(len(self._keys)) >> _HALF
-        return scaled.view(np.int64)
-
-    def _steps(self, mixed: Keys) -> Slots:
-        """How far to go from one bucket to the next: at least 1."""
-        scaled: Keys = (mixed & _LOWER) * np.uint64(len(self._keys) - 1) >> _HALF
-        return scaled.view(np.int64) + 1
-
-
-class HashTable(TableReader):
-    """The table, as its one writer has it. A row of zeros counts as absent; its slot is used again.
-
-    Slots are valid until the next `claim`.
-    """
-
-    def __init__(self, words: int = 1, allocate: Allocate = private_words) -> None:
-        """`words`: 64-bit words of a row."""
-        # Secret, so that nobody can choose keys that collide.
-        self.mix = secrets.randbits(64) | 1
-        self._memory = allocate
-        self._used = 0
-        self._allocate(_SMALLEST, words)
+    def __init__(self, words: int = 1, memory: Memory | None = None) -> None:
+        """`words`: 64-bit words of a row. `memory`: None: this process's own."""
+        self._memory = memory or PrivateMemory()
+        slots = _slots(_SMALLEST)
+        # The factor is secret, so that nobody can choose keys that collide.
+        block = self._memory.new(slots * (1 + words))
+        super().__init__(block, slots, words, secrets.randbits(64) | 1)
+        self._memory.adopted()
+        self._larger: FixedTable | None = None
+        self._copied = 0  # slots of this table that the larger one has
+        self._owed = 0  # slots that are to be copied
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return self._keys.nbytes + self.rows.nbytes + self._taken.nbytes
+        """Bytes that it takes; while it grows, for both tables."""
+        return super().nbytes + (self._larger.nbytes if self._larger is not None else 0)
 
     def claim(self, keys: Keys) -> Slots:
-        """The slots of these keys, new ones with a row of zeros. A key may come twice."""
-        if self._used + len(keys) > _LOAD_MOST * self.capacity:
-            self._rebuild(len(keys), self.words)
-        if len(keys) <= FEW:
-            given = set[int]()
-            return np.array([self._claim_one(key, given) for key in keys.tolist()], np.int64)
-        slots = self.find(keys)
-        absent = np.flatnonzero(slots < 0)
-        if len(absent):
-            present = slots[slots >= 0]
-            self._taken[present] = True  # their rows may be zero, but they are wanted
-            wanted = keys[absent]
-            if len(set(wanted.tolist())) == len(wanted):
-                slots[absent] = self._insert(wanted)
-            else:
-                fresh, where = np.unique(wanted, return_inverse=True)
-                slots[absent] = self._insert(fresh)[where]
-            self._taken[present] = False
-        return slots
+        self._make_room(len(keys))
+        return super().claim(keys)
 
-    def _claim_one(self, key: int, given: set[int]) -> int:
-        """As `claim`, for one key. `given`: slots that this call has given out."""
-        cells, buckets, bucket, free = self.cells, len(self._keys), -1, -1
-        mixed = key * self.mix & _WORD
-        while True:
-            bucket = self._next(bucket, mixed, buckets)
-            first = bucket * BUCKET
-            line = cells[first : first + BUCKET].tolist()
-            if key in line:
-                slot = first + line.index(key)
-                break
-            if free < 0:
-                free = self._free_in(first, given)
-            if not line[-1]:
-                slot = free
-                self._used += not cells[slot]
-                cells[slot] = key
-                break
-        given.add(slot)
-        return slot
+    @property
+    def grows(self) -> bool:
+        """Whether a larger table is being filled."""
+        return self._larger is not None
 
-    def _free_in(self, first: int, given: set[int]) -> int:
-        """The first slot of a bucket whose row is zero and that is not `given`; -1 if there is none."""
-        words, start = self.words, self.capacity + first * self.words
-        row = self.cells[start : start + BUCKET * words].tolist()
-        for n in range(BUCKET):
-            at = n * words
-            zero = not row[at] and (words == 1 or not any(row[at : at + words]))
-            if zero and first + n not in given:
-                return first + n
-        return -1
+    def changed(self, slots: Slots) -> None:
+        """The rows of these slots were written."""
+        larger = self._larger
+        if larger is None:
+            return
+        slots = slots[slots < self._copied]
+        keys, there = self._keys.reshape(-1)[slots], self.rows[slots].any(axis=1)
+        # A key may come back in a slot that is yet to be copied, so one that is absent must not stay there.
+        larger.forget(keys[~there])
+        where = larger.claim(keys[there])
+        larger.rows[where, : self.words] = self.rows[slots[there]]
 
     def put(self, keys: Keys, values: Keys | int) -> None:
         """Set the first words of these keys' rows. Of a key that comes twice, the last value stays."""
         slots = self.claim(keys)
         self.rows[slots, 0] = values
+        self.changed(slots)
+
+    def clear(self, slots: Slots) -> None:
+        """Set the rows of these slots to zero: their keys are absent."""
+        self.rows[slots] = 0
+        self.changed(slots)
 
     def widen(self, words: int) -> None:
-        """Give every row `words` words; those that are added are zero."""
-        self._rebuild(0, words)
+        """Give every row `words` words; those that are added are zero. The whole table is copied at once."""
+        self._begin(0, words)
+        self._finish()
 
-    def _insert(self, keys: Keys) -> Slots:
-        """Slots for keys that are distinct and absent: the first on their way that is empty or has a row of zeros."""
-        found = np.empty(len(keys), np.int64)
-        pending = np.arange(len(keys))
-        mixed = keys * np.uint64(self.mix)
-        buckets, flat, lanes = self._first(mixed), self._keys.reshape(-1), np.arange(BUCKET)
-        while len(pending):
-            lines = buckets[:, None] * BUCKET + lanes
-            # A slot that was never taken has a row of zeros as well.
-            rows = self.rows[lines]
-            used = rows[:, :, 0] != 0 if self.words == 1 else rows.any(axis=2)
-            # Zero rows of keys that were placed in this very call are not free.
-            used |= self._taken[lines]
-            first = used.argmin(axis=1)
-            slots = buckets * BUCKET + first
-            fits = ~used[np.arange(len(first)), first]
-            before = flat[slots]
-            flat[slots[fits]] = keys[fits]
-            # Of several keys that wanted one slot, the last one written has it.
-            placed = fits & (flat[slots] == keys)
-            self._used += int(np.count_nonzero(placed & (before == 0)))
-            won = slots[placed]
-            self._taken[won] = True
-            found[pending[placed]] = won
-            if len(won) == len(pending):
-                break
-            # Whoever found no room goes on to the next bucket; whoever lost a slot looks at this one again.
-            moved = (buckets + self._steps(mixed)) % len(self._keys)
-            buckets = np.where(fits, buckets, moved)
-            left = ~placed
-            pending, keys, mixed, buckets = pending[left], keys[left], mixed[left], buckets[left]
-        self._taken[found] = False
-        return found
+    def _make_room(self, more: int) -> None:
+        """See to it that `more` keys fit, and copy a piece if a larger table is being filled."""
+        if self._larger is None:
+            if self.used + more <= _LOAD_BEGIN * self.capacity:
+                return
+            self._begin(more, self.words)
+        self._owed += more * _COPIED
+        if self._owed >= _PIECE:
+            self._advance(self._owed)
+            self._owed = 0
+        # A small table is copied at once, and so is any if so many come that there is no time for pieces.
+        if self.capacity <= _SMALL or self.used + more > _LOAD_MOST * self.capacity:
+            self._finish()
+        elif self._copied == self.capacity:
+            self._adopt()
+        if self.used + more > _LOAD_MOST * self.capacity:
+            # The larger one was begun for fewer.
+            self._begin(more, self.words)
+            self._finish()
 
-    def _rebuild(self, more: int, words: int) -> None:
-        """Make the table anew for what it holds and `more` keys, without rows of zeros."""
-        held = np.flatnonzero(self.rows.any(axis=1))
-        keys, rows = self._keys.reshape(-1)[held], self.rows[held]
-        self._allocate(int((len(held) + more) / _LOAD_AFTER), words)
-        for at in range(0, len(keys), _AT_ONCE):
-            part = slice(at, at + _AT_ONCE)
-            self.rows[self._insert(keys[part]), : rows.shape[1]] = rows[part]
+    def _begin(self, more: int, words: int) -> None:
+        """Begin a table for what this one holds and `more` keys. What was copied already is copied again."""
+        sample = self.rows[:_SAMPLE]
+        held = np.count_nonzero(sample.any(axis=1)) * self.capacity / len(sample)
+        slots = _slots(int((held + more) / _LOAD_AFTER))
+        block = self._memory.new(slots * (1 + words))
+        self._larger = FixedTable(block, slots, words, self.mix)
+        self._copied = self._owed = 0
 
-    def _allocate(self, capacity: int, words: int) -> None:
-        # A prime, so that every step visits every bucket.
-        slots = BUCKET * _prime_from(-(-max(_SMALLEST, capacity) // BUCKET))
-        self._use(self._memory(slots * (1 + words)), slots, words)
-        self._taken = np.zeros(slots, np.bool_)  # slots that one call has given out
-        self._used = 0
+    def finish(self) -> None:
+        """Copy all that is left, if a larger table is being filled."""
+        if self._larger is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._advance(self.capacity)
+        self._adopt()
+
+    def _advance(self, slots: int) -> None:
+        """Copy the next so many slots. Both tables are in the order of the mixed keys, about, so memory is gone through
+        once."""
+        larger = self._larger
+        assert larger is not None
+        end = min(self.capacity, self._copied + slots)
+        for first in range(self._copied, end, _AT_ONCE):
+            last = min(end, first + _AT_ONCE)
+            rows = self.rows[first:last]
+            held = np.flatnonzero(rows[:, 0] if self.words == 1 else rows.any(axis=1))
+            where = larger.place(self._keys.reshape(-1)[first:last][held])
+            larger.rows[where, : self.words] = rows[held]
+        self._copied = end
+
+    def _adopt(self) -> None:
+        """Use the larger table, which has everything."""
+        larger, self._larger = self._larger, None
+        assert larger is not None
+        self._use(larger.block, larger.capacity, larger.words)
+        self._taken, self.used = larger._taken, larger.used
+        self._memory.adopted()
+
+
+def _slots(least: int) -> int:
+    """Slots of a table of so many at least: a prime number of buckets, so that every step visits every bucket."""
+    return BUCKET * _prime_from(-(-max(_SMALLEST, least) // BUCKET))
 
 
 def _prime_from(least: int) -> int:

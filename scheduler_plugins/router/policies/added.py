@@ -103,12 +103,18 @@ def _problem(decision: object, view: View) -> str:
         return ""
     if not isinstance(decision, Route):
         return "must be a Route, Reject or Defer (scheduler_plugins/router/policies/base.py)"
-    prefill = [engine.name for engine in view.engines(Role.PREFILL)]
+    prefill, slow = (
+        [engine.name for engine in view.engines(role)] for role in (Role.PREFILL, Role.CPU_PREFILL)
+    )
     decode = [engine.name for engine in view.engines(Role.DECODE)]
     if decision.d not in decode:
         return f"d must be one of {', '.join(decode)}"
-    if decision.p is not None and decision.p not in prefill:
-        return f"p must be None or one of {', '.join(prefill) or '(none is there)'}"
+    able = prefill + slow
+    if decision.p is not None and decision.p not in able:
+        return f"p must be None or one of {', '.join(able) or '(none is there)'}"
+    sources = prefill + [pool.name for pool in view.pools()]
+    if decision.pull_from is not None and decision.pull_from not in sources:
+        return f"pull_from must be None or one of {', '.join(sources) or '(none is there)'}"
     return ""
 
 

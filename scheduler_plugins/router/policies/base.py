@@ -5,7 +5,7 @@
 |---|---|
 | `Policy` | decides which engines serve a request |
 | `Request` | what is known of the request |
-| `View`, `EngineView` | what is known of the engines, now |
+| `View`, `EngineView`, `PrefixSource` | what is known of the engines and KV pools, now |
 | `Route`, `Reject`, `Defer` | the decision |
 """
 
@@ -54,19 +54,23 @@ class Request(NamedTuple):
     deadline_s: float = inf  # after this time nobody wants an answer
 
 
-class EngineView(Protocol):
-    """One engine as it is known now. Policies read it and change nothing."""
+class PrefixSource(Protocol):
+    """Where cached prefixes are: an engine, or a KV pool that engines share."""
 
     @property
     def name(self) -> str:
-        """No other engine has it; it stays when the engine restarts."""
-
-    @property
-    def role(self) -> Role: ...
+        """No other engine or pool has it; it stays when the engine restarts."""
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block that a hash stands for."""
+
+
+class EngineView(PrefixSource, Protocol):
+    """One engine as it is known now. Policies read it and change nothing."""
+
+    @property
+    def role(self) -> Role: ...
 
     @property
     def costs(self) -> CostModel:
@@ -126,11 +130,15 @@ class View(Protocol):
                 Never empty when a policy is asked.
         """
 
-    def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> Sequence[int]:
-        """Leading blocks that each of these engines has cached. It may be late or wrong: a wrong
-        number costs time only."""
+    def pools(self) -> Sequence[PrefixSource]:
+        """KV pools from which every engine can fetch a prefix before it computes the rest; mostly
+        there are none."""
 
-    def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
+    def match(self, hashes: Sequence[BlockHash], engines: Sequence[PrefixSource]) -> Sequence[int]:
+        """Leading blocks that each of these engines or pools has cached. It may be late or wrong: a
+        wrong number costs time only."""
+
+    def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
         """Predicted seconds to move the KV of `tokens` tokens; 0 where nothing is known of the
         link."""
 
@@ -144,7 +152,9 @@ class Route(NamedTuple):
 
     p: str | None  # computes the prompt; None: `d` does it itself
     d: str  # answers the client
-    pull_from: str | None = None  # `p` fetches the longest cached prefix from this engine first
+    pull_from: str | None = (
+        None  # `p` fetches the longest cached prefix from this engine or pool first
+    )
 
 
 class Reject(NamedTuple):
@@ -179,6 +189,6 @@ class Policy(ABC):
         """
 
 
-def cached_tokens(request: Request, engine: EngineView, blocks: int) -> int:
+def cached_tokens(request: Request, engine: PrefixSource, blocks: int) -> int:
     """Tokens that `blocks` cached blocks spare this engine. The last token is always computed."""
     return max(0, min(blocks * engine.block_tokens, request.tokens - 1))

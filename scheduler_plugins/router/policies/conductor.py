@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from math import inf
 from random import Random
 
-from scheduler_plugins.router.policies.base import EngineView, Request, View, cached_tokens
+from scheduler_plugins.router.policies.base import (
+    EngineView,
+    PrefixSource,
+    Request,
+    View,
+    cached_tokens,
+)
 from scheduler_plugins.router.policies.sides import Choice, Rule
 
 THRESHOLD = 2.0
@@ -21,9 +27,9 @@ class Conductor(Rule):
 
     An engine whose own match is near the best (`match * threshold >= best`) computes the rest
     itself. Any other could fetch the best prefix from the engine that has it, if it can
-    (`pull_prefix`); it does where that is sooner. Where no engine can, a prefix that many want is
-    computed again elsewhere once its engine's queue costs more, and so spreads. Source: Mooncake,
-    FAST '25, algorithm 1.
+    (`pull_prefix`), or from a KV pool; it does where that is sooner. Where no engine can, a prefix
+    that many want is computed again elsewhere once its engine's queue costs more, and so spreads.
+    Source: Mooncake, FAST '25, algorithm 1.
     """
 
     def __init__(
@@ -68,18 +74,22 @@ class Conductor(Rule):
         matches = view.match(request.hashes, engines)
         best = max(matches)
         owner = engines[matches.index(best)]
-        most = cached_tokens(request, owner, best)
+        pools = view.pools()
+        pooled = list(zip(pools, view.match(request.hashes, pools), strict=True)) if pools else []
         chosen, least, expected_s = owner, inf, 0.0
-        source: EngineView | None = None
+        source: PrefixSource | None = None
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
             prefill_s = engine.costs.prefill_s(request.tokens, own)
-            pull_from = None
-            if engine.pull_prefix and blocks * self._threshold < best:
-                pulled_s = view.transfer_s(owner, engine, most - own)
-                pulled_s += engine.costs.prefill_s(request.tokens, most)
-                if pulled_s < prefill_s:
-                    prefill_s, pull_from = pulled_s, owner
+            pull_from: PrefixSource | None = None
+            others = [(owner, best), *pooled] if engine.pull_prefix else pooled
+            for other, there in others:
+                if blocks * self._threshold < there:
+                    most = cached_tokens(request, other, there)
+                    pulled_s = view.transfer_s(other, engine, most - own)
+                    pulled_s += engine.costs.prefill_s(request.tokens, most)
+                    if pulled_s < prefill_s:
+                        prefill_s, pull_from = pulled_s, other
             queued_s = engine.queued_s(now_s)
             weight = self._own_weight + self._waiting_weight * engine.prefills
             cost_s = queued_s + weight * prefill_s

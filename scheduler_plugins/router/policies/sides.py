@@ -13,6 +13,7 @@ from scheduler_plugins.router.policies.base import (
     Defer,
     EngineView,
     Policy,
+    PrefixSource,
     Reject,
     Request,
     Role,
@@ -26,11 +27,11 @@ class Choice(NamedTuple):
 
     engine: EngineView
     expected_s: float = 0.0  # TTFT of a prefill engine, TPOT of a decode engine; 0: not predicted
-    pull_from: EngineView | None = None
+    pull_from: PrefixSource | None = None
 
     @property
     def source(self) -> str | None:
-        """Name of the engine that the prefix is fetched from."""
+        """Name of the engine or pool that the prefix is fetched from."""
         return self.pull_from.name if self.pull_from else None
 
 

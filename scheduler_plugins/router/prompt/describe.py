@@ -19,6 +19,8 @@ TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
 """Tokens of a block: hashes stand for pieces of `CHUNK_BYTES` bytes of text."""
+_MOST_DIGITS = 15
+"""A number of milliseconds with more is no limit."""
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -31,9 +33,9 @@ def timeout_s(headers: Mapping[str, str]) -> float:
     told = headers.get(TIMEOUT_HEADER)
     if told is None:
         return inf
-    if not told.isdecimal() or not int(told):
+    if not told.isdecimal() or not told.strip("0"):
         raise BadRequestError(f"{TIMEOUT_HEADER} {told!r}: must be a number of milliseconds > 0")
-    return int(told) / 1e3
+    return inf if len(told) > _MOST_DIGITS else int(told) / 1e3
 
 
 def describe(

@@ -8,10 +8,13 @@ from math import inf
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.policies.base import Defer, Reject, Request, cached_tokens
 from scheduler_plugins.router.request.shared import Shared
-from scheduler_plugins.router.routing.attempt import Attempt, RejectedError
+from scheduler_plugins.router.routing.attempt import AbleEngines, Attempt, RejectedError
 from scheduler_plugins.router.routing.candidates import Candidates
 from scheduler_plugins.router.routing.promises import kept_by
 from scheduler_plugins.router.routing.view import LiveView
+
+LEAST_PAUSE_S = 1e-3
+"""A policy that wants to be asked again at once, for ever, must not stop everything else."""
 
 
 async def next_attempt(
@@ -29,21 +32,24 @@ async def next_attempt(
     loop = asyncio.get_running_loop()
     while (engines := candidates.able()) is not None:
         now = loop.time()
-        view = LiveView(
-            {Role.PREFILL: engines.prefill, Role.DECODE: engines.decode}, shared.pool.prefixes, now
-        )
+        by_role = {
+            Role.PREFILL: engines.prefill,
+            Role.DECODE: engines.decode,
+            Role.CPU_PREFILL: engines.cpu_prefill,
+        }
+        view = LiveView(by_role, shared.pool.prefixes, now)
         asked = _asked(request, engines.prefill, engines.decode, now - arrived, begun)
         decision = shared.policy.decide(asked, view, now, shared.random)
         if isinstance(decision, Reject):
             shared.metrics.rejected.labels(request.qos, decision.cause).inc()
             raise RejectedError(decision)
         if isinstance(decision, Defer):
-            await asyncio.sleep(max(0.0, decision.until_s - now))
+            await asyncio.sleep(max(LEAST_PAUSE_S, decision.until_s - now))
             continue
         answering = next(one for one in engines.decode if one.name == decision.d)
         if decision.p is None and answering.computes_prompts:
             return Attempt(answering, None, engines.cause or "policy")
-        prefill = _prefill_of(engines.prefill, decision.p)
+        prefill = _prefill_of(engines, decision.p)
         (blocks,) = view.match(request.hashes, [prefill])
         cached = cached_tokens(request, prefill, blocks)
         expected_s = None
@@ -68,9 +74,9 @@ def _asked(
     return promised._replace(ttft_slo_s=promised.ttft_slo_s - waited_s)
 
 
-def _prefill_of(engines: Sequence[BackendEngine], name: str | None) -> BackendEngine:
+def _prefill_of(engines: AbleEngines, name: str | None) -> BackendEngine:
     """The engine of this name; the least busy one where the policy would have the decode engine compute
     the prompt, which is one that computes none."""
     if name is None:
-        return min(engines, key=lambda engine: engine.open_requests)
-    return next(engine for engine in engines if engine.name == name)
+        return min(engines.prefill, key=lambda engine: engine.open_requests)
+    return next(one for one in (*engines.prefill, *engines.cpu_prefill) if one.name == name)

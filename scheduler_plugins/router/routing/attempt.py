@@ -2,6 +2,7 @@
 """One attempt of a request: the engines it may use, those it uses, and the errors when there are none."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -76,3 +77,4 @@ class AbleEngines(NamedTuple):
     decode: list[BackendEngine]  # who may answer the client; never empty
     prefill: list[BackendEngine]
     cause: str  # why there is no prefill engine
+    cpu_prefill: Sequence[BackendEngine] = ()  # prefill engines for what nobody waits for

@@ -43,7 +43,8 @@ class Candidates:
             return None
         decode = self._pool.up(Role.DECODE, besides=self._failed)
         prefill = self._pool.up(Role.PREFILL, besides=self._failed)
-        able = self._pairing.able_engines(decode, prefill)
+        slow = self._pool.up(Role.CPU_PREFILL, besides=self._failed)
+        able = self._pairing.able_engines(decode, prefill, slow)
         if able is None:
             return None
         if able.decode[0].role is Role.PREFILL:

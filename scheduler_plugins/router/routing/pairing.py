@@ -27,13 +27,16 @@ class Pairing:
         self._one_kind = {kind: why_one_kind(request, kind) for kind in Kind}
 
     def able_engines(
-        self, decode: Sequence[BackendEngine], prefill: Sequence[BackendEngine]
+        self,
+        decode: Sequence[BackendEngine],
+        prefill: Sequence[BackendEngine],
+        cpu_prefill: Sequence[BackendEngine] = (),
     ) -> AbleEngines | None:
         """Engines for the next attempt, any one of which can work with any other. None if no engine
         can answer.
 
         Args:
-            decode, prefill: those that are up, and have not failed the request.
+            decode, prefill, cpu_prefill: those that are up, and have not failed the request.
         """
         groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
         for engine in decode:
@@ -41,7 +44,12 @@ class Pairing:
             if able or engine.computes_prompts:
                 groups.setdefault(tuple(able), AbleEngines([], able, cause)).decode.append(engine)
         if groups:
-            return max(groups.values(), key=self._rank)
+            chosen = max(groups.values(), key=self._rank)
+            if not (chosen.prefill and cpu_prefill):
+                return chosen
+            known = [self._prefills_for(engine, cpu_prefill)[0] for engine in chosen.decode]
+            slow = [one for one in cpu_prefill if all(one in able for able in known)]
+            return chosen._replace(cpu_prefill=slow)
         alone = [engine for engine in prefill if engine.computes_prompts]
         cause = self._prefills_for(decode[0], prefill)[1] if decode else "no_decode"
         return AbleEngines(alone, [], cause) if alone else None

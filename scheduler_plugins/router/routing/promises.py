@@ -14,12 +14,14 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 
 def promised(request: Request, config: RouterConfig, headers: Mapping[str, str]) -> Request:
-    """The request with its class and the class's SLO."""
+    """The request with its class, the class's SLO, and whether somebody waits for it."""
     lower = {name.lower(): value for name, value in headers.items()}
     name = class_of(config.routes, lower) or default_class(config.classes).name
-    slo = next(one.slo for one in config.classes if one.name == name)
+    qos = next(one for one in config.classes if one.name == name)
+    slo = qos.slo
     return request._replace(
         qos=name,
+        interactive=qos.interactive,
         ttft_slo_s=inf if slo.ttft_ms is None else slo.ttft_ms / 1e3,
         tpot_slo_s=inf if slo.tpot_ms is None else slo.tpot_ms / 1e3,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
-from scheduler_plugins.router.policies.base import BlockHash, EngineView, Role
+from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 
 
@@ -29,7 +29,11 @@ class LiveView:
     def engines(self, role: Role) -> Sequence[EngineView]:
         return self._engines.get(role, ())
 
-    def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> Sequence[int]:
+    def pools(self) -> Sequence[PrefixSource]:
+        """Engines ask their pools themselves."""
+        return ()
+
+    def match(self, hashes: Sequence[BlockHash], engines: Sequence[PrefixSource]) -> Sequence[int]:
         if not isinstance(hashes, PromptKeys):
             return [0] * len(engines)
         if hashes is not self._prompt:
@@ -39,6 +43,6 @@ class LiveView:
             self._matched.update(zip((one.name for one in unknown), found, strict=True))
         return [self._matched[one.name] for one in engines]
 
-    def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
+    def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
         """Engines do not tell how fast their links are, and none fetches prefixes yet."""
         return 0.0

@@ -14,6 +14,8 @@ from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
+SIDES = ("prefill", "decode", "engine", "cpu_prefill")
+"""Settings that name engines."""
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 
@@ -28,6 +30,8 @@ class RouterConfig:
     """Base URLs of the decode engines."""
     engine: tuple[str, ...] = ()
     """Base URLs of engines that are asked which side they are on."""
+    cpu_prefill: tuple[str, ...] = ()
+    """Base URLs of prefill engines without a GPU: policy `length` sends long prompts there that nobody waits for."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -124,16 +128,18 @@ class RouterConfig:
             ValueError: naming the setting, the value found and the value wanted.
         """
         create(self.policy, self.decode_policy)
-        for side in ("prefill", "decode", "engine"):
+        for side in SIDES:
             object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
-            if not (getattr(self, side) or self.engine or side == "engine"):
+            if side in ("prefill", "decode") and not (getattr(self, side) or self.engine):
                 raise ValueError(
                     f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
                     "engines of both sides)"
                 )
-        for url in self.engine:
-            if url in self.prefill + self.decode:
-                raise ValueError(f"engine {url}: given as prefill or decode, too; name it once")
+        for side in ("engine", "cpu_prefill"):
+            others = [url for other in SIDES if other != side for url in getattr(self, other)]
+            for url in getattr(self, side):
+                if url in others:
+                    raise ValueError(f"{side} {url}: given for another side, too; name it once")
         if self.admin_port is not None and not (self.admin_key or _is_loopback(self.admin_host)):
             raise ValueError(
                 f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
@@ -181,7 +187,7 @@ class RouterConfig:
         found = {}
         for given, (endpoint, replay) in self.kv_events.items():
             url = base_url("kv_events", given)
-            if url not in (*self.prefill, *self.decode, *self.engine):
+            if not any(url in getattr(self, side) for side in SIDES):
                 raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
             for address in (endpoint, replay):
                 if address is not None and not address.startswith(("tcp://", "ipc://")):

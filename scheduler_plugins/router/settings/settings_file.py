@@ -13,7 +13,7 @@ import msgspec
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.qos.watched import Watched
-from scheduler_plugins.router.settings.config import COUNTS, RouterConfig
+from scheduler_plugins.router.settings.config import COUNTS, SIDES, RouterConfig
 
 AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s", "workers")
 """Limits that hold as they were when the router started."""
@@ -27,7 +27,7 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """One engine."""
 
     url: str
-    role: Literal["prefill", "decode", "ask"] = "ask"
+    role: Literal["prefill", "decode", "cpu_prefill", "ask"] = "ask"
     """Its side; `ask`: it is asked."""
     events: str = ""
     """Where it publishes KV events; empty: nowhere, or it tells."""
@@ -61,8 +61,12 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
             if (value := getattr(found, name)) is not None
         }
         sides = {
-            side: tuple(entry.url for entry in found.engines if entry.role == role)
-            for side, role in (("prefill", "prefill"), ("decode", "decode"), ("engine", "ask"))
+            side: tuple(
+                entry.url
+                for entry in found.engines
+                if entry.role == ("ask" if side == "engine" else side)
+            )
+            for side in SIDES
         }
         events = {
             entry.url: (entry.events, entry.replay or None)
@@ -80,7 +84,7 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
                 "routes": found.routes,
             }
         )
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise SettingsError(f"{source}: {error}") from None
 
 

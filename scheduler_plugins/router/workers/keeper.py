@@ -71,6 +71,7 @@ class Keeper:
         self._wanted: dict[int, set[Child]] = {}
         self._told: dict[int, asyncio.Event] = {}
         self._gone: tuple[messages.Family, ...] = ()
+        self._refreshing = False
         self._asking = set[asyncio.Task[None]]()
         self.port = config.port
 
@@ -188,7 +189,14 @@ class Keeper:
             digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]
             prompt = PromptKeys(digests, message.tokens, message.extras)
             self.pool.prefilled(engine, prompt)
-            self.caches.prefixes.refresh(asyncio.get_running_loop().time())
+            if not self._refreshing:
+                # Prompts that come together go into the index together.
+                self._refreshing = True
+                asyncio.get_running_loop().call_soon(self._refresh)
+
+    def _refresh(self) -> None:
+        self._refreshing = False
+        self.caches.prefixes.refresh(asyncio.get_running_loop().time())
 
     async def _answer(self, child: Child, number: int) -> None:
         """Tell a worker the metrics of all."""

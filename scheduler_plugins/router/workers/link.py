@@ -13,6 +13,8 @@ from scheduler_plugins.router.workers.messages import FromKeeper, FromWorker
 
 _LENGTH_BYTES = 4
 _MOST_UNSENT_BYTES = 64 << 20
+TOGETHER_S = 0.02
+"""Longest time that a message of `send_soon` waits for others."""
 
 Received = TypeVar("Received", bound=FromKeeper | FromWorker)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -34,6 +36,7 @@ class Link(Generic[Received]):
         self._reader = reader
         self._writer = writer
         self._decoder = decoder
+        self._later: list[bytes] = []
 
     def send(self, message: FromKeeper | FromWorker) -> None:
         """Send a message; one to somebody who has ended is lost, and one who reads nothing is hung up on."""
@@ -41,9 +44,23 @@ class Link(Generic[Received]):
 
     def send_encoded(self, content: bytes) -> None:
         """The same for a message that is sent to several."""
+        self._write(_framed(content))
+
+    def send_soon(self, message: FromKeeper | FromWorker) -> None:
+        """As `send`, but together with all that come within `TOGETHER_S`, and maybe after what is sent later: so the other
+        side need not wake up for each."""
+        if not self._later:
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._send_later)
+        self._later.append(_framed(_ENCODER.encode(message)))
+
+    def _send_later(self) -> None:
+        together, self._later = b"".join(self._later), []
+        self._write(together)
+
+    def _write(self, framed: bytes) -> None:
         if self._writer.is_closing():
             return
-        self._writer.write(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+        self._writer.write(framed)
         if self._writer.transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
             self._writer.transport.abort()
 
@@ -57,6 +74,10 @@ class Link(Generic[Received]):
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _framed(content: bytes) -> bytes:
+    return len(content).to_bytes(_LENGTH_BYTES, "big") + content
 
 
 def encode(message: FromKeeper) -> bytes:

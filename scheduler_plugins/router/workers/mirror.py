@@ -99,12 +99,12 @@ class MirrorPool(Pool):
         if engine.name not in self._prefixes.asked:
             return  # no policy here asks what it has
         text = b"" if prompt.tokens is not None else b"".join(prompt)
-        self._link.send(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
+        self._link.send_soon(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
 
     def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
         number = self._numbers.get(engine)
         if number is not None and not engine.told_costs:
-            self._link.send(messages.Learnt(number, tokens, cached, duration_s))
+            self._link.send_soon(messages.Learnt(number, tokens, cached, duration_s))
 
     def describe(self) -> list[dict[str, Any]]:
         return [{**engine.describe(), "cache": self._cache[engine]} for engine in self._numbers]

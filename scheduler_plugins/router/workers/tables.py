@@ -13,36 +13,46 @@ from collections.abc import Callable, Mapping, Sequence
 from scheduler_plugins.router.fellows.memory import MemoryRef, SharedWords, attach, words_in
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.prefixes import NO_HASHES, PrefixReader
-from scheduler_plugins.router.index.table import Keys, TableReader
+from scheduler_plugins.router.index.table_reader import Keys, TableReader
 from scheduler_plugins.router.workers.messages import Engines, TableState
 
 logger = logging.getLogger(__name__)
 
 
 class TableMemory:
-    """Gives one table its memory (`index.table.Allocate`), and knows where it lies."""
+    """The memory of one table (`index.table.Memory`), and where it lies."""
 
-    def __init__(self, on_move: Callable[[], None] = lambda: None) -> None:
-        """`on_move`: called when the table has got other memory."""
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change`: called when workers must be told of the table anew."""
         self._words: SharedWords | None = None
-        self._on_move = on_move
+        self._coming: SharedWords | None = None
+        self._on_change = on_change
 
-    def __call__(self, count: int) -> Keys:
-        self._on_move()
-        before, self._words = self._words, SharedWords(count)
+    def new(self, words: int) -> Keys:
+        if self._coming is not None:
+            self._coming.close()
+        self._coming = SharedWords(words)
+        return words_in(self._coming.map)
+
+    def adopted(self) -> None:
+        before, self._words, self._coming = self._words, self._coming, None
         if before is not None:
             before.close()
-        return words_in(self._words.map)
+        self._on_change()
+
+    def renumbered(self) -> None:
+        self._on_change()
 
     def state(self, index: BlockIndex) -> TableState:
         """Where workers find the table that has this memory."""
-        assert self._words is not None, "the table has asked for memory"
+        assert self._words is not None, "the table has adopted memory"
         table = index.table
         return TableState(self._words.ref, table.capacity, table.words, table.mix, index.numbers)
 
     def close(self) -> None:
-        if self._words is not None:
-            self._words.close()
+        for words in (self._words, self._coming):
+            if words is not None:
+                words.close()
 
 
 class SharedTable:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.policies.base import BlockHash, EngineView, Role
+from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 
 
 @dataclass
@@ -47,14 +47,19 @@ class FixedView:
         decode: Sequence[Known] = (),
         cpu: Sequence[Known] = (),
         transfer_s: float = 0.0,
+        pools: Sequence[Known] = (),
     ) -> None:
         self._engines = {Role.PREFILL: prefill, Role.DECODE: decode, Role.CPU_PREFILL: cpu}
         self._transfer_s = transfer_s
+        self._pools = pools
 
     def engines(self, role: Role) -> Sequence[Known]:
         return self._engines[role]
 
-    def match(self, hashes: Sequence[BlockHash], engines: Sequence[EngineView]) -> list[int]:
+    def pools(self) -> Sequence[Known]:
+        return self._pools
+
+    def match(self, hashes: Sequence[BlockHash], engines: Sequence[PrefixSource]) -> list[int]:
         found = []
         for engine in engines:
             assert isinstance(engine, Known)
@@ -64,5 +69,5 @@ class FixedView:
             found.append(count)
         return found
 
-    def transfer_s(self, source: EngineView, target: EngineView, tokens: int) -> float:
+    def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
         return self._transfer_s

@@ -152,3 +152,17 @@ def test_the_settings_are_checked() -> None:
         RouterConfig(**urls, bodies_mib=8)
     with pytest.raises(ValueError, match="connections 0"):
         RouterConfig(**urls, connections=0)
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_limit_of_more_milliseconds_than_any_clock_has_is_no_limit(digits: int) -> None:
+    async def scenario() -> None:
+        async with World() as world:
+            header = {"X-Request-Timeout-Ms": "9" * digits}
+            reply = await world.post("/v1/completions", {"model": "m", "prompt": "x"}, **header)
+            assert reply.status == 200
+            nothing = {"X-Request-Timeout-Ms": "0" * digits}
+            reply = await world.post("/v1/completions", {"model": "m", "prompt": "x"}, **nothing)
+            assert reply.status == 400
+
+    run(scenario())

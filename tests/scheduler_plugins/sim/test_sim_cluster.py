@@ -16,6 +16,7 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import PREFILL, create
 from scheduler_plugins.sim.cluster import Change, Cluster
+from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.served import Served
@@ -37,12 +38,18 @@ def one(name: str, tokens: int, at_s: float = 0.0, more: int = 1) -> Waiting:
 
 
 def cluster(
-    prefill: int = 1, decode: int = 1, *, policy: str = "conductor", network: Network = SLOW, **more
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    policy: str = "conductor",
+    network: Network = SLOW,
+    pool: KvPool | None = None,
+    **more,
 ) -> Cluster:
     settings = NodeSettings(**{"truth": TRUTH, "block_tokens": 16, "order": "fcfs", **more})
     nodes = [Node(f"p{n}", Role.PREFILL, settings) for n in range(prefill)]
     nodes += [Node(f"d{n}", Role.DECODE, settings) for n in range(decode)]
-    return Cluster(nodes, create(policy), network=network)
+    return Cluster(nodes, create(policy), network=network, pool=pool)
 
 
 def test_one_request_takes_prefill_transfer_and_steps() -> None:
@@ -140,15 +147,17 @@ changes = st.one_of(
     what=st.lists(st.tuples(st.floats(0, 20), changes), max_size=6),
     policy=st.sampled_from(list(PREFILL)),
     chunk=st.sampled_from([0, 64]),
+    pool_blocks=st.sampled_from([0, 20, 1000]),
     kv=st.sampled_from([inf, 700]),
     seed=st.integers(0, 3),
 )
 def test_nothing_is_lost_whatever_happens(
-    what: list[tuple], policy: str, chunk: int, kv: float, seed: int
+    what: list[tuple], policy: str, chunk: int, pool_blocks: int, kv: float, seed: int
 ) -> None:
     truth = replace(TRUTH, chunk_tokens=chunk)
     more = {"truth": truth, "kv_tokens": kv, "pull_prefix": bool(seed % 2), "lag_s": seed * 0.3}
-    made = cluster(2, 2, policy=policy, **more)
+    pool = KvPool(PoolSettings(blocks=pool_blocks, bytes_per_s=3e5), 16) if pool_blocks else None
+    made = cluster(2, 2, policy=policy, pool=pool, **more)
     shaped = conversations(seed, 40, open_at_once=5, turn_blocks=(1, 5))
     requests = [
         replace(each, arrival_s=n * 0.4, max_tokens=1 + n % 60) for n, each in enumerate(shaped)
@@ -167,6 +176,9 @@ def test_nothing_is_lost_whatever_happens(
             assert node.engine.decode.batch == node.engine.decode.context == 0
             assert node.engine.reserved_tokens == 0
             assert len(node.engine.prefill) == len(node.engine.queue) == 0
+    if pool is not None:
+        assert pool.blocks <= pool_blocks
+        assert not pool.coming, "what an engine was sending came, or ended with it"
     causes = Counter(each.rejected for each in served if each.rejected)
     assert set(causes) <= {"deadline", "unavailable"}
     able = any(node.up and not node.draining for node in made.nodes.values())

@@ -78,6 +78,45 @@ def test_a_measured_cost_model_steps_and_engines_that_do_both(
     assert row["tpot_s"]["p50"] == pytest.approx(0.02)
 
 
+def test_long_prompts_that_nobody_waits_for_go_to_cpu_engines(tmp_path: Path, capsys) -> None:
+    lines = [
+        {
+            "timestamp": 3000 * n,
+            "input_length": 50_000 if n % 2 else 1000,
+            "output_length": 5,
+            "hash_ids": [],
+        }
+        for n in range(40)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    costs = tmp_path / "cpu.json"
+    save(costs, CostModel(a=1e-3, c=0.1, d0=0.02))
+    arguments = (path, "--prefill", 1, "--decode", 1, "--cpu-prefill", 2, "--cpu-cost-model", costs)
+
+    def busy(*more: object) -> dict[str, float]:
+        assert simulate(*arguments, "--json", "-", *more) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["served"] == 40
+        return row["utilisation"]
+
+    assert busy("--policy", "length", "--background", 0.5)["c0"] > 0
+    assert busy("--policy", "length")["c0"] == 0, "somebody waits for all of them"
+    assert busy("--background", 0.5)["c0"] == 0, "the conductor knows no such engines"
+
+
+def test_a_pool_is_off_by_default_and_shared_by_all(recorded: Path, capsys) -> None:
+    arguments = (recorded, "--cache-blocks", 4, "--json", "-", "--latency-s", 0)
+    rows = []
+    pool = ("--pool-blocks", 1000, "--pool-bytes-per-s", 1e10, "--pool-latency-s", 0)
+    for more in ((), pool):
+        assert simulate(*arguments, *more) == 0
+        rows += json.loads(capsys.readouterr().out)
+    assert rows[0]["pulled"] == 0
+    assert rows[1]["pulled"] > 0
+    assert rows[1]["hit"] > rows[0]["hit"]
+
+
 def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
     path = tmp_path / "azure.csv"
     rows = [f"2023-11-16 18:1{n}:03.9799600,{100 + n},{5 + n}" for n in range(5)]
@@ -99,6 +138,10 @@ def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
         (("--level", "3"), "level 3: must be 1"),
         (("--decode", "0"), "decode 0: at least one"),
         (("--both", "1"), "give 0 for them"),
+        (("--cpu-prefill", "1", "--prefill", "0"), "prefill 0: at least one"),
+        (("--background", "2"), "background 2.0: must be between 0 and 1"),
+        (("--pool-blocks", "-1"), "pool_blocks -1: must be 0 (no pool) or more"),
+        (("--pool-bytes-per-s", "0"), "pool_bytes_per_s 0.0: must be above 0"),
         (("--cost-model", "nowhere.json"), "no cost model"),
     ],
 )

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf, nan
 
+import msgspec
 import pytest
 from router_fakes import FAST, FakeEngine, run, slow, until
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
-from scheduler_plugins.router.fellows.exchange_of_load import FORGOTTEN_S, Fellows
+from scheduler_plugins.router.fellows.exchange_of_load import FORGOTTEN_S, Fellows, InFlight
 from scheduler_plugins.router.fellows.memory import WORD_BYTES
 from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.metrics import Metrics
@@ -77,6 +80,23 @@ def test_only_routers_with_the_key_are_believed_and_no_message_twice() -> None:
     one.heard(second, 1.2)
     one.show(1.2)
     assert its.context == 14, "nobody counts own work twice"
+
+
+def test_a_fellow_that_lies_about_its_counts_is_not_believed() -> None:
+    (one, its), (other, theirs) = router(), router()
+    for lie in (inf, -1.0, nan):
+        its.load.decode_sent("a", 5, 5)
+        message = one.saying(1.0)
+        assert message is not None
+        other.heard(message, 1.0)
+        name = f"{its.role} {its.url}"
+        told = InFlight("liar", 1, {name: [lie] * len(Count)})
+        content = msgspec.msgpack.encode(told)
+        other.heard(other._mac(content) + content, 1.0)
+        other.show(1.0)
+        assert (theirs.context, theirs.open_requests) == (5, 1), lie
+        one, its = router()
+        other, theirs = router()
 
 
 def test_two_routers_over_the_network() -> None:

@@ -99,7 +99,7 @@ def test_a_worker_keeps_the_old_table_while_it_cannot_have_the_new_one() -> None
     index.store("a", prompt)
     shared.use(memory.state(index))
     late = memory.state(index)
-    HashTable(allocate=memory)  # the memory that `late` names is closed
+    HashTable(memory=memory)  # the memory that `late` names is closed
     another = SharedTable()
     another.use(late)
     assert another.reader.match(prompt, ["a"]) == [0]

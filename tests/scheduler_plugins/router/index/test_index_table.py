@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scheduler_plugins.router.index import table as growing
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.hashes import Hashes
 from scheduler_plugins.router.index.table import HashTable
@@ -19,7 +23,21 @@ def keys_of(values: list[int]) -> Hashes:
     return np.array(values, np.uint64)
 
 
-@settings(deadline=None)
+@pytest.fixture(params=["whole", "pieces"], scope="module")
+def copied(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small tables are copied as a whole, or piece by piece as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pieces":
+            patch.setattr(growing, "_SMALL", 0)
+            patch.setattr(growing, "_PIECE", 8)
+        yield
+
+
+shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.usefixtures("copied")
+@shared
 @given(
     st.lists(
         st.tuples(
@@ -39,7 +57,7 @@ def test_a_table_is_a_dictionary(operations: list[tuple[str, list[int]]]) -> Non
             model.update(dict.fromkeys(keys, value))
         else:
             slots = table.find(keys_of(keys))
-            table.rows[slots[slots >= 0], 0] = 0
+            table.clear(slots[slots >= 0])
             for key in keys:
                 model.pop(key, None)
         wanted = sorted({*model, *keys, 7})
@@ -69,7 +87,8 @@ OPERATION = st.tuples(
 )
 
 
-@settings(deadline=None)
+@pytest.mark.usefixtures("copied")
+@shared
 @given(st.lists(OPERATION, max_size=30), st.lists(KEYS, max_size=40), st.integers(0, 200))
 def test_an_index_is_a_set_for_each_engine(
     operations: list[tuple[str, str, list[int]]], prompt: list[int], longer: int
@@ -157,3 +176,68 @@ def test_blocks_that_come_and_go_for_ever_take_no_more_room() -> None:
     assert index.blocks("engine") == 500
     assert sizes[-1] <= 2 * max(sizes[:10])
     assert index.nbytes < 100 * 1500
+
+
+def test_a_large_table_grows_piece_by_piece_while_it_is_written_and_read() -> None:
+    """No call copies more than a few slots for each key it brings, and nothing is lost or comes back."""
+    table, random = growing.HashTable(), np.random.default_rng(1)
+    keys = random.integers(1, 2**63, 120_000).astype(np.uint64)
+    model = np.zeros(len(keys), np.uint64)
+    steps, sizes = [], set[int]()
+    for turn, first in enumerate(range(0, len(keys), 300), 1):
+        part = slice(first, first + 300)
+        sizes.add(table.capacity)
+        before = table._copied if table.grows else 0
+        table.put(keys[part], turn)
+        model[part] = turn
+        if table.grows and table.capacity > growing._SMALL:
+            steps.append(table._copied - before)
+        some = random.integers(0, part.stop, 40)
+        gone = some[:10]
+        slots = table.find(keys[gone])
+        table.clear(slots[slots >= 0])  # one that was cleared before may be gone altogether
+        model[gone] = 0
+        again = some[10:]
+        table.put(keys[again], turn + 1000)
+        model[again] = turn + 1000
+    slots = table.find(keys)
+    found = np.where(slots >= 0, table.rows[slots, 0], 0)
+    assert (found == model).all()
+    assert len(sizes) > 8
+    assert len(steps) > 20
+    assert max(steps) <= growing._COPIED * 330 + growing._PIECE
+
+
+def test_what_is_written_to_a_copied_row_reaches_the_larger_table_only_if_it_is_told() -> None:
+    """The negative control: `changed` is what keeps the two tables alike."""
+
+    def lost(tell: bool) -> bool:
+        table = growing.HashTable()
+        keys = np.arange(1, 60_001).astype(np.uint64)
+        first = 0
+        while not (table.grows and table._copied > 0.9 * table.capacity):
+            table.put(keys[first : first + 100], 1)
+            first += 100
+        slots = table.find(keys[:first])
+        table.rows[slots, 0] = 2
+        if tell:
+            table.changed(slots)
+        table.finish()
+        return not (table.rows[table.find(keys[:first]), 0] == 2).all()
+
+    assert lost(tell=False)
+    assert not lost(tell=True)
+
+
+def test_numbers_of_cleared_engines_are_used_again_and_mean_nothing_of_before() -> None:
+    index = BlockIndex()
+    for n in range(60):
+        index.add(f"engine{n}")
+    prompt = keys_of([*range(1, 400)])
+    for _ in range(300):
+        index.store("engine0", prompt)
+        assert index.match(prompt, ["engine0", "engine1"]) == [len(prompt), 0]
+        index.clear("engine0")
+        assert index.match(prompt, ["engine0", "engine1"]) == [0, 0]
+        assert index.blocks("engine0") == 0
+    assert index.table.words == 1, "60 engines, and 4 numbers that are cleared in turn"

@@ -143,6 +143,31 @@ def test_a_prefix_is_pulled_where_that_is_sooner_and_the_engine_can() -> None:
     assert decide(near, 0.01).pull_from is None, "5 blocks are near enough to 8"
 
 
+def test_a_prefix_is_fetched_from_a_pool_by_any_engine_if_that_is_sooner_than_from_another() -> (
+    None
+):
+    idle, pool = Known("idle"), Known("pool", blocks=frozenset(range(9)))
+
+    def decide(
+        *engines: Known, transfer_s: float = 0.01, pools: list[Known] | None = None
+    ) -> Route:
+        view = FixedView(
+            engines, D, transfer_s=transfer_s, pools=[pool] if pools is None else pools
+        )
+        found = create("conductor").decide(REQUEST, view, 0.0, Random(0))
+        assert isinstance(found, Route)
+        return found
+
+    assert decide(idle) == Route("idle", "d0", "pool")
+    assert decide(idle, transfer_s=1.0).pull_from is None, "computing is sooner"
+    assert decide(idle, pools=[]).pull_from is None
+    assert decide(replace(idle, blocks=frozenset(range(5)))).pull_from is None, "near enough to 9"
+    able = replace(idle, pull_prefix=True)
+    warm = Known("warm", queued=5.0, blocks=frozenset(range(10)))
+    assert decide(able, warm).pull_from == "warm", "it has a block more than the pool"
+    assert decide(idle, warm).pull_from == "pool", "only a pool gives to every engine"
+
+
 def test_a_promise_that_cannot_be_kept_is_told_at_once() -> None:
     promised = REQUEST._replace(ttft_slo_s=0.1)
     decision = create("conductor").decide(promised, FixedView([Known("p")], D), 0.0, Random(0))

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from router_fakes import FAST, FakeEngine, World, run, slow, until
 
+from scheduler_plugins.router import reload
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
@@ -52,6 +53,8 @@ def test_the_file_names_engines_policies_and_limits() -> None:
         ({"engines": ENGINES, "limits": {"attempts": 1.5}}, "whole number"),
         ({"engines": ENGINES[:1]}, "decode"),
         ({"engines": [*ENGINES, {"url": "ftp://x"}]}, "must look like"),
+        ({"engines": ENGINES, "limits": {"attempts": float("inf")}}, "infinity"),
+        ({"engines": [*ENGINES, {"url": "c:1", "role": "gpu"}]}, "gpu"),
         ("nonsense", "file"),
     ],
 )
@@ -73,6 +76,32 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     changed = file.changed()
     assert changed is not None
     assert changed.policy == "jsq"
+
+
+def test_the_file_is_still_followed_after_settings_that_nobody_could_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reload, "EVERY_S", 0.01)
+    path, used = tmp_path / "router.yaml", list[str]()
+
+    def write(policy: str) -> None:
+        path.write_text(yaml.safe_dump({"engines": ENGINES, "policy": policy}))
+
+    def use(config: RouterConfig) -> None:
+        used.append(config.policy)
+        if config.policy == "random":
+            raise RuntimeError("its engines cannot be watched")
+
+    async def scenario() -> None:
+        write("jsq")
+        async with reload.reloading(SettingsFile(path, {}), use):
+            for policy in ("random", "least_work"):
+                write(policy)
+                await until(lambda policy=policy: policy in used, "it was read")
+
+    run(scenario())
+    assert used == ["random", "least_work"]
+    assert "the new settings cannot be used" in caplog.text
 
 
 def test_a_live_router_follows_its_file(tmp_path: Path) -> None:

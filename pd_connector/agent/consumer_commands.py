@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine asks of the consuming half, carried out as soon as addresses of producers are known."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pd_connector.agent.auditor import Auditor
+from pd_connector.agent.commands import Drop, Hold
+from pd_connector.agent.inbox import Inbox
+from pd_connector.agent.name_queue import Named, NameQueue
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.protocol.consumer import Consumer
+from pd_connector.protocol.incoming import Action, Finished, Held, Load
+
+
+class ConsumerCommands:
+    """Used by the agent's thread only.
+
+    Args:
+        names: commands whose producers' names are still looked up.
+        gate: shut by the engine's thread for requests that are dropped; opened here.
+        act: carries out what follows.
+    """
+
+    def __init__(
+        self,
+        names: NameQueue,
+        consumer: Consumer,
+        inbox: Inbox,
+        gate: PageGate,
+        auditor: Auditor,
+        act: Callable[[Sequence[Action], float], None],
+    ) -> None:
+        self._names = names
+        self._consumer = consumer
+        self._inbox = inbox
+        self._gate = gate
+        self._auditor = auditor
+        self._act = act
+
+    def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
+        """Carry out a command, at once or when the addresses of its producers are known. Pages of
+        a `Load` are filled after the work that `fence` stands for, which may still write them for
+        the request that had them before."""
+        self._run(self._names.put(command, fence, now), now)
+
+    def tick(self, now: float) -> None:
+        """Carry out what waited for addresses, and end what has waited too long."""
+        self._run(self._names.ready(now), now)
+
+    def close(self) -> None:
+        self._names.close()
+
+    def _run(self, ready: Sequence[Named], now: float) -> None:
+        for command, fence, cause, detail in ready:
+            match command:
+                case Load() if cause is not None:
+                    self._act([Finished(command.request, cause, detail)], now)
+                case Hold() if cause is not None:
+                    if command.watch:  # otherwise its `Load` will fail, and is counted then
+                        self._act([Held(command.request, cause, detail)], now)
+                case Load():
+                    self._inbox.begin(command, fence)
+                    self._act(self._consumer.load(command, now), now)
+                case Hold(request, transfer, peers, watch, engine_id):
+                    self._act(
+                        self._consumer.hold(request, transfer, peers, watch, now, engine_id), now
+                    )
+                case Drop(request, why):
+                    self._act(self._consumer.drop(request, why, now), now)
+                    self._auditor.dropped(request, now)
+                    self._gate.open(request)  # `Agent.submit` has shut it

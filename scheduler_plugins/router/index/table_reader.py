@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks keys up in a hash table of 64-bit words. `table.HashTable` writes it, here or in another process."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+BUCKET = 8
+"""Slots of a bucket: one line of the processor's cache, so that a bucket is looked at as a whole."""
+FEW = 24
+"""So many keys are looked up one by one, which is faster than a dozen calls of numpy."""
+WORD = (1 << 64) - 1
+_HALF, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+Keys = NDArray[np.uint64]
+Slots = NDArray[np.int64]
+
+
+class TableReader:
+    """Looks keys up in a table that may belong to another process, which changes it meanwhile.
+
+    A key's slots are those of its bucket, then those of another bucket, and so on (double hashing). The slots of a
+    bucket are taken in order, and a taken slot stays taken, so a bucket whose last slot is free ends the search.
+    """
+
+    def __init__(self, block: Keys, slots: int, words: int, mix: int) -> None:
+        """Read where `HashTable` writes.
+
+        Args:
+            block: the table's memory: the keys of all slots, then their rows.
+            slots, words, mix: as the writer's `capacity`, `words` and `mix`.
+        """
+        self.mix = mix
+        self._use(block, slots, words)
+
+    def _use(self, block: Keys, slots: int, words: int) -> None:
+        self.block = block
+        self.cells = block.data.cast("B").cast("Q") if len(block) else memoryview(b"").cast("Q")
+        """The same memory: the keys, then the rows, word by word."""
+        self._keys = block[:slots].reshape(-1, BUCKET)
+        self.rows = block[slots : slots * (1 + words)].reshape(slots, words)
+        """Shape (slots, words)."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return int(self._keys.size)
+
+    @property
+    def words(self) -> int:
+        """64-bit words of a row."""
+        return int(self.rows.shape[1])
+
+    def find(self, keys: Keys) -> Slots:
+        """The slots of these keys; -1 for those that never came. The row may be zero.
+
+        Args:
+            keys: shape (n,); none is 0.
+        """
+        if len(keys) <= FEW:
+            return np.array([self._find_one(key) for key in keys.tolist()], np.int64)
+        mixed = keys * np.uint64(self.mix)
+        buckets = self._first(mixed)
+        found = np.full(len(keys), -1, np.int64)
+        pending: Slots | None = None
+        while len(keys):
+            lines = self._keys[buckets]
+            (hits,) = (lines == keys[:, None]).ravel().nonzero()
+            which = hits // BUCKET
+            slots = buckets[which] * BUCKET + hits % BUCKET
+            full = lines[:, -1] != 0
+            full[which] = False
+            (go_on,) = full.nonzero()
+            if pending is None:
+                found[which], pending = slots, go_on
+            else:
+                found[pending[which]], pending = slots, pending[go_on]
+            keys, mixed = keys[go_on], mixed[go_on]
+            buckets = (buckets[go_on] + self._steps(mixed)) % len(self._keys)
+        return found
+
+    def _find_one(self, key: int) -> int:
+        """As `find`, for one key."""
+        cells, buckets, bucket = self.cells, len(self._keys), -1
+        mixed = key * self.mix & WORD
+        while buckets:
+            bucket = self._next(bucket, mixed, buckets)
+            first = bucket * BUCKET
+            line = cells[first : first + BUCKET].tolist()
+            if key in line:
+                return first + line.index(key)
+            if not line[-1]:
+                break
+        return -1
+
+    def _next(self, bucket: int, mixed: int, buckets: int) -> int:
+        """The bucket after this one on a key's way; the first one after -1."""
+        if bucket < 0:
+            return (mixed >> 32) * buckets >> 32
+        return (bucket + ((mixed & 0xFFFFFFFF) * (buckets - 1) >> 32) + 1) % buckets
+
+    def _first(self, mixed: Keys) -> Slots:
+        """The bucket to look at first: the upper half of the mixed key, scaled to the buckets without a division."""
+        scaled: Keys = (mixed >> _HALF) * np.uint64(len(self._keys)) >> _HALF
+        return scaled.view(np.int64)
+
+    def _steps(self, mixed: Keys) -> Slots:
+        """How far to go from one bucket to the next: at least 1."""
+        scaled: Keys = (mixed & _LOWER) * np.uint64(len(self._keys) - 1) >> _HALF
+        return scaled.view(np.int64) + 1

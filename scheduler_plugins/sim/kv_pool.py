@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV pool that all engines of a simulated cluster share: they put what they computed, and get what others did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler_plugins.order.request import BlockHash
+from scheduler_plugins.sim.cache import LruBlocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """What a pool is like."""
+
+    blocks: int = 0
+    """Blocks that it has room for; 0: there is no pool."""
+    bytes_per_s: float = 5e9
+    """Of all puts together, and of all gets. The engines' links bound each of them as well."""
+    latency_s: float = 2e-3
+    """Of a put or a get, beside that of the link."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        if self.blocks < 0:
+            raise ValueError(f"pool_blocks {self.blocks}: must be 0 (no pool) or more")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"pool_bytes_per_s {self.bytes_per_s}: must be above 0")
+
+
+class KvPool:
+    """The pool's blocks, the least recently used one evicted first. Policies see it as a `PrefixSource`."""
+
+    def __init__(self, settings: PoolSettings, block_tokens: int, name: str = "pool") -> None:
+        self.name = name
+        self.settings = settings
+        self.block_tokens = block_tokens
+        self._cache = LruBlocks(settings.blocks)
+        self.coming: dict[BlockHash, str] = {}
+        """Blocks on their way, and the engines that send them."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that it has."""
+        return len(self._cache.hashes)
+
+    def seen(self, hashes: Sequence[BlockHash], now_s: float) -> int:
+        """How many leading blocks it has."""
+        return self._cache.seen(hashes, now_s)
+
+    def wanted(self, hashes: Sequence[BlockHash], engine: str) -> Sequence[BlockHash]:
+        """The blocks of a prompt that an engine should put: those that are neither here nor on their way. They count as on
+        their way from now on."""
+        held, room = self._cache.hashes, hashes[: self.settings.blocks]
+        fresh = [one for one in room if one not in held and one not in self.coming]
+        self.coming.update(dict.fromkeys(fresh, engine))
+        return fresh
+
+    def put(self, hashes: Sequence[BlockHash], fresh: Sequence[BlockHash], now_s: float) -> None:
+        """The `fresh` blocks of a prompt have come."""
+        for one in fresh:
+            self.coming.pop(one, None)
+        held, new = self._cache.hashes, set(fresh)
+        self._cache.arrived([one for one in hashes if one in held or one in new], now_s)
+
+    def got(self, hashes: Sequence[BlockHash], now_s: float) -> None:
+        """An engine has got these blocks, which were here: they are used."""
+        held = self._cache.prefix(hashes, len(hashes))
+        self._cache.arrived(hashes[:held], now_s)
+
+    def drop(self, engine: str) -> None:
+        """An engine died with what it was sending."""
+        self.coming = {block: name for block, name in self.coming.items() if name != engine}

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks that are decrypted into pages while they arrive: only while the pages are their load's."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from support.agents import (  # noqa: F401
+    KEY,
+    LONG,
+    Rank,
+    Ranks,
+    assert_pages,
+    geometry_of,
+    ranks,
+)
+from support.relay import Relay
+from support.waits import until
+
+from pd_connector.agent import inbox, outbox
+from pd_connector.agent.commands import Drop
+from pd_connector.errors import Cause
+from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.transport.base import Transport
+from pd_connector.transport.tcp import TcpTransport
+
+SEALED = LONG | {"transports": ("tcp",), "key": KEY}
+WIDE = {"geometry": geometry_of(page_size=16, key_dim=64, value_dim=64), "pages": 48}
+"""A page of one layer is one piece of 16 KiB."""
+FROM, INTO = range(20), range(24, 44)
+
+
+class Dam(Relay):
+    """Lets so many bytes pass to whoever dialled, and the rest when it is opened."""
+
+    def __init__(self, port: int, passes: int) -> None:
+        self._left = passes
+        self.opened = threading.Event()
+        super().__init__(port)
+
+    def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
+        if link is pair[0] or self.opened.is_set():
+            super()._forward(link, pair)
+        elif self._left:
+            data = link.recv(self._left)
+            self._left -= len(data)
+            pair[0].sendall(data)
+        else:
+            self.opened.wait(0.005)
+
+
+@pytest.fixture
+def dammed() -> Iterator[Callable[[int], Callable[[Transport], Transport]]]:
+    """Makes agents whose peers reach their data port through a dam."""
+    dams: list[Dam] = []
+
+    def make(passes: int) -> Callable[[Transport], Transport]:
+        def wrap(transport: Transport) -> Transport:
+            if isinstance(transport, TcpTransport):
+                address = msgspec.msgpack.decode(transport.address())
+                dams.append(Dam(address[1], passes))
+                address[1] = dams[-1].port
+                changed = msgspec.msgpack.encode(address)
+                transport.address = lambda: changed  # type: ignore[method-assign]
+            return transport
+
+        return wrap
+
+    make.dams = dams  # type: ignore[attr-defined]
+    yield make
+    for dam in dams:
+        dam.opened.set()
+        dam.close()
+
+
+def forbidden(*_: Any) -> None:
+    raise AssertionError("the chunk was copied")
+
+
+def test_whole_pages_are_neither_gathered_nor_scattered_nor_summed(
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    producer, consumer = ranks.pair(SEALED, **WIDE)
+    producer.offer("first", INTO)  # what is sent before the connection stands is gathered
+    consumer.load(producer.source, "first", INTO)
+    assert consumer.loaded("first").cause is None
+    for name in ("gather", "scatter"):
+        monkeypatch.setattr(PagedCache, name, forbidden)
+    for module in (inbox, outbox):
+        monkeypatch.setattr(module, "checksum", forbidden)
+    producer.offer("t", FROM)
+    consumer.load(producer.source, "t", INTO)
+    assert consumer.loaded("t").cause is None
+    assert_pages(producer, FROM, consumer, INTO)
+
+
+@pytest.mark.parametrize("change", [{"key": ""}, {"codec": "int8"}])
+def test_what_is_not_authenticated_or_is_coded_is_copied(
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, str],
+) -> None:
+    monkeypatch.setattr(inbox.ChunkPages, "memory", forbidden)
+    producer, consumer = ranks.pair(SEALED | change, **WIDE)
+    producer.offer("t", FROM)
+    consumer.load(producer.source, "t", INTO)
+    assert consumer.loaded("t").cause is None
+
+
+def arriving(consumer: Rank) -> bool:
+    """Whether a chunk is on its way into pages."""
+    transport = next(t for t in consumer.agent._loop._transports if isinstance(t, TcpTransport))
+    links = [peer._connection for peer in transport._producers.values()]
+    return any(link and link._receiving._destination for link in links)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_pages_of_a_load_that_was_dropped_are_not_written_any_more(
+    ranks: Ranks,  # noqa: F811
+    dammed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    guarded: bool,
+) -> None:
+    """Without the guard the engine's next request finds another's KV in its pages."""
+    if not guarded:
+
+        @contextlib.contextmanager
+        def memory(self: inbox.ChunkPages, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+            yield list(self._pieces.buffers(start, stop))
+            self._filled += stop - start
+
+        monkeypatch.setattr(inbox.ChunkPages, "memory", memory)
+    producer = ranks(SEALED, consumes=False, wrap=dammed(1500), **WIDE)
+    consumer = ranks(SEALED, seed=1, produces=False, **WIDE)
+    producer.offer("t", FROM)
+    consumer.load(producer.source, "t", INTO)
+    until(lambda: arriving(consumer), "a chunk whose head has come")
+    consumer.agent.submit(Drop("load of t", Cause.ABORTED))
+    until(lambda: not consumer.gauge("incoming_transfers"), "the load is gone")
+    for layer in consumer.layers.values():  # the engine's next request has the pages
+        layer[list(INTO)] = 1.0
+    dammed.dams[0].opened.set()
+    until(lambda: consumer.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER), "the chunk")
+    untouched = all((layer[list(INTO)] == 1.0).all() for layer in consumer.layers.values())
+    assert untouched == guarded
+    producer.offer("next", FROM)  # the connection goes on
+    consumer.load(producer.source, "next", INTO)
+    assert consumer.loaded("next").cause is None
+    assert_pages(producer, FROM, consumer, INTO)

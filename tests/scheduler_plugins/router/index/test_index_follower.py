@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A follower over real sockets, whose engine sends what no engine should."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from router_fakes import run
+
+from scheduler_plugins.router.index import follower as following
+from scheduler_plugins.router.index import held
+from scheduler_plugins.router.index.events import Batch, Stored
+from scheduler_plugins.router.index.follower import EventFollower
+from scheduler_plugins.router.index.hashes import token_bytes
+from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+
+TOKENS = list(range(100, 116))
+LARGEST = 2**64 - 1
+
+
+def message(number: int, ts: float, *events: Any) -> list[bytes]:
+    batch = msgspec.msgpack.encode(Batch(ts, list(events)))
+    return [b"", number.to_bytes(8, "big"), batch]
+
+
+class Failing(Prefixes):
+    """Raises for the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise KeyError("what nobody thought of")
+        super().told(engine, batch, rank)
+
+
+@pytest.mark.parametrize("prefixes", [Prefixes, Failing])
+def test_a_follower_goes_on_whatever_its_engine_sends(
+    prefixes: type[Prefixes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        known = prefixes()
+        with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as engine:
+            engine.setsockopt(zmq.LINGER, 0)
+            port = engine.bind_to_random_port("tcp://127.0.0.1")
+            one = EventFollower("e", f"tcp://127.0.0.1:{port}", None, known, context)
+            task = asyncio.create_task(one.run())
+            await engine.recv()  # it listens
+            nonsense: list[list[bytes]] = [
+                [b"alone"],
+                [b"", b"short", b""],
+                [b"", bytes(8), b"no msgpack"],
+                message(LARGEST, 1e300, Stored([1], None, TOKENS[:4], 4)),
+                message(0, 1.0, Stored([2], None, TOKENS[:4], 2**62)),
+            ]
+            for frames in nonsense:
+                await engine.send_multipart(frames)
+            whole = Stored([5, 6, 7, 8], None, TOKENS, 4)
+            number, asked = 0, PromptKeys((), token_bytes(TOKENS))
+
+            # What is sent while it connects anew is lost.
+            while known.match(asked, [Known("e")], 64, 0.0) != [4]:
+                await engine.send_multipart(message(number, 2e300 + number * 1e290, whole))
+                number += 1
+                await asyncio.sleep(0.01)
+            assert not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(scenario())
+
+
+class Known:
+    block_tokens = 4
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_an_event_of_more_blocks_than_an_engine_may_have_is_not_even_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held, "MOST_BLOCKS", 3)
+
+    def hashes(*given: object) -> None:
+        raise AssertionError("hashed")
+
+    monkeypatch.setattr(held, "block_hashes", hashes)
+    known = Prefixes()
+    known.told("e", Batch(0.0, [Stored([1, 2, 3, 4], None, TOKENS, 4)]))
+    assert known.state("e").blocks == 0
