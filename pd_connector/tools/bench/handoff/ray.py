@@ -2,7 +2,7 @@
 """`bench handoff --on ray`: time to first token through Ray Serve, beside Ray's `NixlConnectorBackend`.
 
 One application at a time, with the same prompts. The part after the prefill is what is left of the time
-to the first token without the prefill engine's own part of it, which that engine reports.
+to the first token without the prefill replica's own part of it, which Serve logs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOADED = 18
 """Requests of a run under load."""
 ANSWER_TOKENS = 4
 _LETTERS = string.ascii_lowercase + " "
-_FIRST_TOKEN = "ray_vllm_time_to_first_token_seconds"
+_PROMPT_TOKENS = "ray_vllm_prompt_tokens_by_source_total"
 _FAILED = "ray_pd_connector_failed_transfers_total"
 _REPORT_TIMEOUT_S = 30.0
 
@@ -59,11 +59,11 @@ class TimedAnswer(NamedTuple):
     """One request through Serve."""
 
     ttft_s: float  # request sent -> first token streamed
-    prefill_s: float  # the prefill engine's part of it
+    prefill_s: float  # the prefill replica's part of it
 
     @property
     def after_s(self) -> float:
-        """What is left without the prefill engine's part."""
+        """What is left without the prefill replica's part."""
         return self.ttft_s - self.prefill_s
 
 
@@ -96,6 +96,7 @@ class RayBench:
     runs: int
     warm_ups: int
     _seed: int = field(default=0, init=False)
+    _sent_tokens: int = field(default=0, init=False)
 
     def problem(self) -> str:
         """Why nothing can be measured here, and what to do; empty where it can."""
@@ -146,7 +147,7 @@ class RayBench:
     def _measure(
         self, contender: Contender, stack: RayStack, capacity: float | None, say: Say
     ) -> RayMeasured:
-        self._seed = 0  # the same prompts for all
+        self._seed = self._sent_tokens = 0  # the same prompts for all
         noise = Noise(stack.pids)
         runs: dict[int, list[TimedAnswer]] = {}
         for tokens in self.prompt_tokens:
@@ -160,31 +161,48 @@ class RayBench:
         say(f"{contender.name}: {rate:.2f} requests/s with {AT_ONCE} under way")
         loaded = send(client, model, self._requests(LOAD * (capacity or rate)))
         failures = [one.failure for one in (*answers, *loaded) if one.failure]
-        failed = sum(node.metrics().total(_FAILED) for node in (stack.head, stack.prefill))
-        if failures or failed:
+        if failures:
             raise BenchError(
-                f"{contender.name}: {len(failures)} requests and {failed:.0f} transfers failed "
-                f"({failures[:1]}); see {stack.serve.log_path.parent}"
+                f"{contender.name}: {len(failures)} requests failed, one of them: {failures[0]}; see "
+                f"{stack.head.folder}"
             )
+        self._check(contender, stack)
         return RayMeasured(contender, runs, rate, loaded, noise.cores())
+
+    def _check(self, contender: Contender, stack: RayStack) -> None:
+        """Make sure that all prompts' KV came over the link."""
+        deadline = time.monotonic() + _REPORT_TIMEOUT_S
+        while True:
+            samples = stack.head.metrics()
+            fetched = samples.total(_PROMPT_TOKENS, source="external_kv_transfer")
+            failed = samples.total(_FAILED)
+            if not failed and fetched >= 0.95 * self._sent_tokens:
+                return
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"{contender.name}: the decode engine fetched {fetched:.0f} of "
+                    f"{self._sent_tokens} prompt tokens ({failed:.0f} transfers failed): its times "
+                    f"are not those of a handoff. See {stack.head.folder}"
+                )
+            time.sleep(0.5)
 
     def _run(self, stack: RayStack, tokens: int) -> TimedAnswer:
         """One request, alone."""
-        count, spent_s = _first_tokens(stack)
+        before = len(stack.prefills_s())
         request = TimedRequest(0.0, self._prompt(tokens), ANSWER_TOKENS)
         (answer,) = send(stack.serve.client, stack.serve.client.model(), [request])
         if answer.failure:
             raise BenchError(f"a request failed: {answer.failure}; see {stack.serve.log_path}")
         deadline = time.monotonic() + _REPORT_TIMEOUT_S
         while True:
-            now, now_s = _first_tokens(stack)
-            if now > count:
-                return TimedAnswer(answer.ttft_s, (now_s - spent_s) / (now - count))
+            found = stack.prefills_s()
+            if len(found) == before + 1:
+                return TimedAnswer(answer.ttft_s, found[-1])
             if time.monotonic() > deadline:
                 raise BenchError(
-                    f"the prefill engine has not counted a request of {tokens} tokens within "
-                    f"{_REPORT_TIMEOUT_S:.0f} s: the decode engine computed it itself, or Ray does "
-                    f"not export vLLM's metrics ({_FIRST_TOKEN}); see {stack.prefill.log_path}"
+                    f"the prefill replica has not logged a request of {tokens} tokens within "
+                    f"{_REPORT_TIMEOUT_S:.0f} s: the decode replica computed it itself; see "
+                    f"{stack.head.folder}"
                 )
             time.sleep(0.1)
 
@@ -201,6 +219,7 @@ class RayBench:
     def _prompt(self, tokens: int) -> str:
         """A letter is a token of the model that is served, and the first one is its own."""
         self._seed += 1
+        self._sent_tokens += tokens
         return "".join(random.Random(self._seed).choices(_LETTERS, k=tokens - 1))
 
 
@@ -233,9 +252,3 @@ def _rows(ours: RayMeasured, baseline: RayMeasured) -> list[Comparison]:
 
 def _ms(seconds: Sequence[float]) -> Sample:
     return Sample(tuple(seconds)).scaled(1e3)
-
-
-def _first_tokens(stack: RayStack) -> tuple[float, float]:
-    """Prefills that the prefill engine has ended, and the seconds that all of them took."""
-    samples = stack.prefill.metrics()
-    return samples.total(f"{_FIRST_TOKEN}_count"), samples.total(f"{_FIRST_TOKEN}_sum")
