@@ -43,7 +43,10 @@ def test_bars_are_for_the_part_after_the_prefill_and_for_requests_a_second():
 
 
 @pytest.mark.parametrize("contender", [BASELINE, *CONTENDERS.values()], ids=lambda one: one.name)
-def test_both_sides_run_the_same_engines_and_differ_in_the_connector(contender, tmp_path):
+def test_both_sides_run_the_same_engines_and_differ_in_the_connector(
+    contender, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bench = RayBench([], 1000.0, [512], 1, 0)
     stack = bench._stack(contender, "folder", SIDES, tmp_path)
     config = json.loads((tmp_path / contender.name / "serve.yaml").read_text())
@@ -66,6 +69,19 @@ def test_both_sides_run_the_same_engines_and_differ_in_the_connector(contender, 
     for service in stack.services:  # the key is no argument: those can be read by everybody
         assert service.environment()[KEY_VARIABLE] not in " ".join(service.command())
         assert service.environment()["UCX_TLS"] == "tcp"
+
+
+def test_a_prefill_is_timed_by_what_serve_logs(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stack = RayBench([], 1000.0, [512], 1, 0)._stack(BASELINE, "folder", SIDES, tmp_path)
+    logs = stack.head.folder / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    lines = [
+        "INFO 2026-11-23 15:21:33,679 bench_Prefill:bench 3c202z1f accbe947 -- CALL completions OK 704.5ms",
+        "INFO 2026-11-23 15:21:33,900 bench_Decode:bench 84sskste accbe947 -- CALL completions OK 981.0ms",
+    ]
+    (logs / "worker-1.err").write_text("\n".join(lines))
+    assert stack.prefills_s() == [0.7045]
 
 
 def test_what_does_not_go_with_ray_is_refused():
