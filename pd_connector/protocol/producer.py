@@ -176,6 +176,10 @@ class Producer:
         """
         return self._queue.next_send(busy)
 
+    def peek_send(self, busy: Collection[SessionId] = ()) -> Send | None:
+        """What `next_send` will probably give next. Its pages may be freed before that."""
+        return self._queue.peek(busy)
+
     def gathered(self, send: Send, step: int) -> None:
         """A chunk has been read from its pages, and posted; `step` is the engine's, counted after
         that."""

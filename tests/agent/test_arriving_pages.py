@@ -112,6 +112,20 @@ def test_what_is_not_authenticated_or_is_coded_is_copied(
     assert consumer.loaded("t").cause is None
 
 
+def test_a_page_that_is_not_of_the_cache_costs_its_load_and_nothing_else(
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    producer, consumer = ranks.pair(SEALED, **WIDE)
+    producer.offer("t", FROM)
+    consumer.load(producer.source, "t", [*INTO[:-1], 1000])
+    assert consumer.loaded("t").cause is Cause.INTERNAL
+    consumer.count("session_errors")
+    consumer.counts.clear()
+    producer.offer("next", FROM)
+    consumer.load(producer.source, "next", INTO)
+    assert consumer.loaded("next").cause is None
+
+
 def arriving(consumer: Rank) -> bool:
     """Whether a chunk is on its way into pages."""
     transport = next(t for t in consumer.agent._loop._transports if isinstance(t, TcpTransport))
