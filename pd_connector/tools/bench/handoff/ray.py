@@ -148,6 +148,8 @@ class RayBench:
         self, contender: Contender, stack: RayStack, capacity: float | None, say: Say
     ) -> RayMeasured:
         self._seed = self._sent_tokens = 0  # the same prompts for all
+        # The ingress answers before engines do. A request waits for them, and then all processes are there.
+        self._run(stack, self.prompt_tokens[0])
         noise = Noise(stack.pids)
         runs: dict[int, list[TimedAnswer]] = {}
         for tokens in self.prompt_tokens:
