@@ -44,7 +44,7 @@ class RayNode(Service):
         self._side = side
         self._head = head
         self._key = key
-        self.folder = head.folder if head else Path(tempfile.mkdtemp(prefix="pd-ray-"))
+        self.folder: Path = head.folder if head else Path(tempfile.mkdtemp(prefix="pd-ray-"))
         self.address = f"{namespace.address}:{_GCS_PORT}"
 
     def command(self) -> list[str]:
