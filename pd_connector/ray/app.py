@@ -14,7 +14,7 @@ from ray.llm._internal.serve.core.ingress.builder import (
     _build_openai_ingress_request_router,
     _validate_direct_streaming_ingress_config,
 )
-from ray.llm._internal.serve.core.ingress.ingress import make_fastapi_ingress
+from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.llm._internal.serve.core.server.builder import build_llm_deployment
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.serving_patterns.data_parallel.builder import build_dp_deployment
@@ -22,6 +22,7 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDSe
 from ray.serve.deployment import Application
 
 from pd_connector.errors import ConfigError
+from pd_connector.ray.ingress import SecondChanceIngress
 from pd_connector.ray.servers import DecodeServer, DPDecodeServer, DPPrefillServer, PrefillServer
 
 NAME = "PDConnector"
@@ -67,7 +68,10 @@ def build_pd_app(args: Mapping[str, Any]) -> Application:
         pd.ingress_deployment_config,
     )
     model, adapters = pd.decode_config.model_id, pd.decode_config.lora_config
-    return serve.deployment(make_fastapi_ingress(ingress.ingress_cls), **options).bind(
+    chosen = (
+        ingress.ingress_cls if ingress.ingress_cls is not OpenAiIngress else SecondChanceIngress
+    )
+    return serve.deployment(make_fastapi_ingress(chosen), **options).bind(
         llm_deployments={model: decode},
         model_cards={model: to_model_metadata(model, pd.decode_config)},
         lora_paths={model: adapters.dynamic_lora_loading_path} if adapters else {},

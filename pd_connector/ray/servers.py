@@ -36,6 +36,9 @@ _POLL_S = 0.2
 _SHARE_OF_SHUTDOWN = 0.8
 """The part of `graceful_shutdown_timeout_s` in which leases may end; Serve kills the replica after it."""
 
+_prefills_under_way: set["asyncio.Task[None]"] = set()
+"""Those whose request has ended already. A task that nobody holds may be collected."""
+
 
 class ConcurrentDecode:
     """Answers requests with the KV of a prefill replica, or without it."""
@@ -63,7 +66,9 @@ class ConcurrentDecode:
                 await stack.aclose()  # its place is free for others
                 answer = self._alone(method, request, raw_request_info, "unreachable")
             else:
-                answer = self._together(method, prefill, selection, request, raw_request_info)
+                answer = self._together(
+                    method, prefill, selection, stack, request, raw_request_info
+                )
             async with contextlib.aclosing(answer):
                 async for chunk in answer:
                     yield chunk
@@ -101,10 +106,16 @@ class ConcurrentDecode:
         return selection
 
     async def _together(
-        self, method: str, prefill: Any, selection: Any, request: Any, raw_request_info: Any
+        self,
+        method: str,
+        prefill: Any,
+        selection: Any,
+        place: contextlib.AsyncExitStack,
+        request: Any,
+        raw_request_info: Any,
     ) -> AsyncGenerator[Any, None]:
         """Both engines at the same time. Where the prefill fails before the first token has come, the
-        request begins anew, alone."""
+        request begins anew, alone. An answer does not wait for a prefill replica that hangs."""
         backend = self._backend()
         peer = selection.replica_metadata
         shaped = backend.prepare_prefill_request(request=request, peer=peer)
@@ -134,9 +145,9 @@ class ConcurrentDecode:
                 request.request_id,
             )
         finally:
+            if not failed.done():
+                _keep_until(failed, place.pop_all())
             await local.aclose()
-            # Ray wants a dispatched response to be read to its end.
-            await asyncio.shield(failed)
         async for chunk in self._alone(method, request, raw_request_info, "prefill_failed"):
             yield chunk
 
@@ -208,6 +219,19 @@ async def _why_failed(response: AsyncIterator[Any]) -> str | None:
     except Exception as error:  # the replica died, or its node did
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
+
+
+def _keep_until(prefill: "asyncio.Task[str | None]", place: contextlib.AsyncExitStack) -> None:
+    """Leave a prefill replica's place when its prefill has ended. Ray wants a dispatched response to be
+    read to its end before that."""
+
+    async def leave() -> None:
+        await prefill
+        await place.aclose()
+
+    task = asyncio.create_task(leave(), name="pd-prefill-end")
+    _prefills_under_way.add(task)
+    task.add_done_callback(_prefills_under_way.discard)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:

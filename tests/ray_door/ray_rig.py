@@ -9,8 +9,7 @@ import signal
 import socket
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,14 +18,14 @@ from unittest import mock
 import ray
 from harness import Answer, completion, wait_until
 from ray import serve
+from ray._private import state
 from ray.cluster_utils import Cluster
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
-from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
-from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDOrchestratorMixin
+from ray.serve._private.common import DeploymentID
+from ray_watched import WithControl
 
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.ray import app, build_pd_app
-from pd_connector.ray.servers import DecodeServer
 from pd_connector.tools.launch import Client, Samples, proc
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT
 
@@ -34,31 +33,10 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "pd_connector" / "tools" / "demo" / "model"
 APP = "default"
 PREFILL, DECODE = "Prefill:demo", "Decode:demo"
-TWO_STEPS = "in two steps"
-"""The field `user` of a request that the control takes."""
 REQUESTS = "serve_requests"
 PROMPT = "def quicksort(items):\n    " * 45  # about 1,200 tokens: five steps of a prefill
 TOLERANCE = 2e-4
 """Pages of another size are added up in another order."""
-_two_steps: ContextVar[bool] = ContextVar("two_steps", default=False)
-
-
-class WithControl(DecodeServer):
-    """Our decode server, which does what Ray's does with its default backend where a request says so."""
-
-    async def _pd_handle_request(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncIterator[Any]:
-        two_steps = request.user == TWO_STEPS
-        _two_steps.set(two_steps)
-        handle = PDOrchestratorMixin if two_steps else DecodeServer
-        async for chunk in handle._pd_handle_request(self, request, raw_request_info):
-            yield chunk
-
-    def _get_connector_backend(self) -> Any:
-        if _two_steps.get():
-            return DefaultConnectorBackend(self._llm_config)
-        return super()._get_connector_backend()
 
 
 def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
@@ -73,9 +51,13 @@ def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
             "max_num_batched_tokens": 256,
             **engine_kwargs,
         },
-        "placement_group_config": {"bundles": [{"CPU": 1, node: 1}]},
+        "placement_group_config": {"bundles": [{"CPU": 0.5, node: 1}]},
         "deployment_config": {
             "num_replicas": 1,
+            "request_router_config": {
+                "request_router_class": "ray_watched:WatchedRouter",
+                "request_router_kwargs": {"policy": "cache_aware"},
+            },
             "ray_actor_options": {"num_cpus": 0},
             "health_check_period_s": 1,
             "graceful_shutdown_wait_loop_s": 0.2,
@@ -119,7 +101,10 @@ class Rig:
                 "HF_HUB_OFFLINE": "1",
                 "PD_RAY_RIG": self.id,
                 "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                # vLLM's engine does not notice that its replica was killed. Ray ends it with this.
+                "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
                 "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_worker_niceness": "0",  # 15 otherwise: the last on a busy machine
                 "RAY_METRICS_REPORT_INTERVAL_MS": "500",
                 "SPT_NOENV": "1",  # what ends its processes by their environment can read it
             }
@@ -133,7 +118,7 @@ class Rig:
         self._cluster = Cluster(
             initialize_head=True,
             head_node_args={
-                "num_cpus": 8,
+                "num_cpus": 3,  # so many idle workers are started at once
                 "include_dashboard": False,
                 "resources": {"decode": 8},
                 "object_store_memory": 80 << 20,
@@ -141,7 +126,7 @@ class Rig:
             },
         )
         self.other = self._cluster.add_node(
-            num_cpus=8, resources={"prefill": 8}, object_store_memory=80 << 20
+            num_cpus=2, resources={"prefill": 8}, object_store_memory=80 << 20
         )
         ray.init(address=self._cluster.address, log_to_driver=False)
         return self
@@ -165,7 +150,8 @@ class Rig:
     def deploy(self) -> None:
         """Serve the demo's model with a replica on each side, and wait until they are there."""
         port = int(self.url.rpartition(":")[2])
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        # With one on each node they would share this machine's port, and requests go with a lost node.
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         with mock.patch.object(app, "DecodeServer", WithControl):
             application = build_pd_app(
                 {
@@ -178,13 +164,29 @@ class Rig:
                     "ingress_deployment_config": {
                         "num_replicas": 1,
                         "graceful_shutdown_wait_loop_s": 0.2,
+                        "ray_actor_options": {"resources": {"decode": 1}},
                     },
                 }
             )
-        serve.run(application, name=APP, blocking=False)
+        serve.run(application, name=APP, external_scaler_enabled=True)
+        self.wait_for(1, 1)
+
+    def scale(self, prefill: int, decode: int) -> None:
+        """Have this many replicas, as a scaler asks Serve, and wait until they are there."""
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        for name, replicas in ((PREFILL, prefill), (DECODE, decode)):
+            wanted = DeploymentID(name=name, app_name=APP)
+            ray.get(controller.update_deployment_replicas.remote(wanted, replicas))
+        self.wait_for(prefill, decode)
+
+    def wait_for(self, prefill: int, decode: int) -> None:
+        """Wait until exactly these replicas are there, and running."""
         wait_until(
-            lambda: all(self.replicas(name) == {"RUNNING": 1} for name in (PREFILL, DECODE)),
-            lambda: f"a replica each: {self.replicas(PREFILL)}, {self.replicas(DECODE)}",
+            lambda: (
+                self.replicas(PREFILL) == {"RUNNING": prefill}
+                and self.replicas(DECODE) == {"RUNNING": decode}
+            ),
+            lambda: f"{prefill}, {decode}: {self.replicas(PREFILL)}, {self.replicas(DECODE)}",
             400.0,
         )
 
@@ -192,6 +194,15 @@ class Rig:
         """How many replicas of a deployment are in which state."""
         found = serve.status().applications[APP].deployments.get(deployment)
         return {str(state): n for state, n in found.replica_states.items()} if found else {}
+
+    def pids(self, deployment: str) -> dict[str, int]:
+        """Processes of a deployment's living replicas, by the replicas' names."""
+        prefix = f"SERVE_REPLICA::{APP}#{deployment}#"
+        return {
+            actor["Name"].removeprefix(prefix): actor["Pid"]
+            for actor in state.actors().values()
+            if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"
+        }
 
     def alone(self, prompt: str, max_tokens: int, salt: str) -> Answer:
         """What a prefill replica's engine answers without any connector's doing: the reference."""
@@ -264,3 +275,42 @@ class Rig:
                 if known and name in title:
                     found.append(pid)
         return found
+
+    def logged(self, deployment: str, text: str) -> bool:
+        """Whether a replica of a deployment has logged a line with this text."""
+        logs = Path(self._cluster.head_node.get_logs_dir_path())
+        # vLLM sends to stderr what its process logs.
+        lines = (
+            line for file in logs.glob("worker-*.err") for line in file.read_text().split("\n")
+        )
+        return any(text in line and f"{APP}_{deployment}" in line for line in lines)
+
+    def engine_of(self, pid: int) -> list[int]:
+        """Processes of a replica's engine."""
+        return sorted(proc.descendants(proc.table(), {pid}) - {pid})
+
+    def asked(self, deployment: str) -> set[str]:
+        """Names of the replicas of a deployment that have requests now."""
+        wanted = ("ray_serve_replica_processing_queries", ("deployment", deployment))
+        return {
+            dict(labels)["replica"]
+            for (name, labels), value in self.metrics().items()
+            if name == wanted[0] and wanted[1] in labels and value
+        }
+
+    def routes(self) -> list[list[tuple[str, str, str]]]:
+        """For each decode replica what it remembers: user, decided, used."""
+        handle = serve.get_deployment_handle(DECODE, APP)
+        found: list[list[tuple[str, str, str]]] = handle.broadcast("routes").results()
+        return found
+
+    def lose_node(self) -> None:
+        """End everything on the node with the prefill replicas, without a farewell."""
+        raylets = {info.process.pid for info in self.other.all_processes["raylet"]}
+        for pid in proc.descendants(proc.table(), raylets):
+            os.kill(pid, signal.SIGKILL)
+        self._cluster.remove_node(self.other, allow_graceful=False)
+
+    def end(self) -> None:
+        """End Serve, as an operator does."""
+        serve.shutdown()

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness import assert_same_logprobs, fresh_salt, request_body, wait_until
-from ray_rig import PROMPT, REQUESTS, TOLERANCE, TWO_STEPS, ask, grown, hand_over
+from ray_rig import DECODE, PREFILL, PROMPT, REQUESTS, TOLERANCE, ask, grown, hand_over
+from ray_watched import TWO_STEPS
 
 pytestmark = pytest.mark.ray
 
@@ -64,6 +65,15 @@ def test_sixteen_at_once(rig):
         together = list(pool.map(lambda prompt: ask(rig, prompt, 8), prompts))
     assert [a.tokens for a in together] == [a.tokens for a in alone]
     rig.idle()
+
+
+def test_the_id_of_a_request_is_in_the_logs_of_both_replicas(rig):
+    name = ask(rig).raw["id"].removeprefix("cmpl-")
+    for deployment in (PREFILL, DECODE):
+        wait_until(
+            lambda deployment=deployment: rig.logged(deployment, name),
+            f"{deployment} logs {name}",
+        )
 
 
 def test_what_one_transfer_cannot_carry_is_answered_by_the_decode_replica(rig):

@@ -17,6 +17,7 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
+from pd_connector.ray import servers
 from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.servers import ConcurrentDecode, LeaseKeeper, _leases_end
 
@@ -57,6 +58,7 @@ class Prefill:
         self.sent = []
         self.reserved = self.drained = 0
         self.ended = asyncio.Event()
+        self.goes_on = asyncio.Event()
         self.completions = self
 
     def options(self, **kwargs):
@@ -77,6 +79,9 @@ class Prefill:
     async def dispatch(self, selection, request, raw_request_info):
         self.sent.append(request)
         await asyncio.sleep(0)
+        if self.answer is HANG:
+            self.engine.kv_comes.set()
+            await self.goes_on.wait()
         if isinstance(self.answer, Exception):
             raise self.answer
         if self.answer == "done":
@@ -102,8 +107,9 @@ class Decode(ConcurrentDecode, PDOrchestratorMixin, Engine):
         request = CompletionRequest(model="m", prompt="hello", **fields)
         return [chunk async for chunk in self._pd_handle_request(request)]
 
-    def check_nothing_left(self):
+    async def check_nothing_left(self):
         assert self.open == 0
+        await asyncio.gather(*servers._prefills_under_way)
         assert self._prefill_handle.reserved == 0
 
 
@@ -119,7 +125,7 @@ def test_both_engines_are_asked_at_the_same_time():
         assert sent.kv_transfer_params["do_remote_decode"]
         assert decode.outcomes == ["handed_over"]
         assert decode._prefill_handle.drained == 1
-        decode.check_nothing_left()
+        await decode.check_nothing_left()
 
     asyncio.run(run())
 
@@ -138,7 +144,7 @@ def test_a_prefill_that_fails_is_computed_here(answer):
         decode = Decode(answer=answer)
         assert await decode.ask() == parts(ALONE)
         assert decode.outcomes == ["prefill_failed"]
-        decode.check_nothing_left()
+        await decode.check_nothing_left()
 
     asyncio.run(run())
 
@@ -171,7 +177,7 @@ def test_without_a_prefill_replica_the_prompt_is_computed_here(bind):
         decode._patience._no_wait_before = 0.0  # time to look again
         assert await decode.ask() == parts(KV)
         assert decode.outcomes[1:] == ["handed_over"]
-        decode.check_nothing_left()
+        await decode.check_nothing_left()
 
     asyncio.run(run())
 
@@ -182,7 +188,7 @@ def test_a_prefill_replica_that_cannot_be_reached_is_not_asked():
         assert await decode.ask() == parts(ALONE)
         assert decode.outcomes == ["unreachable"]
         assert decode._prefill_handle.sent == []
-        decode.check_nothing_left()
+        await decode.check_nothing_left()
 
     asyncio.run(run())
 
@@ -204,8 +210,21 @@ def test_a_client_that_hangs_up_leaves_nothing():
         answer = decode._pd_handle_request(request)
         assert await anext(answer) == f"{KV} 0"
         await answer.aclose()
+        await decode.check_nothing_left()
         assert decode._prefill_handle.drained == 1
-        decode.check_nothing_left()
+
+    asyncio.run(run())
+
+
+def test_an_answer_does_not_wait_for_a_prefill_replica_that_hangs():
+    """Its place is kept until it ends, as Ray wants."""
+
+    async def run():
+        decode = Decode(answer=HANG)
+        assert await decode.ask() == parts(KV)
+        assert decode._prefill_handle.reserved == 1
+        decode._prefill_handle.goes_on.set()
+        await decode.check_nothing_left()
 
     asyncio.run(run())
 
@@ -219,7 +238,7 @@ def test_a_client_that_hangs_up_before_the_first_token_leaves_nothing():
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        decode.check_nothing_left()
+        await decode.check_nothing_left()
 
     asyncio.run(run())
 

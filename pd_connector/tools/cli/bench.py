@@ -13,10 +13,9 @@ import typer
 from rich.console import Console
 
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.handoff import sglang, vllm
+from pd_connector.tools.bench.handoff import ray, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
-from pd_connector.tools.bench.handoff.contender import Contender
-from pd_connector.tools.bench.handoff.line_up import LineUp
+from pd_connector.tools.bench.handoff.contender import Contender, Contenders
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
 from pd_connector.tools.cli.bench_chaos import chaos
 from pd_connector.tools.cli.bench_core import audit, codec, overhead, peers, reshard, wire
@@ -33,6 +32,12 @@ class EngineName(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
+
+
+class Orchestrator(StrEnum):
+    """What may place engines and send them requests, in place of this benchmark itself."""
+
+    RAY = "ray"
 
 
 _LINE_UPS = {
@@ -64,12 +69,20 @@ def handoff(
             help="Who is compared; may be repeated. Over the link: "
             f"{', '.join(vllm.LINK.ours)}; with --local: {', '.join(vllm.LOCAL.ours)} "
             f"({', '.join(vllm.LOCAL.default)}); with --engine sglang: "
-            f"{', '.join(sglang.LINK.ours)}; with --gpu: codecs (raw, fp8_e4m3, int8), or whole "
-            "agents (agent-device, agent-host: where their slots lie).",
+            f"{', '.join(sglang.LINK.ours)}; with --on ray: {', '.join(ray.CONTENDERS)}; with --gpu: "
+            "codecs (raw, fp8_e4m3, int8), or whole agents (agent-device, agent-host: where their "
+            "slots lie).",
             show_default=False,
         ),
     ] = None,
     engine: Annotated[EngineName, typer.Option(help="Engines that hand over.")] = EngineName.VLLM,
+    on: Annotated[
+        Orchestrator | None,
+        typer.Option(
+            help="Time to first token through this; `ray`: Ray Serve on two nodes, beside its own NIXL.",
+            show_default=False,
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         list[int] | None,
         typer.Option(
@@ -113,6 +126,12 @@ def handoff(
     link (needs root), and sends the same prompts through them. With --gpu only KV moves, between two
     processes without engines. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
+    if on is not None:
+        if gpu or local or model or engine is not EngineName.VLLM:
+            problem = "not together with --gpu, --local, --model or --engine"
+            raise typer.BadParameter(problem, param_hint="--on")
+        _handoff_on_ray(ours, prompt_tokens, link_mbit, runs, warm_ups, json)
+        return
     if gpu:
         if local or model or engine is not EngineName.VLLM:
             problem = "not together with --local, --model or --engine"
@@ -124,7 +143,7 @@ def handoff(
     line_up = _LINE_UPS[engine, local]
     bench = HandoffBench(
         line_up,
-        _chosen(ours, line_up),
+        _chosen(ours, line_up.ours, line_up.default),
         None if local else link_mbit,
         model,
         prompt_tokens or PROMPT_TOKENS,
@@ -180,20 +199,50 @@ def _devices(names: Sequence[str] | None) -> tuple[str, str]:
     return found[0], found[-1]
 
 
-def _chosen(names: Sequence[str] | None, line_up: LineUp) -> list[Contender]:
+def _handoff_on_ray(
+    codecs: Sequence[str] | None,
+    prompt_tokens: Sequence[int] | None,
+    link_mbit: float,
+    runs: int,
+    warm_ups: int,
+    json: Path | None,
+) -> None:
+    ours = _chosen(codecs, ray.CONTENDERS, tuple(ray.CONTENDERS))
+    bench = ray.RayBench(ours, link_mbit, prompt_tokens or PROMPT_TOKENS, runs, warm_ups)
+    stderr = Console(stderr=True)
+    with exit_codes(stderr), terminate_as_interrupt():
+        _check(bench.problem(), over_link=True)
+        found = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
+    capacity = f"{found[0].capacity:.2f} requests/s, which is theirs"
+    notes = [
+        f"link: {link_mbit:,.0f} Mbit/s each way, between two Ray nodes in network namespaces",
+        f"requests: answered a second while {ray.AT_ONCE} are under way",
+        f"load {ray.LOAD:g}: of {capacity}",
+        noise_note(max(one.others_cores for one in found)),
+    ]
+    report([(ray.BASELINE.name, ray.compared(found))], notes, json)
+
+
+def _chosen(
+    names: Sequence[str] | None, known: Contenders, default: Sequence[str]
+) -> list[Contender]:
     for name in names or ():
-        if name not in line_up.ours:
+        if name not in known:
             raise typer.BadParameter(
-                f"{name!r}: must be one of {', '.join(line_up.ours)}", param_hint="--ours"
+                f"{name!r}: must be one of {', '.join(known)}", param_hint="--ours"
             )
-    return [line_up.ours[name] for name in dict.fromkeys(names or line_up.default)]
+    return [known[name] for name in dict.fromkeys(names or default)]
 
 
 def _check_possible(bench: HandoffBench) -> None:
+    _check(bench.line_up.problem(), over_link=bench.link_mbit is not None)
+
+
+def _check(problem: str, *, over_link: bool) -> None:
     """Raises BenchError naming what is missing: an engine says it only after half a minute."""
-    if problem := bench.line_up.problem():
+    if problem:
         raise BenchError(problem)
-    if bench.link_mbit is not None and (reason := available()):
+    if over_link and (reason := available()):
         raise BenchError(
             f"no network namespaces here ({reason}): run it as root with iproute2 installed, or "
             "compare on one machine with --local"

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas and nodes that come, go and die while requests run, in this order; routing among two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+from harness import assert_same_logprobs, fresh_salt, request_body, wait_until
+from ray_rig import DECODE, PREFILL, PROMPT, REQUESTS, TOLERANCE, ask, grown, hand_over
+
+pytestmark = pytest.mark.ray
+ALONE = ("unbound", "prefill_failed")
+
+
+@contextmanager
+def stopped(pids):
+    """Processes that stand still within."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def load(rig, threads=2):
+    """Requests one after the other in each thread, with room for what else starts. None fails."""
+    stop = threading.Event()
+
+    def run(n):
+        asked = 0
+        while not stop.wait(0.2):
+            assert len(ask(rig, f"{n} {asked} " + PROMPT[:400], 4).tokens) == 4
+            asked += 1
+        return asked
+
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(run, n) for n in range(threads)]
+        try:
+            yield
+        finally:
+            stop.set()
+        assert all(job.result() for job in running)
+
+
+def sending(rig):
+    """Prefill replicas that have sent KV."""
+    return {
+        dict(labels)["ReplicaId"]
+        for (name, labels), value in rig.metrics().items()
+        if name == "ray_pd_connector_sent_chunks_total" and value
+    }
+
+
+def sessions(rig, gauge):
+    """Sessions of all living engines. An engine reports while it answers."""
+    ask(rig, "x", 1)
+    return rig.metrics().total(f"ray_pd_connector_{gauge}")
+
+
+def end_at_once(rig, deployment, replica):
+    """Kill a replica. Nothing of its engine is left after it."""
+    pid = rig.pids(deployment)[replica]
+    engine = rig.engine_of(pid)
+    os.kill(pid, signal.SIGKILL)
+    return lambda: wait_until(
+        lambda: not [p for p in engine if os.path.exists(f"/proc/{p}")],
+        lambda: f"the engine of {replica} is gone: {engine}",
+    )
+
+
+def test_one_to_two_replicas_under_load(rig):
+    before = sending(rig)
+    with load(rig):
+        rig.scale(2, 2)
+        wait_until(lambda: sending(rig) - before, "the new prefill replica has sent KV")
+    rig.idle()
+
+
+def prefill_engines(rig):
+    return [p for pid in rig.pids(PREFILL).values() for p in rig.engine_of(pid)]
+
+
+def test_prompts_that_begin_alike_go_to_the_same_prefill_replica(rig):
+    """The router's choice is what the policy's `decide` says, and Serve does it."""
+
+    def one(n):
+        prompt = f"{n}: " + PROMPT[:800]
+        return ask(rig, prompt, 2, user=f"prefix {n}", cache_salt=f"salt {n}")
+
+    def routes():
+        seen = [[r for r in each if str(r[0]).startswith("prefix ")] for each in rig.routes()]
+        return seen, sum(map(len, seen))
+
+    with ThreadPoolExecutor(6) as pool:
+        with stopped(prefill_engines(rig)):  # all are under way at once: load spreads what is new
+            first = pool.map(one, range(6))
+            wait_until(lambda: routes()[1] == 6, lambda: f"six requests have a replica: {routes()}")
+        list(first)
+        for _ in range(2):
+            list(pool.map(one, range(6)))
+    seen, count = routes()
+    assert count == 18
+    assert {used for each in seen for _, _, used in each} == set(rig.pids(PREFILL))
+    for each in seen:  # each decode replica knows what it has sent itself
+        assert [used for _, _, used in each] == [decided for _, decided, _ in each]
+        homes = {(user, used) for user, _, used in each}
+        assert len(homes) == len({user for user, _ in homes})
+
+
+def test_a_decode_replica_killed_with_requests_under_way(rig):
+    """Those that it has not begun to answer are answered by another. What it was to fetch comes home."""
+    prompts = [f"{n}: " + PROMPT for n in range(8)]
+    wanted = ask(rig, prompts[0])
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, rig, prompt) for prompt in prompts]
+        victim = wait_until(lambda: rig.asked(DECODE), "a decode replica has a request").pop()
+        gone = end_at_once(rig, DECODE, victim)
+        assert_same_logprobs(answers[0].result(), wanted, TOLERANCE)
+        assert all(len(answer.result().tokens) == 16 for answer in answers)
+    gone()
+    rig.idle()
+
+
+def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
+    """Its engine stands still when the request comes, so that it dies with the prefill under way."""
+    wanted = ask(rig)
+    with (
+        rig.counts(REQUESTS, 1, outcome="prefill_failed"),
+        ThreadPoolExecutor(1) as pool,
+        stopped(prefill_engines(rig)),
+    ):
+        answer = pool.submit(ask, rig)
+        victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
+        gone = end_at_once(rig, PREFILL, victim)
+        assert_same_logprobs(answer.result(), wanted, TOLERANCE)
+    # Whoever has not noticed yet may choose it before the other.
+    assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+    gone()
+
+
+def test_two_replicas_to_one_under_load(rig):
+    """Replicas that end give what they keep: no KV is missed. The dead are forgotten."""
+    rig.wait_for(2, 2)
+    hand_over(rig)
+    before = rig.metrics()
+    with load(rig):
+        rig.scale(1, 1)
+    assert grown(rig.metrics(), before, "failed_transfers") == 0
+    rig.idle()
+    for gauge in ("consumer_sessions", "producer_sessions"):
+        wait_until(
+            lambda gauge=gauge: sessions(rig, gauge) <= 1,
+            lambda gauge=gauge: f"one session left: {gauge} {sessions(rig, gauge)}",
+        )
+
+
+def test_the_node_of_all_prefill_replicas_is_lost(rig):
+    """One request is past its prefill, others come. Last: the node does not come back, and no process is
+    left when Serve ends."""
+    wanted, whole, before = ask(rig), ask(rig, max_tokens=64).text, rig.metrics()
+    body = request_body(rig.url, PROMPT, 64, cache_salt=fresh_salt())
+    events = rig.client.stream("/v1/completions", body)
+    begun = next(events)
+    with load(rig):
+        rig.lose_node()
+        text = "".join(e["choices"][0]["text"] for e in [begun, *events] if e["choices"])
+        assert text == whole
+        assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+    wait_until(
+        lambda: sum(grown(rig.metrics(), before, REQUESTS, outcome=c) for c in ALONE),
+        "prompts were computed by the decode replica",
+    )
+    wait_until(lambda: sessions(rig, "producer_sessions") == 0, "the lost engine is forgotten")
+    rig.end()
+    wait_until(lambda: not rig.processes("VLLM") + rig.processes("ServeReplica"), "all gone")
