@@ -93,6 +93,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Size of one slot, in MiB: the largest chunk. Chunks are smaller on a slow link."""
     slots: int = 16
     """Landing slots of a consumer, and send slots of a producer."""
+    slot_memory: Literal["auto", "host", "device"] = "auto"
+    """Where the slots of a cache on a GPU lie: in pinned `host` memory, or also on the `device`, for
+    transports that reach it there (`nixl`). `auto` takes the device where that is possible; `device`
+    ends the start where it is not."""
     lease_s: float = 30.0
     """How long a producer keeps pages without a heartbeat of their consumer, in seconds."""
     lease_share: float = 0.8

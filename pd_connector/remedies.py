@@ -64,6 +64,28 @@ def told(causes: Mapping[Cause, int]) -> str:
     return ", ".join(f"{cause} {count}" for cause, count in ordered)
 
 
+_STAGED: dict[str, str] = {
+    "config": "its config wants slots in host memory (slot_memory)",
+    "transport": "the transport that was taken copies by the processors: `nixl` reaches device memory",
+    "kernels": "install Triton there",
+    "memory": "the GPU has no room for slots: lower the engine's share of its memory, or `slots`",
+    "setup": "NIXL does not move the GPU's memory there: see its log, and `pd-connector doctor` on that machine",
+    "peer": "the decode engine has no slots on a GPU: see its log",
+}
+"""What to do where chunks of a cache on a GPU pass through host memory, by the cause in `staged_sessions`."""
+
+
+def staged_in(metrics: str) -> str:
+    """Why chunks of a prefill engine's GPU pass through host memory, by its `/metrics`; empty if they do not."""
+    causes = Counter[str]()
+    for name, labels, value in _SAMPLE.findall(metrics):
+        cause = _CAUSE.search(labels) if name == "staged_sessions" else None
+        if cause and float(value) > 0:
+            causes[cause[1]] += int(float(value))
+    told = [f"{cause} {count} ({_STAGED.get(cause, '?')})" for cause, count in causes.most_common()]
+    return "; ".join(told)
+
+
 def outage_in(metrics: str) -> Outage | None:
     """What is wrong at a decode engine, by its `/metrics` (Prometheus' text); None if KV arrives there, if
     none was asked for, or if the engine has no connector of ours."""

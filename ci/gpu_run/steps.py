@@ -46,6 +46,7 @@ _GPU_TESTS = (
     "tests/pages/test_kernel_pages.py",
     "tests/pages/test_paged_cache.py",
     "tests/memory/test_pins.py",
+    "tests/memory/test_device_slab.py",
     "tests/tools/bench/test_bench_gpu.py",
 )
 _DECODE_TESTS = (*PYTEST, "tests/kernels/test_decode_command.py")
@@ -54,6 +55,8 @@ _SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"
 _GLUON = ("env", "PD_KERNELS_TUNING=gluon=1")
 _MIXED = ("env", "PD_KERNELS_TUNING=mixed_steps=1")
 _CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
+
+_AGENTS = ("--ours", "agent-device", "--ours", "agent-host")
 
 
 def _handoff(*tokens: int, runs: int) -> tuple[str, ...]:
@@ -136,6 +139,14 @@ STEPS: Sequence[Step] = (
         "KV between two processes, beside NIXL with a descriptor per page",
         (*OURS, "bench", "handoff", "--gpu", *_handoff(512, 7500, runs=3)),
         (*OURS, "bench", "handoff", "--gpu", "--device", "cpu", *_handoff(64, runs=1)),
+        180,
+        NIXL,
+    ),
+    Step(
+        "device-slots",
+        "agents with slots on the device: every page is right, and the rate beside slots in host memory",
+        (*OURS, "bench", "handoff", "--gpu", *_AGENTS, *_handoff(512, 7500, runs=3)),
+        (*OURS, "bench", "handoff", "--gpu", "--device", "cpu", *_AGENTS, *_handoff(64, runs=1)),
         180,
         NIXL,
     ),

@@ -141,8 +141,9 @@ class Agent:
         """Control port that consumers dial; 0 for a rank that does not produce."""
         if self.port and len(shards) < 2:
             self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
-        self.transports = self._loop.choice.describe()
-        """The transports that are offered, and why no faster one, for the log."""
+        told = (self._loop.choice.describe(), self._loop.buffers.slot_memory)
+        self.transports = "; ".join(filter(None, told))
+        """The transports that are offered, where slots lie, and why nothing faster, for the log."""
         self._turn.begin()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
@@ -241,6 +242,7 @@ class Agent:
     def _run(self) -> None:
         prefer_own_threads()
         prefer_short_slices()
+        self._cache.enter_thread()
         while not self._run_loop():
             self._restart()
 

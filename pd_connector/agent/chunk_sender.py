@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable, Iterator
 
 from pd_connector.agent.consumer_sessions import ConsumerSessions
-from pd_connector.agent.outbox import Key, Outbox
+from pd_connector.agent.in_flight import Key
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
@@ -57,6 +58,7 @@ class ChunkSender:
             detail = f"tokens {send.chunk.first_token}-{send.chunk.stop_token} are not kept"
             self._act(self._producer.fail(send.session, send.transfer, Cause.WINDOW, detail))
             return
+        self._begin_next()
         try:
             offer = self._outbox.post(send, self._sessions[send.session].path, now)
         except RevokedError:
@@ -73,6 +75,20 @@ class ChunkSender:
         self._telemetry.count("sent_chunks")
         if offer is not None:
             self._listener.send(send.session, messages.encode(offer))
+
+    def settle(self) -> None:
+        """Nothing that was begun early is under way any more. Must follow the last `send` of a turn."""
+        self._outbox.settle()
+
+    def _begin_next(self) -> None:
+        """Have a device gather the chunk that probably follows while this one is posted."""
+        if not self._outbox.begins_early:
+            return
+        following = self._producer.peek_send(
+            {*self._outbox.backpressured, *self._sessions.compiling}
+        )
+        if following is not None and following.kept:
+            self._outbox.post_next(following, self._sessions[following.session].path)
 
     def ended(self, key: Key, ok: bool, detail: str) -> None:
         """A chunk has arrived, or certainly will not."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd_connector.agent.handshake import RefusedError, check_hello, connect
-from pd_connector.agent.outbox import SendPath
+from pd_connector.agent.in_flight import SendPath
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause
 from pd_connector.kv.coding import RAW, permitted
@@ -42,6 +42,7 @@ class ConsumerSessions:
         self._codecs = permitted(config.codec, config.codec_max_error)
         self._telemetry = resources.telemetry
         self._choice = resources.choice
+        self._buffers = resources.buffers
         self._sessions: dict[bytes, ConsumerSession] = {}
         self._compiling: set[bytes] = set()
 
@@ -83,6 +84,9 @@ class ConsumerSessions:
         self._telemetry.count("sessions", transport=transport.label or transport.name)
         if slower := self._choice.why_slower(transport.name):
             self._telemetry.count("slower_sessions", cause=slower)
+        on_device = transport.device_slots(link) is not None
+        if cause := self._buffers.why_staged(reaches=transport.reaches_devices, used=on_device):
+            self._telemetry.count("staged_sessions", cause=cause)
         read = self._reads(transport) and transport.name in hello.readable
         path = SendPath(transport, link, read)
         self._sessions[sender] = ConsumerSession(hello.engine_id, path, routes, plain, now)

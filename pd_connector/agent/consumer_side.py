@@ -27,6 +27,7 @@ from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -174,9 +175,14 @@ class ConsumerSide:
         self._keeper.tick(now, hurried=self._pool.held > 0)
         self._auditor.tick(now)
 
-    def landed(self, landed: Landed, now: float) -> None:
-        """A chunk has landed; it counts once it fits the plan and its checksum is right."""
-        self._arrived(*landed[:4], now, authentic=landed.authentic)
+    def landed(self, landed: Sequence[Landed], now: float) -> None:
+        """Chunks have landed; each counts once it fits the plan and its checksum is right."""
+        for number, arrival in enumerate(landed, 1):
+            following = landed[number] if number < len(landed) else None
+            if following and not following.problem and isinstance(following.payload, Payload):
+                self._cache.scatter_next(following.payload)
+            self._arrived(*arrival[:4], now, authentic=arrival.authentic)
+        self._cache.settle()
 
     def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
         """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
@@ -191,7 +197,7 @@ class ConsumerSide:
         self,
         data: bytes,
         slot: int,
-        payload: memoryview | Pieces | Destination,
+        payload: Payload | Pieces | Destination,
         problem: str,
         now: float,
         *,

@@ -149,9 +149,7 @@ class Inbox:
                     # Its transport has checked every byte, and nobody else can write them.
                     found = b""
                 else:
-                    found = self._cache.last_checksum or checksum(
-                        place.payload, place.route.rules.sums_digest
-                    )
+                    found = self._cache.last_checksum or _checksum(place)
         if found != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
@@ -174,7 +172,10 @@ class Inbox:
             return None
         route = place.route
         where = route.destination, route.destination_head, route, place.chunk, place.pages
-        pieces = self._cache.pieces(*where)
+        try:
+            pieces = self._cache.pieces(*where)
+        except IndexError:  # not a page of this cache: that is told when the chunk has landed
+            return None
         if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
             return None
         return ChunkPages(place, pieces, self._gate, awaited)
@@ -194,3 +195,8 @@ class Inbox:
             )
         self._telemetry.count("pulled_pieces", len(ours.addresses))
         return path.transport.pull(path.expected, theirs, ours)
+
+
+def _checksum(place: PlaceChunk) -> bytes:
+    assert isinstance(place.payload, memoryview)  # what lies on a device was summed there
+    return checksum(place.payload, place.route.rules.sums_digest)

@@ -110,7 +110,13 @@ class Loop:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = _MOST_SOCKETS
         self._gatekeeper: Gatekeeper | None = None
-        self.buffers = Buffers(config, cache.device, produces=produces, consumes=consumes)
+        self.buffers = Buffers(
+            config,
+            cache.device,
+            produces=produces,
+            consumes=consumes,
+            slot_device=cache.slot_device,
+        )
         self._transports: list[Transport] = []
         self.producer_side: ProducerSide | None = None
         self.consumer_side: ConsumerSide | None = None
@@ -133,6 +139,7 @@ class Loop:
                 steps=steps,
                 ranks=ranks,
                 choice=self.choice,
+                buffers=self.buffers,
                 audits=audits,
             )
             if produces:
@@ -144,6 +151,8 @@ class Loop:
         except BaseException:
             self.close()
             raise
+        device_slots = sum(slab.slots for slab in self.buffers.device_slots.slabs)
+        telemetry.gauge(device_slots=device_slots)
         self._update_gauges()
 
     def _make_transports(self, keys: CurveKeys | None, choice: Choice) -> list[Transport]:
@@ -156,6 +165,8 @@ class Loop:
             if not choice.automatic or FASTEST_BETWEEN_MACHINES not in choice.names:
                 raise
             self.choice = choice.failed(error)
+            if self.buffers.device_slots.slabs:
+                self.buffers.leave_device(str(error))
         config = with_names(self._config, self.choice.names)
         return make_transports(self._context, config, keys, self.buffers)
 
@@ -225,9 +236,8 @@ class Loop:
             for write in written:
                 if producer_side:
                     producer_side.written(transport, write)
-            for arrival in landed:
-                if consumer_side:
-                    consumer_side.landed(arrival, now)
+            if consumer_side:
+                consumer_side.landed(landed, now)
         if producer_side:
             producer_side.send(now)
             producer_side.tick(now)

@@ -4,22 +4,23 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
+from pd_connector.agent.in_flight import OFFERED, InFlight, Key, SendPath
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.kv.checksum import checksum
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.header import encode_header, header_of
 from pd_connector.protocol.outgoing import Send
-from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
+from pd_connector.transport.base import LEAST_PIECE_BYTES
 
-OFFERED = "offered"
-"""Stands for a transport's name in the keys of chunks that the consumer reads."""
 _MOST_OFFERS = 4
 """Chunks that are offered to one consumer at a time. With few, what was gathered is still in the
 processors' cache when it is read."""
@@ -27,29 +28,6 @@ _MOST_WRITES = 3
 """Chunks that are written to one consumer at a time, over a transport with send slots of its own.
 With few, what was gathered is still in the processor's cache when it is sealed, which halves the cost
 of gathering; and a consumer that takes nothing holds no more slots than these."""
-
-Key = tuple[str, int]
-"""A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
-
-
-class SendPath(NamedTuple):
-    """How chunks get to a consumer."""
-
-    transport: Transport
-    link: Hashable  # of the transport
-    read: bool  # chunks are offered to be read
-
-
-class InFlight(NamedTuple):
-    """A chunk on its way."""
-
-    session: bytes
-    transfer: str
-    send_slot: int | None  # None: it is sent or read from where its pages lie
-    nbytes: int
-    deadline: float
-    most: float = float("inf")  # such chunks that its session may have at a time
-    in_order: bool = False  # it arrives after the chunks that were written to its session before it
 
 
 class Outbox:
@@ -136,6 +114,22 @@ class Outbox:
             raise
         return None
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether a chunk can be gathered while the one before is posted."""
+        return not self._cache.on_host and len(self._free_slots) > 1
+
+    def post_next(self, send: Send, path: SendPath) -> None:
+        """The `post` after the next one will probably be this one; `settle` must follow. What is gathered for
+        it counts only if its gate is open when it is posted."""
+        slot = self._slots(path).slot(self._free_slots[-2])
+        fence = self._fences.get(send.request)
+        self._cache.gather_next(send.route, send.chunk, send.pages, slot, fence)
+
+    def settle(self) -> None:
+        """See `PagedCache.settle`."""
+        self._cache.settle()
+
     def ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
         chunk = self._in_flight.pop(key, None)
@@ -198,15 +192,16 @@ class Outbox:
         if self._is_full(chunk.session):
             self._backpressured.add(chunk.session)
 
-    def _checksum(self, send: Send, payload: memoryview, path: SendPath) -> bytes:
+    def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
         """That of a gathered chunk; empty if its transport authenticates every byte."""
         if path.transport.authenticates and not path.read:
             return b""
+        assert isinstance(payload, memoryview)  # what lies on a device was summed there
         return checksum(payload, send.route.rules.sums_digest)
 
     def _fill(
         self, send: Send, path: SendPath, confirm: Callable[[], None]
-    ) -> tuple[int, memoryview, Callable[[], int] | None]:
+    ) -> tuple[int, Payload, Callable[[], int] | None]:
         """Gather a chunk into a send slot; returns the slot and the payload in it. Or encrypt it into
         the slot; returns also what starts the write then.
 
@@ -215,8 +210,7 @@ class Outbox:
         """
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
-            slab = None if path.read else path.transport.sends_from
-            slot, fence = (slab or self._sending).slot(send_slot), self._fences.get(send.request)
+            slot, fence = self._slots(path).slot(send_slot), self._fences.get(send.request)
             if (begin := self._encrypt(send, path, slot)) is not None:
                 payload = slot[: send.chunk.nbytes(send.route)]
             else:
@@ -227,11 +221,11 @@ class Outbox:
             raise
         return send_slot, payload, begin
 
-    def _encrypt(self, send: Send, path: SendPath, slot: memoryview) -> Callable[[], int] | None:
+    def _encrypt(self, send: Send, path: SendPath, slot: Payload) -> Callable[[], int] | None:
         """Encrypt a chunk of whole pages into a send slot, from where it lies; returns what starts the
         write, or None where it has to be gathered. A write that is never started ends the
         connection: numbers of records are missing then."""
-        if path.read or not path.transport.authenticates:
+        if path.read or not path.transport.authenticates or not isinstance(slot, memoryview):
             return None
         pieces = self._pieces(send)
         if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
@@ -239,6 +233,11 @@ class Outbox:
         payload = slot[: pieces.nbytes]
         header = self._header(send, pieces.nbytes, self._checksum(send, payload, path))
         return path.transport.prepare(path.link, header, pieces, send.slot, payload)
+
+    def _slots(self, path: SendPath) -> Slab | DeviceSlab:
+        """The send slots that chunks on this path are gathered into."""
+        on_device = path.transport.device_slots(path.link)
+        return on_device or (None if path.read else path.transport.sends_from) or self._sending
 
     def _pieces(self, send: Send) -> Pieces | None:
         """Where the chunk lies, if the consumer may read it there."""
@@ -250,7 +249,7 @@ class Outbox:
         return joined if len(joined.addresses) <= messages.MAX_PIECES else None
 
     def _start(
-        self, send: Send, path: SendPath, payload: memoryview, found: bytes
+        self, send: Send, path: SendPath, payload: Payload, found: bytes
     ) -> Callable[[], int]:
         """What starts to write a payload whose checksum is `found`."""
         header = self._header(send, len(payload), found)
@@ -273,7 +272,7 @@ class Outbox:
         self._begin((path.transport.name, token), chunk)
 
     def _offer_slot(
-        self, send: Send, payload: memoryview, found: bytes, send_slot: int, now: float
+        self, send: Send, payload: Payload, found: bytes, send_slot: int, now: float
     ) -> messages.Message:
         header = self._header(send, len(payload), found)
         offer = self._offer(self._chunk(send, send_slot, len(payload), now))

@@ -10,8 +10,9 @@ from pd_connector.agent.chunk_sender import ChunkSender
 from pd_connector.agent.commands import Computed, Revoke
 from pd_connector.agent.consumer_sessions import ConsumerSessions
 from pd_connector.agent.handshake import RefusedError
+from pd_connector.agent.in_flight import OFFERED
 from pd_connector.agent.integrity import HasIntegrity
-from pd_connector.agent.outbox import OFFERED, Outbox
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.config import is_loopback
@@ -204,6 +205,7 @@ class ProducerSide:
         for send in self._sender.ready():
             with self._ending_on_error(send.session, now):
                 self._sender.send(send, now)
+        self._sender.settle()
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""

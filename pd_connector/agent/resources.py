@@ -9,6 +9,7 @@ from pd_connector.agent.handshake import RankIdentity
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Context
+from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.audit import AuditBook
 from pd_connector.protocol.peers import Peer
@@ -29,6 +30,7 @@ class RankResources:
         steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.
         choice: how the transports were chosen.
+        buffers: the slots that chunks pass through.
         audits: what is known of producers; None where none has to be audited.
     """
 
@@ -43,4 +45,5 @@ class RankResources:
     steps: EngineSteps
     ranks: Callable[[], Sequence[Peer]]
     choice: Choice
+    buffers: Buffers
     audits: AuditBook | None = None

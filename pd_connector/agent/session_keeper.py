@@ -65,7 +65,12 @@ class SessionKeeper:
         ready = self._sessions.ready()
         self.only_pulses = bool(ready)
         for session in ready:
-            self._attempt(self._receive, session, now)
+            try:
+                self._receive(session, now)
+            except AbandonedError:
+                raise
+            except Exception:
+                self._failed(session, now)
 
     def _receive(self, session: OpenSession, now: float) -> None:
         for data in self._sessions.received(session):
@@ -74,12 +79,17 @@ class SessionKeeper:
             except MalformedMessageError as error:
                 self.end(session, Cause.MALFORMED_MESSAGE, str(error), now)
                 return
-            if not isinstance(message, messages.Pulse):
+            if isinstance(message, messages.Pulse):
+                # With many sessions nearly all messages are these, of engines that live.
+                age_s = message.engine_age_ms / 1000
+                if age_s <= self._config.engine_timeout_s:
+                    self._sessions.heard(session, now)
+                    continue
+                self._act(self._consumer.pulse(session.source, age_s, now), now)
+            else:
                 self.only_pulses = False
                 session.last_wanted = now
                 self._dispatch(session, message, now)
-            elif actions := self._consumer.pulse(session.source, message.engine_age_ms / 1000, now):
-                self._act(actions, now)
             if not self._sessions.holds(session):
                 return
             self._sessions.heard(session, now)
@@ -235,10 +245,14 @@ class SessionKeeper:
         except AbandonedError:
             raise
         except Exception:
-            logger.exception("session with %s:%d failed", *session.source[:2])
-            self._telemetry.count("session_errors")
-            if self._sessions.holds(session):
-                self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
+            self._failed(session, now)
+
+    def _failed(self, session: OpenSession, now: float) -> None:
+        """Something unexpected was raised: it ends this session."""
+        logger.exception("session with %s:%d failed", *session.source[:2])
+        self._telemetry.count("session_errors")
+        if self._sessions.holds(session):
+            self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
 
 def _cause(name: str) -> Cause:

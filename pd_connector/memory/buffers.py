@@ -6,6 +6,12 @@ from typing import TYPE_CHECKING
 from pd_connector.config import Config
 from pd_connector.memory.pins import Pins
 from pd_connector.memory.slab import Slab
+from pd_connector.memory.slot_memory import (
+    NO_DEVICE_SLOTS,
+    WhyHost,
+    choose_slot_memory,
+    not_possible,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,17 +31,34 @@ class Buffers:
             peers do not write into slots by themselves. The same slab as `landing` where that is
             such memory.
         private_sending: send slots of the same kind.
+        device_slots: slots in the memory of the cache's GPU, of the same numbers and sizes, for
+            transports that reach them there.
+        why_host: why there are none of these; None where there are, and for a cache in host memory.
         pins: slots that are pinned for the cache's GPU.
 
     Args:
         device: where the cache lies.
         produces: whether chunks are gathered into the send slots.
         consumes: whether chunks arrive in the landing slots.
+        slot_device: where kernels can gather chunks to; None where no kernels move the cache's pages.
+
+    Raises:
+        ConfigError: `slot_memory: device` is not possible.
     """
 
     def __init__(
-        self, config: Config, device: "torch.device", *, produces: bool, consumes: bool
+        self,
+        config: Config,
+        device: "torch.device",
+        *,
+        produces: bool,
+        consumes: bool,
+        slot_device: "torch.device | None" = None,
     ) -> None:
+        self._must_be_on_device = config.slot_memory == "device"
+        self.device_slots, self.why_host = choose_slot_memory(
+            config, device, slot_device, produces=produces, consumes=consumes
+        )
         shared = "shm" in config.transports
         self.landing = Slab(config.slots, config.slot_bytes, shared=shared)
         self.sending = Slab(config.slots, config.slot_bytes, shared=shared)
@@ -55,8 +78,41 @@ class Buffers:
         if private is not slots and "tcp" in config.transports:
             self.pins.add(private.memory, f"{what} of tcp")
 
+    def leave_device(self, problem: str) -> None:
+        """Slots on the device cannot be used: go on with those in host memory.
+
+        Raises:
+            ConfigError: the config wants them on the device.
+        """
+        self.device_slots.close()
+        self.device_slots, self.why_host = NO_DEVICE_SLOTS, WhyHost("setup", problem)
+        if self._must_be_on_device:
+            raise not_possible(problem)
+
+    def why_staged(self, *, reaches: bool, used: bool) -> str:
+        """Why the chunks of a session pass through host memory, although the cache is on a GPU; empty where
+        they do not.
+
+        Args:
+            reaches: the session's transport can move device memory.
+            used: it uses slots on the device.
+        """
+        if used or not self.slot_memory:
+            return ""
+        if self.why_host is not None:
+            return self.why_host.cause
+        return "peer" if reaches else "transport"
+
+    @property
+    def slot_memory(self) -> str:
+        """Where slots lie, for the log; empty for a cache in host memory."""
+        if self.why_host is not None:
+            return str(self.why_host)
+        return "slots in device memory" if self.device_slots.slabs else ""
+
     def close(self) -> None:
-        """Give up pins and descriptors (see `Slab.close`)."""
+        """Give up pins, descriptors and device memory (see `Slab.close`)."""
+        self.device_slots.close()
         self.pins.release()
         self.landing.close()
         self.sending.close()

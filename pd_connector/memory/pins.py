@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pd_connector.memory import cuda_driver
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,6 +50,16 @@ class Pins:
         """
         if self._device is None or not len(memory):
             return
+        if read_only and not _pins_read_only(self._device):
+            logger.warning(
+                "the %s (%d bytes) cannot be pinned: %s does not pin memory that is mapped for reading only. Copies "
+                "of it to the GPU are slower; with `direction: write` on the producer chunks land in pinned slots "
+                "(config key direction)",
+                what,
+                memory.nbytes,
+                self._device,
+            )
+            return
         address = memory.ctypes.data
         with _current(self._device) as cudart:
             flags = _PORTABLE | (_READ_ONLY if read_only else 0)
@@ -73,6 +85,17 @@ class Pins:
         for held in self._held:
             held()
         self._held.clear()
+
+
+def _pins_read_only(device: "torch.device") -> bool:
+    """Whether the device has `cudaDevAttrHostRegisterReadOnlySupported`; without it the call
+    would fail."""
+    try:
+        return cuda_driver.supports(
+            cuda_driver.READ_ONLY_HOST_REGISTER_SUPPORTED, device.index or 0
+        )
+    except cuda_driver.CudaError:
+        return True  # then the call itself says so
 
 
 @contextlib.contextmanager

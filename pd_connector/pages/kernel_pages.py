@@ -18,13 +18,16 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.kv.geometry import Group
+from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.moving import Moving
+from pd_connector.pages.staging import Stagings, record
 from pd_connector.pages.tiles import tokens_of
 from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_kernels.transfer import Blocks, Stored, finish, gather_pages, new_sums, scatter_pages
+from pd_kernels.transfer import Blocks, Stored, gather_pages, new_sums, scatter_pages
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
@@ -47,12 +50,19 @@ class KernelPages:
     Args:
         layers: what each layer, by its number in the model, looks like; not copied.
         device: of all layers.
+        copies: a second stream, for copies between host and device, which then go on beside the
+            kernels of the next chunk; without one they are on the current stream.
     """
 
-    def __init__(self, layers: Mapping[int, LayerPages], device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, LayerPages],
+        device: torch.device,
+        copies: torch.cuda.Stream | None = None,
+    ) -> None:
         self._layers = layers
         self._device = device
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._stagings = Stagings(device, copies)
         # A table on the device takes longer to make than most chunks take to move.
         self._part = functools.lru_cache(_KNOWN_BLOCKS)(self._make_part)
         self._warm_up = WarmUp(self._compile_for)
@@ -90,53 +100,60 @@ class KernelPages:
         launch = self._launch(route, chunk, pages, payload, gathers=False)
         return launch and _run(scatter_pages, launch)
 
-    def gather_to_host(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], filled: memoryview
-    ) -> bytes | None:
-        """Bring a chunk into host memory; returns its checksum, or None where kernels do not take
-        it. Waits until all of it is there.
+    def begin_gather(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], filled: Payload
+    ) -> Moving | None:
+        """Queue all that brings a chunk into a slot, or None where kernels do not take it.
 
-        The kernel writes to the device's memory and a copy engine moves that on: a kernel that
-        wrote across the bus would keep the multiprocessors from the prefill for as long as the bus
-        takes, which is tens of times longer, and `filled` need not be pinned.
+        A slot on the device is written by the kernel. For one in host memory the kernel writes to the
+        device's memory, and a copy engine moves that on: a kernel that wrote across the bus would
+        keep the multiprocessors from the prefill for as long as the bus takes, which is tens of times
+        longer, and the slot need not be pinned.
 
         Raises:
             IndexError: a page is not of this cache.
         """
-        payload = self._staging(len(filled))
-        sums = self.gather(route, chunk, pages, payload)
+        nbytes, digest = len(filled), route.rules.sums_digest
+        if isinstance(filled, DeviceBytes):
+            sums = self.gather(route, chunk, pages, filled.tensor)
+            if sums is None:
+                return None
+            return Moving(_to_host(sums), nbytes, digest, record(self._device))
+        staging = self._stagings.empty(nbytes)
+        sums = self.gather(route, chunk, pages, staging.room[:nbytes])
         if sums is None:
             return None
-        torch.from_numpy(np.frombuffer(filled, np.uint8)).copy_(payload, non_blocking=True)
-        return finish(
-            sums, len(filled), route.rules.sums_digest
-        )  # waits for the sums, which come after the payload
+        found = _to_host(sums)
+        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(filled, np.uint8)))
+        return Moving(found, nbytes, digest, staging.free)
 
-    def scatter_from_host(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: memoryview
-    ) -> bytes | None:
-        """Bring a payload from host memory into pages; returns the checksum of what came into them,
-        or None where kernels do not take it. Waits until all of it is there.
+    def stage(self, payload: Payload) -> None:
+        """Begin to copy a payload that is scattered after the next one."""
+        self._stagings.load(payload, _source(payload))
 
-        The host's memory is read once: a late write by a peer cannot come between the sum and the
-        pages.
+    def begin_scatter(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
+    ) -> Moving | None:
+        """Queue all that brings a payload into pages, or None where kernels do not take it.
+
+        The slot is read once, into memory that no peer can write: a late write by a peer cannot come
+        between the sum and the pages.
 
         Raises:
             IndexError: a page is not of this cache.
         """
-        staged = self._staging(len(payload))
-        launch = self._launch(route, chunk, pages, staged, gathers=False)
+        staging = self._stagings.loaded(payload, lambda: _source(payload))
+        launch = self._launch(route, chunk, pages, staging.room[: len(payload)], gathers=False)
         if launch is None:
+            self._stagings.settle()
             return None
-        staged.copy_(as_tensor(np.frombuffer(payload, np.uint8)), non_blocking=True)
-        sums = _run(scatter_pages, launch)
-        return finish(sums, len(payload), route.rules.sums_digest)
+        sums = _to_host(_run(scatter_pages, launch))
+        staging.free = record(self._device)
+        return Moving(sums, len(payload), route.rules.sums_digest, staging.free)
 
-    def _staging(self, nbytes: int) -> torch.Tensor:
-        """Memory of the device for one payload, the same for each: all is done when a call ends."""
-        if len(self._room) < nbytes:
-            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._room[:nbytes]
+    def settle(self) -> None:
+        """Wait for copies that were begun, and forget payloads that were staged."""
+        self._stagings.settle()
 
     def _launch(
         self,
@@ -244,6 +261,17 @@ def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
     assert sums is not None
     operator(launch.blocks, launch.pages, launch.slot, launch.first_token, launch.tokens, sums)
     return sums
+
+
+def _to_host(sums: torch.Tensor) -> torch.Tensor:
+    """Queue a copy of sums into host memory, pinned by torch: nobody waits."""
+    return sums.to("cpu", non_blocking=True)
+
+
+def _source(payload: Payload) -> torch.Tensor:
+    if isinstance(payload, DeviceBytes):
+        return payload.tensor
+    return as_tensor(np.frombuffer(payload, np.uint8))
 
 
 def _planes(view: LayerPages, heads: range) -> list[torch.Tensor]:

@@ -9,21 +9,22 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from pd_connector.kv.geometry import Geometry, Group
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
-from pd_connector.pages.block_copies import BlockCopies
 from pd_connector.pages.cache_layers import CacheLayers
-from pd_connector.pages.comparing import distances
 from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.one_ahead import GatherCall, OneAhead
+from pd_connector.pages.own_stream import own_streams
+from pd_connector.pages.slot_copies import SlotCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import token_bytes
-from pd_connector.protocol.audit import Distance, can_compare
+from pd_connector.protocol.audit import Distance
 
 if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages
@@ -37,7 +38,7 @@ class PagedCache:
     """The cache of one rank. One thread gathers and scatters.
 
     Attributes:
-        checksum: of the payload that the last `gather` wrote, or that the last `scatter` brought into
+        last_checksum: of the payload that the last `gather` wrote, or that the last `scatter` brought into
             pages, if a kernel has summed it on the way; None if the caller has to sum it.
 
     Args:
@@ -60,19 +61,28 @@ class PagedCache:
         self.geometry = geometry
         self.last_checksum: bytes | None = None
         self._layers = CacheLayers(layers, geometry)
-        self._copies = BlockCopies(self._layers)
+        self._copies = SlotCopies(self._layers, self._wait)
         self._device = self._layers.device
-        on_gpu = self._device.type == "cuda"
-        # Of high priority, so that a chunk's kernel does not queue behind a prefill's; and because
-        # torch lends 32 streams of the usual priority to everybody in turn, the engine included.
-        self._stream = torch.cuda.Stream(self._device, priority=-1) if on_gpu else None
-        wanted = on_gpu if by_kernels is None else by_kernels
-        self._kernels = _kernels(self._layers.by_number, self._device) if wanted else None
+        self._stream: torch.cuda.Stream | None
+        self._stream, copies = own_streams(self._device)
+        wanted = self._stream is not None if by_kernels is None else by_kernels
+        self._kernels = _kernels(self._layers.by_number, self._device, copies) if wanted else None
+        self._ahead = OneAhead(self._kernels, self._stream) if self._kernels else None
 
     @property
     def device(self) -> torch.device:
         """Where all layers lie."""
         return self._device
+
+    @property
+    def slot_device(self) -> torch.device | None:
+        """The device on which slots of this cache may lie; None where no kernels move its pages."""
+        return None if self._kernels is None else self._device
+
+    def enter_thread(self) -> None:
+        """Make the cache's device the current one of the calling thread, for libraries that ask for it."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
 
     @property
     def pages(self) -> int:
@@ -112,13 +122,15 @@ class PagedCache:
         route: Route,
         chunk: Chunk,
         pages: Sequence[int],
-        slot: memoryview,
+        slot: Payload,
         fence: torch.cuda.Event | None = None,
-    ) -> memoryview:
-        """Write a chunk's payload into the slot; returns the part of it that is filled.
+    ) -> Payload:
+        """Write a chunk's payload into the slot; returns the part of it that is filled. All of it is there
+        then, in host memory or on the device: whoever posts it need not know of streams.
 
         Args:
             pages: ids of `chunk.pages(route.source.page_size)`.
+            slot: in host memory, or on the cache's device (`slot_device`).
 
         Raises:
             IndexError: a page is not of this cache.
@@ -127,21 +139,47 @@ class PagedCache:
         nbytes = chunk.nbytes(route)
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
-        filled = slot[:nbytes]
+        call = GatherCall(route, chunk, pages, slot[:nbytes], fence)
         self.last_checksum = None
         with self._streamed(fence):
-            if self._kernels is not None:
-                self.last_checksum = self._kernels.gather_to_host(route, chunk, pages, filled)
+            if self._ahead is not None:
+                self.last_checksum = self._ahead.gather(call)
             if self.last_checksum is None:
-                self._copies.gather(route, chunk, pages, np.frombuffer(filled, np.uint8))
-        return filled
+                self.last_checksum = self._copies.fill(call)
+        return call.slot
+
+    def gather_next(
+        self,
+        route: Route,
+        chunk: Chunk,
+        pages: Sequence[int],
+        slot: Payload,
+        fence: torch.cuda.Event | None = None,
+    ) -> None:
+        """The `gather` after the next one will probably be this: a device begins with it early. `settle` must
+        follow, whether or not it comes. The slot must be free. Pages may be another's by then: what was read
+        of them counts only if that `gather` is called."""
+        nbytes = chunk.nbytes(route)
+        if self._ahead is not None and len(slot) >= nbytes:
+            self._ahead.gather_next(GatherCall(route, chunk, pages, slot[:nbytes], fence))
+
+    def scatter_next(self, payload: Payload) -> None:
+        """The `scatter` after the next one will probably be of this payload: it is copied to the device
+        meanwhile. `settle` must follow, whether or not that `scatter` comes."""
+        if self._ahead is not None:
+            self._ahead.scatter_next(payload)
+
+    def settle(self) -> None:
+        """Nothing that was begun by `gather_next` or `scatter_next` is under way any more."""
+        if self._ahead is not None:
+            self._ahead.settle()
 
     def scatter(
         self,
         route: Route,
         chunk: Chunk,
         pages: Sequence[int],
-        payload: memoryview,
+        payload: Payload,
         fence: torch.cuda.Event | None = None,
     ) -> None:
         """Write a landed chunk's tokens into pages of this cache.
@@ -159,17 +197,17 @@ class PagedCache:
             )
         self.last_checksum = None
         with self._streamed(fence):
-            if self._kernels is not None:
-                self.last_checksum = self._kernels.scatter_from_host(route, chunk, pages, payload)
+            if self._ahead is not None:
+                self.last_checksum = self._ahead.scatter(route, chunk, pages, payload)
             if self.last_checksum is None:
-                self._copies.scatter(route, chunk, pages, np.frombuffer(payload, np.uint8))
+                self.last_checksum = self._copies.empty(route, chunk, pages, payload)
 
     def compare(
         self,
         route: Route,
         chunk: Chunk,
         pages: Sequence[int],
-        payload: memoryview,
+        payload: Payload,
         fence: torch.cuda.Event | None = None,
     ) -> list[Distance]:
         """How far a landed chunk is from what the pages hold. Nothing is written.
@@ -189,12 +227,9 @@ class PagedCache:
             raise ValueError(
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
-        self.last_checksum = None
-        if not can_compare(route):
-            return []
-        words = np.frombuffer(payload, np.uint8)
         with self._streamed(fence):
-            return distances(self._layers, self._copies.copier, route, chunk, pages, words)
+            self.last_checksum, found = self._copies.compare(route, chunk, pages, payload)
+            return found
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
@@ -223,7 +258,8 @@ class PagedCache:
 
     @contextlib.contextmanager
     def _streamed(self, fence: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued within has been done at the end."""
+        """What is queued within is on this cache's own stream, after `fence`. After an error nothing of it is
+        under way: the slot is lent again, or unmapped."""
         stream: AbstractContextManager[object] = contextlib.nullcontext()
         if self._stream is not None:
             stream = torch.cuda.stream(self._stream)
@@ -232,15 +268,23 @@ class PagedCache:
         try:
             with stream:
                 yield
-        finally:  # after an error, too: the slot is lent again, or unmapped
-            if self._stream is not None:
-                self._stream.synchronize()
+        except BaseException:
+            self._wait()
+            if self._kernels is not None:
+                self._kernels.settle()
+            raise
+
+    def _wait(self) -> None:
+        """Until everything on this cache's own stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
-def _kernels(layers: Mapping[int, LayerPages], device: torch.device) -> "KernelPages | None":
+def _kernels(*arguments: Any) -> "KernelPages | None":
+    """As `KernelPages` takes them."""
     try:
         from pd_connector.pages.kernel_pages import KernelPages
     except ImportError as error:
         logger.warning("pages are moved by torch, block by block, and not by kernels: %s", error)
         return None
-    return KernelPages(layers, device)
+    return KernelPages(*arguments)

@@ -10,6 +10,9 @@ with the codec and without it.
 PROBE = 16
 """The slower way is measured again after so many transfers, if it took as long as the faster one; after
 four times as many if it took twice as long. So that measuring costs a few percent at most."""
+SOON = 4
+"""At first it is measured again after so many transfers, then after twice as many, and so on: a codec is
+slow in the first transfers, while its loops are compiled, and a connection while it starts."""
 CHANGED = 1.5
 """The slower way is measured again at once if the faster one's rate has changed by this factor since."""
 
@@ -35,6 +38,7 @@ class CodecChoice:
         self._told: bool | None = None  # the same, as the log has it
         self._rates: dict[bool, float] = {}  # wire bytes per second, by whether they were coded
         self._last: bool | None = None  # whether the transfer measured last was coded
+        self._patience = SOON  # transfers before the slower way is measured again, at most
         self._since = 0  # transfers measured since the slower way was
         self._then = 0.0  # the faster way's rate when the slower one was measured
 
@@ -54,6 +58,10 @@ class CodecChoice:
             self.coded = other
             return
         faster = self._kv_rate(True) >= self._kv_rate(False)
+        if faster != self._faster:
+            self._patience = SOON
+        elif coded != faster:  # it is still the slower one
+            self._patience *= 2
         self._faster = faster
         rate, slower_rate = self._kv_rate(faster), self._kv_rate(not faster)
         if coded != faster:
@@ -62,7 +70,8 @@ class CodecChoice:
             self._since += 1
             self._then = self._then or rate
         moved = max(rate / self._then, self._then / rate) if self._then else 1.0
-        due = self._since >= PROBE * (rate / slower_rate) ** 2 or moved >= CHANGED
+        patience = min(self._patience, PROBE * (rate / slower_rate) ** 2)
+        due = self._since >= patience or moved >= CHANGED
         self.coded = not faster if due else faster
 
     def news(self) -> str:

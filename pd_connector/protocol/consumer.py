@@ -12,6 +12,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
@@ -227,7 +228,7 @@ class Consumer:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces | Destination,
+        payload: Payload | Pieces | Destination,
         now: float,
         *,
         problem: str = "",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pd_connector.errors import Cause
 from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
@@ -66,7 +67,7 @@ class PlaceChunk(NamedTuple):
     pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
     slot: int
     # Here, or in the producer's memory, or in its pages already; None: still to come.
-    payload: memoryview | Pieces | Destination | None
+    payload: Payload | Pieces | Destination | None
     request: str  # whose pages they are
     authentic: bool = False  # the transport has verified that the producer sent these bytes
     comparison: Comparison | None = None  # to which it is added, in place of being written

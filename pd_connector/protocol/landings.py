@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.fetches import Fetches
 from pd_connector.protocol.grants import Grants
@@ -41,7 +42,7 @@ class Landings:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces | Destination,
+        payload: Payload | Pieces | Destination,
         now: float,
         *,
         problem: str,
@@ -80,7 +81,7 @@ class Landings:
         self,
         header: ChunkHeader,
         slot: int,
-        payload: memoryview | Pieces | Destination | None,
+        payload: Payload | Pieces | Destination | None,
         *,
         authentic: bool,
     ) -> PlaceChunk | None:

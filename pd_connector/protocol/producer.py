@@ -71,8 +71,9 @@ class Producer:
         if self._past.is_unwanted(offer.transfer):
             if not offer.final:
                 return []
+            cause = self._past.why_unwanted(offer.transfer)
             self._past.forget_unwanted(offer.transfer)
-            return [Free(offer.request, Cause.ABORTED)]
+            return [Free(offer.request, cause)]
         outgoing = self._transfers.known(offer.transfer, 0.0)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
@@ -175,6 +176,10 @@ class Producer:
             busy: sessions that cannot take a chunk now.
         """
         return self._queue.next_send(busy)
+
+    def peek_send(self, busy: Collection[SessionId] = ()) -> Send | None:
+        """What `next_send` will probably give next. Its pages may be freed before that."""
+        return self._queue.peek(busy)
 
     def gathered(self, send: Send, step: int) -> None:
         """A chunk has been read from its pages, and posted; `step` is the engine's, counted after

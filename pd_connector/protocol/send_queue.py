@@ -34,6 +34,18 @@ class SendQueue:
                 self._ready[key] = None  # behind all others
                 return send
 
+    def peek(self, busy: Collection[SessionId]) -> Send | None:
+        """What `next_send` gives, if nothing happens before. Nothing is taken."""
+        for transfer, session in self._ready:
+            if session in busy:
+                continue
+            outgoing = self._transfers.get(transfer)
+            send = outgoing.next_send(session) if outgoing else None
+            if outgoing is not None and send is not None:
+                outgoing.streams[session].unsend(send)
+                return send
+        return None
+
     def unsend(self, send: Send) -> None:
         """Take back what `next_send` gave. The stream waits until it is added again."""
         self._ready.pop((send.transfer, send.session), None)

@@ -9,10 +9,12 @@ or leases. The agent verifies what it delivers.
 
 import abc
 from collections.abc import Callable, Hashable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pd_connector.errors import TransportError
 from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 
@@ -45,7 +47,7 @@ class Landed(NamedTuple):
 
     header: bytes
     slot: int
-    payload: memoryview | Destination
+    payload: Payload | Destination
     problem: str = ""
     authentic: bool = False
 
@@ -69,6 +71,9 @@ class Transport(abc.ABC):
     not only in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
+    reaches_devices: ClassVar[bool] = False
+    """Whether it moves chunks between slots in device memory, where both sides have such slots. Others
+    move host memory only."""
     label: str = ""
     """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
     authenticates: bool = False
@@ -90,6 +95,11 @@ class Transport(abc.ABC):
         """Prepare to write to the consumer with this `address()`; returns a handle. Does not wait for the consumer.
         Raises TransportError where it cannot be reached."""
 
+    def device_slots(self, link: Link) -> DeviceSlab | None:
+        """Slots in device memory that chunks for this consumer are gathered into, to be written or read;
+        None where they pass through host memory."""
+        return None
+
     @abc.abstractmethod
     def disconnect(self, link: Link) -> None:
         """Forget a consumer. Writes under way to it end as failed `Written`."""
@@ -105,8 +115,11 @@ class Transport(abc.ABC):
         reported, and write into their landing slots no more."""
 
     @abc.abstractmethod
-    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, link: Link, header: bytes, payload: Any, slot: int) -> int:
         """Start to write `payload` into the consumer's landing slot; returns a token.
+
+        It is a `memoryview`, or `DeviceBytes` of one of `device_slots(link)`, and holds the chunk
+        already: no stream of a device still writes it.
 
         `payload` must stay unchanged until the `Written` with this token is polled. Header and
         payload arrive together, once, or not at all. Unless the transport `copies`, a write is `ok`

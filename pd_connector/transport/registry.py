@@ -114,7 +114,13 @@ def _make_tcp_v1(parts: TransportParts) -> Transport:
 def _make_nixl(parts: TransportParts) -> Transport:
     from pd_connector.transport.nixl.transport import NixlTransport
 
-    return NixlTransport(parts.buffers.landing, parts.buffers.sending, parts.config.host)
+    buffers, host = parts.buffers, parts.config.host
+    if buffers.device_slots.slabs:
+        try:
+            return NixlTransport(buffers.landing, buffers.sending, host, buffers.device_slots)
+        except TransportError as error:
+            buffers.leave_device(str(error))
+    return NixlTransport(buffers.landing, buffers.sending, host)
 
 
 def _make_ucx(parts: TransportParts) -> Transport:

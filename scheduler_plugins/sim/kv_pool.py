@@ -17,9 +17,9 @@ class PoolSettings:
     blocks: int = 0
     """Blocks that it has room for; 0: there is no pool."""
     bytes_per_s: float = 5e9
-    """Of all puts together, and of all gets. The engines' links bound each of them as well."""
+    """What all puts together can take, and all gets. The engines' links bound each of them as well."""
     latency_s: float = 2e-3
-    """Of a put or a get, beside that of the link."""
+    """Seconds that a put or a get takes beside the link's own latency."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""

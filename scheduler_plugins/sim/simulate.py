@@ -48,7 +48,7 @@ class Scenario:
     """Engines for long prompts that nobody waits for: policy `length`."""
     costs: CostModel = COSTS
     cpu_costs: CostModel = CPU_COSTS
-    """Of the `cpu_prefill` engines."""
+    """Cost model of the `cpu_prefill` engines."""
     level: int = 1
     """1: a step is one whole prompt, and there is room for all KV. 2: prompts are cut into chunks
     that share steps, and KV has to fit."""

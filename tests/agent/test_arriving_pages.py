@@ -38,16 +38,16 @@ class Dam(Relay):
     """Lets so many bytes pass to whoever dialled, and the rest when it is opened."""
 
     def __init__(self, port: int, passes: int) -> None:
-        self._left = passes
+        self._passes = passes
         self.opened = threading.Event()
         super().__init__(port)
 
     def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
         if link is pair[0] or self.opened.is_set():
             super()._forward(link, pair)
-        elif self._left:
-            data = link.recv(self._left)
-            self._left -= len(data)
+        elif self._passes:
+            data = link.recv(self._passes)
+            self._passes -= len(data)
             pair[0].sendall(data)
         else:
             self.opened.wait(0.005)
@@ -110,6 +110,20 @@ def test_what_is_not_authenticated_or_is_coded_is_copied(
     producer.offer("t", FROM)
     consumer.load(producer.source, "t", INTO)
     assert consumer.loaded("t").cause is None
+
+
+def test_a_page_that_is_not_of_the_cache_costs_its_load_and_nothing_else(
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    producer, consumer = ranks.pair(SEALED, **WIDE)
+    producer.offer("t", FROM)
+    consumer.load(producer.source, "t", [*INTO[:-1], 1000])
+    assert consumer.loaded("t").cause is Cause.INTERNAL
+    consumer.count("session_errors")
+    consumer.counts.clear()
+    producer.offer("next", FROM)
+    consumer.load(producer.source, "next", INTO)
+    assert consumer.loaded("next").cause is None
 
 
 def arriving(consumer: Rank) -> bool:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 
+from pd_connector.agent.in_flight import OFFERED, InFlight
 from pd_connector.agent.integrity import checks_wanted
-from pd_connector.agent.outbox import OFFERED, InFlight, Outbox
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.errors import Cause
@@ -66,7 +67,13 @@ def test_a_gather_that_fails_gives_its_slot_back():
         request="r", direct=False, route=None, chunk=None, pages=np.zeros(1)
     )
     path: Any = SimpleNamespace(
-        transport=SimpleNamespace(copies=False, sends_from=None, authenticates=False),
+        transport=SimpleNamespace(
+            copies=False,
+            sends_from=None,
+            authenticates=False,
+            device_slots=lambda link: None,
+        ),
+        link=0,
         read=False,
     )
     with pytest.raises(MemoryError):

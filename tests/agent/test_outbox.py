@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from pd_connector.agent.outbox import Outbox, SendPath
+from pd_connector.agent.in_flight import SendPath
+from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.memory.slab import Slab
@@ -31,6 +32,8 @@ class Cache:
         slot[:] = bytes(len(slot))
         return slot
 
+    on_host = True
+
 
 class Wire:
     """A transport that begins writes, and ends none by itself."""
@@ -42,6 +45,9 @@ class Wire:
     def __init__(self, sends_from: Slab | None) -> None:
         self.sends_from = sends_from
         self._tokens = itertools.count()
+
+    def device_slots(self, link: object) -> None:
+        return None
 
     def write(self, link: object, header: bytes, payload: memoryview, slot: int) -> int:
         return next(self._tokens)

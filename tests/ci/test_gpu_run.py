@@ -173,11 +173,12 @@ def rehearse(only: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(600)
 def test_it_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     """The real command and real steps; those with engines are rehearsed by their own tests."""
-    names = ["probe", "handoff-gpu", "tests"]
+    names = ["probe", "device-slots", "tests"]
     done = rehearse(",".join(names), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out" / RESULTS).read_text())
     assert {name: one["state"] for name, one in results.items()} == dict.fromkeys(names, "ok")
     assert results["probe"]["figures"]["packages"]["torch"] != "missing"
-    assert results["handoff-gpu"]["figures"]
+    slots = {row["params"]["codec"] for row in results["device-slots"]["figures"]}
+    assert slots == {"agent-device", "agent-host"}
     assert "has a result" in rehearse("probe", tmp_path).stdout

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 
+from pd_connector.memory import cuda_driver
 from pd_connector.memory import pins as module
 from pd_connector.memory.pins import Pins
 from pd_connector.memory.slab import Slab
@@ -70,6 +71,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     fake = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "supports", lambda attribute, device: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     yield fake
     assert not fake.pinned, "everything is unpinned in the end"
@@ -160,6 +162,29 @@ def test_what_cannot_be_pinned_is_a_warning_that_says_what_to_do(
     pins.release()
     del slab
     gc.collect()
+
+
+@pytest.mark.parametrize("answer", ["no", "none"])
+def test_memory_for_reading_is_pinned_where_the_device_says_that_it_can(
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answer: str,
+) -> None:
+    """Without a driver to ask, the call itself says so."""
+
+    def supports(attribute: int, device: int) -> bool:
+        assert (attribute, device) == (113, 0)
+        if answer == "none":
+            raise cuda_driver.CudaError("no CUDA driver")
+        return False
+
+    monkeypatch.setattr(cuda_driver, "supports", supports)
+    slab, pins = Slab(2, 1 << 20), Pins(GPU)
+    pins.add(slab.memory, "slots of a producer", read_only=True)
+    assert runtime.registered == ([(2 << 20, 1 | READ_ONLY)] if answer == "none" else [])
+    assert ("mapped for reading only" in caplog.text) is (answer == "no")
+    pins.release()
 
 
 @pytest.mark.gpu

@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import zmq
 
 from pd_connector.config import is_loopback
 from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
+from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots
 from pd_connector.transport.base import Transport, Written
 from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
@@ -39,6 +42,7 @@ class End:
     Args:
         key: for those with a key, the shared secret; empty for an end that has none.
         pace: heartbeats of tcp.
+        on_device: for nixl, slots of the same numbers and sizes on a device; host memory stands for it.
     """
 
     def __init__(
@@ -49,7 +53,10 @@ class End:
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
         pace: Pace = PACE,
+        on_device: bool = False,
     ) -> None:
+        made = [DeviceSlab(slots, slot_bytes, torch.device("cpu")) for _ in range(2 * on_device)]
+        self.on_device = DeviceSlots(*made) if on_device else NO_DEVICE_SLOTS
         self._pace = pace
         self.kind = kind
         self.landing = Slab(slots, slot_bytes, shared=kind == "shm")
@@ -93,7 +100,7 @@ class End:
         if self.kind == "nixl":
             from pd_connector.transport.nixl.transport import NixlTransport
 
-            return NixlTransport(self.landing, self.sending)
+            return NixlTransport(self.landing, self.sending, on_device=self.on_device)
         if self.kind == "ucx":
             from pd_connector.transport.ucx import UcxTransport
 

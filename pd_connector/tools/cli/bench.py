@@ -64,7 +64,8 @@ def handoff(
             help="Who is compared; may be repeated. Over the link: "
             f"{', '.join(vllm.LINK.ours)}; with --local: {', '.join(vllm.LOCAL.ours)} "
             f"({', '.join(vllm.LOCAL.default)}); with --engine sglang: "
-            f"{', '.join(sglang.LINK.ours)}; with --gpu: codecs (raw, fp8_e4m3, int8).",
+            f"{', '.join(sglang.LINK.ours)}; with --gpu: codecs (raw, fp8_e4m3, int8), or whole "
+            "agents (agent-device, agent-host: where their slots lie).",
             show_default=False,
         ),
     ] = None,
@@ -154,8 +155,8 @@ def _handoff_on_gpu(
     from pd_connector.tools.bench.gpu import bench as gpu  # torch takes seconds to import
 
     for name in codecs or ():
-        if name not in gpu.CODECS:
-            known = ", ".join(gpu.CODECS)
+        if name not in (*gpu.CODECS, *gpu.AGENTS):
+            known = ", ".join((*gpu.CODECS, *gpu.AGENTS))
             raise typer.BadParameter(f"{name!r}: must be one of {known}", param_hint="--ours")
     lengths = prompt_tokens or gpu.PROMPT_TOKENS
     bench = gpu.GpuBench(devices, codecs or gpu.CODECS, lengths, runs, warm_ups)

@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One NIXL agent with the backend UCX, over slabs in host memory.
+"""One NIXL agent with the backend UCX, over slabs in host or device memory.
 
 Peers' metadata is parsed by NIXL's C++ code; NIXL's Python helpers that unpickle are not used.
 """
 
 import logging
 import os
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.nixl.library import import_nixl
 
 logger = logging.getLogger("pd_connector.transport.nixl.transport")
 
 _BACKEND = "UCX"
-_MEMORY = "DRAM"
+_HOST = "DRAM"
+
+
+class Place(NamedTuple):
+    """Where bytes lie, in this process or in a peer's."""
+
+    address: int
+    memory: str = _HOST  # what NIXL calls it: `DRAM` for a host's, `VRAM` for a device's
+    device: int = 0  # number in its process
 
 
 class NixlAgent:
@@ -31,15 +41,16 @@ class NixlAgent:
         TransportError: NIXL is missing, or UCX cannot be set up.
     """
 
-    def __init__(self, name: str, host: str, *slabs: Slab) -> None:
+    def __init__(self, name: str, host: str, *slabs: Slab | DeviceSlab) -> None:
+        self._registered: list[Any] = []
         api = _import_api()
         options = {"engine_config": "NET_DEVICES=lo"} if is_loopback(host) else {}
         try:
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._nixl: Any = api.nixl_agent(name, settings)
             self._nixl.create_backend(_BACKEND, options)
-            regions = [(slab.address, slab.nbytes, 0, "") for slab in slabs]
-            self._registered = self._nixl.register_memory(regions, _MEMORY, [_BACKEND])
+            for memory, regions in _regions(slabs).items():
+                self._registered.append(self._nixl.register_memory(regions, memory, [_BACKEND]))
         except Exception as error:
             raise TransportError(
                 f"nixl agent with backend {_BACKEND} cannot be made: {error!r}; "
@@ -59,19 +70,20 @@ class NixlAgent:
         self,
         operation: Literal["READ", "WRITE"],
         remote: str,
-        here: int,
-        there: int,
+        here: Place,
+        there: Place,
         nbytes: int,
         note: bytes = b"",
     ) -> Any:
-        """Start a transfer between two addresses; returns its handle.
+        """Start a transfer between two places; returns its handle. What the source holds must be
+        there already: NIXL knows of no stream that still writes it.
 
         Raises what NIXL raises: its exceptions have no common base.
         """
         handle = self._nixl.initialize_xfer(
             operation,
-            self._nixl.get_xfer_descs([(here, nbytes, 0)], _MEMORY),
-            self._nixl.get_xfer_descs([(there, nbytes, 0)], _MEMORY),
+            self._nixl.get_xfer_descs([(here.address, nbytes, here.device)], here.memory),
+            self._nixl.get_xfer_descs([(there.address, nbytes, there.device)], there.memory),
             remote,
             note,
             [_BACKEND],
@@ -114,9 +126,26 @@ class NixlAgent:
     def close(self) -> None:
         """Destroy it, which stops its transfers. All their handles must have been released."""
         if self._nixl is not None:
-            self._nixl.deregister_memory(self._registered)
-            self._registered = None
+            for registered in self._registered:
+                self._nixl.deregister_memory(registered)
+            self._registered.clear()
             self._nixl = None
+
+
+def place_in(slab: Slab | DeviceSlab, offset: int) -> Place:
+    """The byte at this offset of a slab."""
+    if isinstance(slab, DeviceSlab):
+        return Place(slab.address + offset, slab.memory, slab.number)
+    return Place(slab.address + offset)
+
+
+def _regions(slabs: Sequence[Slab | DeviceSlab]) -> dict[str, list[tuple[int, int, int, str]]]:
+    """What is registered, by its kind of memory, as NIXL takes it."""
+    found: dict[str, list[tuple[int, int, int, str]]] = {}
+    for slab in slabs:
+        first = place_in(slab, 0)
+        found.setdefault(first.memory, []).append((first.address, slab.nbytes, first.device, ""))
+    return found
 
 
 def _import_api() -> Any:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport that moves chunks by NIXL, with UCX, between slabs in host memory: over RDMA where there is any, else
-over shared memory or TCP.
+"""The transport that moves chunks by NIXL, with UCX, between slabs in host memory or on devices: over RDMA where there is
+any (GPUDirect between devices), over CUDA's memory of other processes within a machine (`cuda_ipc`), else over shared
+memory or TCP.
 
 The producer writes into the landing slab by itself, and a notification that follows the bytes tells the consumer. Or
 the consumer reads from the sending slab by itself. Each link, and each producer that is read from, has a NIXL
 agent of its own. For to release a transfer that is under way does not stop it: UCX goes on reading its source and
 writing its target. To destroy the agent does stop it.
+
+Two ranks that both have slots on a device use these with each other. Both sides see it in their addresses, so that
+nothing has to be agreed on; all other pairs use slots in host memory.
 
 UCX neither encrypts nor authenticates, and whoever reaches its port can do harm: outside of
 loopback the network between the engines must be trusted, key or no key.
@@ -17,42 +21,31 @@ import struct
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
+from pd_connector.memory.device_bytes import DeviceBytes, Payload, address_of
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
+from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots
 from pd_connector.transport.base import Landed, Link, Transport, Written, check_fits
-from pd_connector.transport.nixl.agent import NixlAgent
+from pd_connector.transport.nixl.address import NixlAddress, read_address
+from pd_connector.transport.nixl.agent import NixlAgent, Place, place_in
+from pd_connector.transport.nixl.trial import try_out
 
 _NOTE = struct.Struct("<IQ")  # slot, bytes; the header follows
 _MAX_HEADER_BYTES = 1 << 16
-
-_Pointer = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
-_Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-_SlotBytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-
-
-class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    metadata: bytes
-    base: _Pointer  # of the landing slab in its process
-    slots: _Slots
-    slot_bytes: _SlotBytes
-    # Place and shape of the sending slab; versions without reads have none.
-    send_base: _Pointer = 0
-    send_slots: _Slots = 0
-    send_slot_bytes: _SlotBytes = 0
 
 
 @dataclass(slots=True)
 class _Consumer:
     agent: NixlAgent
     remote: str
-    address: _NixlAddress
+    address: NixlAddress
+    on_device: bool  # slots of both sides lie there
     writes: dict[int, Any] = field(default_factory=dict)  # token: handle
 
 
@@ -68,7 +61,8 @@ class _Read:
 class _Producer:
     """An expected producer. It has an agent from the first read on: most sessions only write."""
 
-    address: _NixlAddress
+    address: NixlAddress
+    on_device: bool  # slots of both sides lie there
     agent: NixlAgent | None = None
     remote: str = ""
     reads: list[_Read] = field(default_factory=list)
@@ -81,16 +75,28 @@ class NixlTransport(Transport):
         landing: slab that peers write into, and that reads land in.
         sending: slab that all payloads given to `write` lie in, and that peers read from.
         host: what this engine listens on; UCX is kept to loopback if that is loopback.
+        on_device: slots of the same numbers and sizes in device memory.
+
+    Raises:
+        TransportError: NIXL is missing, UCX cannot be set up, or does not move device memory.
     """
 
     name = "nixl"
     one_sided = True
+    reaches_devices = True
 
-    def __init__(self, landing: Slab, sending: Slab, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        landing: Slab,
+        sending: Slab,
+        host: str = "127.0.0.1",
+        on_device: DeviceSlots = NO_DEVICE_SLOTS,
+    ) -> None:
         # Constants of a class elsewhere; here it depends on the machine.
         self.readable = _reads_are_safe(host)  # type: ignore[misc]
         self._landing = landing
         self._sending = sending
+        self._on_device = on_device
         self._host = host
         # Peers are believed by this name, so it must not be guessed.
         self._name = f"pd-{secrets.token_hex(16)}"
@@ -99,27 +105,34 @@ class NixlTransport(Transport):
         self._links: dict[int, _Consumer] = {}
         self._expected: dict[int, _Producer] = {}
         # What peers reach: they write into the one slab and read from the other.
-        self._receiver = NixlAgent(self._name, host, landing, sending)
-        self._address = _NixlAddress(
-            self._name,
-            self._receiver.metadata,
-            landing.address,
-            landing.slots,
-            landing.slot_bytes,
-            sending.address,
-            sending.slots,
-            sending.slot_bytes,
+        self._receiver = NixlAgent(self._name, host, landing, sending, *on_device.slabs)
+        try:
+            for slab in on_device.slabs:
+                try_out(self._receiver, self._name, slab)
+        except TransportError:
+            self._receiver.close()
+            raise
+        self._address = NixlAddress.of(
+            self._name, self._receiver.metadata, landing, sending, on_device
         )
 
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._address)
 
     def connect(self, consumer: bytes) -> Link:
-        address = _read_address(consumer)
+        address = read_address(consumer)
         link = next(self._numbers)
-        agent, remote = self._reach(f"{self._name}/{link}", address, self._sending, "consumer")
-        self._links[link] = _Consumer(agent, remote, address)
+        slots = self._on_device.sending if address.device_base else None
+        agent, remote = self._reach(
+            f"{self._name}/{link}", address, slots or self._sending, "consumer"
+        )
+        self._links[link] = _Consumer(agent, remote, address, slots is not None)
         return link
+
+    def device_slots(self, link: Link) -> DeviceSlab | None:
+        assert isinstance(link, int)
+        consumer = self._links.get(link)
+        return self._on_device.sending if consumer and consumer.on_device else None
 
     def disconnect(self, link: Link) -> None:
         assert isinstance(link, int)
@@ -132,7 +145,9 @@ class NixlTransport(Transport):
 
     def expect(self, producer: bytes) -> Hashable:
         source = next(self._numbers)
-        self._expected[source] = _Producer(_read_address(producer))
+        address = read_address(producer)
+        on_device = bool(self._on_device.landing and address.device_send_base)
+        self._expected[source] = _Producer(address, on_device)
         return source
 
     def dismiss(self, source: Hashable) -> None:
@@ -143,7 +158,7 @@ class NixlTransport(Transport):
                 producer.agent.release(read.handle)
             producer.agent.close()
 
-    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, link: Link, header: bytes, payload: Payload, slot: int) -> int:
         assert isinstance(link, int)
         consumer = self._links.get(link)
         if consumer is None:
@@ -154,8 +169,8 @@ class NixlTransport(Transport):
             raise TransportError(
                 f"nixl: header of {len(header)} bytes, at most {_MAX_HEADER_BYTES}"
             )
-        here = self._find(payload)
-        there = landing.base + slot * landing.slot_bytes
+        here = self._find(payload, consumer)
+        there = landing.landing_place(slot * landing.slot_bytes, on_device=consumer.on_device)
         note = _NOTE.pack(slot, payload.nbytes) + header
         try:
             handle = consumer.agent.start(
@@ -175,11 +190,12 @@ class NixlTransport(Transport):
         far, landing = producer.address, self._landing
         check_fits("the producer", send_slot, nbytes, far.send_slots, far.send_slot_bytes)
         check_fits("this engine", slot, nbytes, landing.slots, landing.slot_bytes)
+        slots = self._landing_of(producer)
         if producer.agent is None:
             name = f"{self._name}/{source}"
-            producer.agent, producer.remote = self._reach(name, far, landing, "producer")
-        here = landing.address + slot * landing.slot_bytes
-        there = far.send_base + send_slot * far.send_slot_bytes
+            producer.agent, producer.remote = self._reach(name, far, slots, "producer")
+        here = place_in(slots, slot * landing.slot_bytes)
+        there = far.send_place(send_slot * far.send_slot_bytes, on_device=producer.on_device)
         try:
             handle = producer.agent.start("READ", producer.remote, here, there, nbytes)
         except Exception as error:
@@ -212,7 +228,9 @@ class NixlTransport(Transport):
             self.dismiss(source)
         self._receiver.close()
 
-    def _reach(self, name: str, peer: _NixlAddress, slab: Slab, role: str) -> tuple[NixlAgent, str]:
+    def _reach(
+        self, name: str, peer: NixlAddress, slab: Slab | DeviceSlab, role: str
+    ) -> tuple[NixlAgent, str]:
         """A new agent over one slab, and the peer's name to it."""
         agent = NixlAgent(name, self._host, slab)
         try:
@@ -221,12 +239,20 @@ class NixlTransport(Transport):
             agent.close()
             raise TransportError(f"nixl cannot reach the {role}: {error!r}") from error
 
-    def _find(self, payload: memoryview) -> int:
-        address = int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)
-        inside = address - self._sending.address
-        if not 0 <= inside <= self._sending.nbytes - payload.nbytes:
+    def _landing_of(self, producer: _Producer) -> Slab | DeviceSlab:
+        """The slots that chunks of this producer land in."""
+        landing = self._on_device.landing if producer.on_device else None
+        return landing or self._landing
+
+    def _find(self, payload: Payload, consumer: _Consumer) -> Place:
+        """Where a payload lies in the slots from which this consumer is written to."""
+        slots = self._on_device.sending if consumer.on_device else None
+        slab: Slab | DeviceSlab = slots or self._sending
+        inside = address_of(payload) - slab.address
+        in_kind = isinstance(payload, DeviceBytes) == consumer.on_device
+        if not in_kind or not 0 <= inside <= slab.nbytes - payload.nbytes:
             raise TransportError("nixl: the payload does not lie in the sending slab")
-        return address
+        return place_in(slab, inside)
 
     def _end_write(self, consumer: _Consumer, token: int, problem: str) -> None:
         consumer.agent.release(consumer.writes.pop(token))
@@ -244,35 +270,30 @@ class NixlTransport(Transport):
                 producer.agent.release(read.handle)
                 if problem:
                     problem = f"nixl read: {problem}"
-                payload = self._landing.slot(read.slot, 0 if problem else read.nbytes)
+                slots = self._landing_of(producer)
+                payload = slots.slot(read.slot, 0 if problem else read.nbytes)
                 landed.append(Landed(read.header, read.slot, payload, problem))
         return landed
 
     def _take_notes(self) -> list[Landed]:
-        believed = {producer.address.name for producer in self._expected.values()}
+        believed = {producer.address.name: producer for producer in self._expected.values()}
         landed: list[Landed] = []
         for sender, notes in self._receiver.notes().items():
-            if sender.rpartition("/")[0] in believed:
-                landed += [arrival for note in notes if (arrival := self._read_note(note))]
+            if producer := believed.get(sender.rpartition("/")[0]):
+                slots = self._landing_of(producer)
+                landed += [arrival for note in notes if (arrival := self._read_note(note, slots))]
         return landed
 
-    def _read_note(self, note: bytes) -> Landed | None:
+    def _read_note(self, note: bytes, slots: Slab | DeviceSlab) -> Landed | None:
         if not _NOTE.size <= len(note) <= _NOTE.size + _MAX_HEADER_BYTES:
             return None
         slot, nbytes = _NOTE.unpack_from(note)
-        if slot >= self._landing.slots or nbytes > self._landing.slot_bytes:
+        if slot >= slots.slots or nbytes > slots.slot_bytes:
             return None
-        return Landed(note[_NOTE.size :], slot, self._landing.slot(slot, nbytes))
+        return Landed(note[_NOTE.size :], slot, slots.slot(slot, nbytes))
 
 
 def _reads_are_safe(host: str) -> bool:
     """Whether a consumer that dies while it reads leaves its producer alive. Over plain TCP UCX has
     the producer help, and aborts the producer's process when the consumer is gone."""
     return is_loopback(host) or any(Path("/sys/class/infiniband").glob("*"))
-
-
-def _read_address(address: bytes) -> _NixlAddress:
-    try:
-        return msgspec.msgpack.decode(address, type=_NixlAddress)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TransportError(f"nixl address of a peer cannot be read: {error}") from None

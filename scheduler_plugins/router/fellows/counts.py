@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from struct import Struct
 
 from scheduler_plugins.router.engines.others import Count
 
 MOST_ENGINES = 1024
 """Engines whose counts are shared. Any more are known to each process by its own counts only."""
 _FIELDS = len(Count)
+_COUNTS = Struct(f"={_FIELDS}d")
 _ROW = MOST_ENGINES * _FIELDS
 FELLOWS_ROW = 0
 """The row for what other routers have sent; workers have those after it."""
@@ -88,5 +90,5 @@ class EngineCounts:
 
     def tell(self, counts: tuple[float, ...]) -> None:
         if self._own is not None:
-            for n, value in enumerate(counts):
-                self._view[self._own + n] = value
+            # At every change of every request: one call, not one for each count.
+            _COUNTS.pack_into(self._view, self._own * _COUNTS.size // _FIELDS, *counts)

@@ -163,7 +163,11 @@ class Fellows:
             sums = [0.0] * len(Count)
             for heard in self._heard.values():
                 counts = heard.told.engines.get(f"{engine.role} {engine.url}")
-                if counts is None or len(counts) != len(Count) or not all(0 <= c < inf for c in counts):
+                if (
+                    counts is None
+                    or len(counts) != len(Count)
+                    or not all(0 <= c < inf for c in counts)
+                ):
                     continue
                 since_s = heard.at_s - counts[Count.BUSY_SINCE_S]
                 latest_s = max(sums[Count.BUSY_SINCE_S], since_s)

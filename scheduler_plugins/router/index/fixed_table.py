@@ -65,8 +65,7 @@ class FixedTable(TableReader):
         return slots
 
     def place(self, keys: Keys) -> Slots:
-        """Slots for keys that are distinct, absent and about in the order of their buckets; none of them is one that was
-        ever taken. Several times faster than `claim`."""
+        """As `claim`, several times faster, for keys that are distinct and absent, about in the order of their buckets."""
         first = self._first(keys * np.uint64(self.mix))
         order = np.argsort(first, kind="stable")
         buckets = first[order]

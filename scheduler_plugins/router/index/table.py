@@ -16,8 +16,8 @@ import numpy as np
 from scheduler_plugins.router.index.fixed_table import FixedTable, private_words
 from scheduler_plugins.router.index.table_reader import BUCKET, Keys, Slots
 
-_LOAD_AFTER = 0.38
-"""Share of the slots of a new table that are taken when the copy begins. What comes meanwhile adds a quarter."""
+_LOAD_AFTER = 0.5
+"""Share of the slots of a new table that are taken when the copy has ended, at most."""
 _LOAD_BEGIN = 0.6
 """Share of the slots that are taken when a larger table is begun."""
 _LOAD_MOST = 0.75
@@ -147,7 +147,9 @@ class HashTable(FixedTable):
         """Begin a table for what this one holds and `more` keys. What was copied already is copied again."""
         sample = self.rows[:_SAMPLE]
         held = np.count_nonzero(sample.any(axis=1)) * self.capacity / len(sample)
-        slots = _slots(int((held + more) / _LOAD_AFTER))
+        # As many as this may come until all is copied.
+        meanwhile = self.capacity / _COPIED
+        slots = _slots(int((held + more + meanwhile) / _LOAD_AFTER))
         block = self._memory.new(slots * (1 + words))
         self._larger = FixedTable(block, slots, words, self.mix)
         self._copied = self._owed = 0

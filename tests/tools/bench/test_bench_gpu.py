@@ -34,6 +34,21 @@ needs_nixl = pytest.mark.skipif(
 )
 
 
+EITHER_DEVICE = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda:0",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
+        ),
+    ],
+)
+
+
 def settings(model: Model, tokens: int, codec: str, slots: int = 2) -> dict:
     slab = {"slots": slots, "slot_bytes": 20_480}
     return {"model": model._asdict(), "tokens": tokens, "codec": codec, **slab}
@@ -81,19 +96,7 @@ def test_what_has_arrived_is_looked_at_token_by_token(lossy: bool):
 
 
 @needs_nixl
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda:0",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-            ],
-        ),
-    ],
-)
+@EITHER_DEVICE
 def test_kv_moves_either_way_and_is_right(device: str):
     """Through fewer slots than chunks, twice, with a last page that is partly filled."""
     with GpuPair((device, device)) as pair:
@@ -111,6 +114,20 @@ def test_kv_moves_either_way_and_is_right(device: str):
         assert cpu_seconds(pair.pids) > 0
         pids = pair.pids
     assert [proc.read(pid) for pid in pids] == [None, None]
+
+
+@needs_nixl
+@EITHER_DEVICE
+def test_agents_move_kv_between_slots_of_either_kind(device: str):
+    """`slot_memory: device` ends the start where slots cannot lie there."""
+    with GpuPair((device, device)) as pair:
+        for model, memory in [(TINY, "device"), (LATENT, "device"), (TINY, "host")]:
+            config = {"transports": ["nixl"], "slot_mib": 1, "slot_memory": memory}
+            given = {"model": model._asdict(), "tokens": 200, "config": config}
+            pair.open("agent", given)
+            for _ in range(2):
+                assert pair.run(lossy=False).descriptors > 0
+            pair.close()
 
 
 @needs_nixl

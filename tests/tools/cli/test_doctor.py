@@ -42,6 +42,8 @@ HEALTHY = Facts(
         zmq="4.3.5",
         curve=True,
         nixl=Trial(True),
+        device_slots=Trial(True),
+        peermem=True,
         rdma_devices=("mlx5_0",),
         interfaces=("lo", "eth0"),
     ),
@@ -210,6 +212,14 @@ def test_a_list_of_plugins_that_names_ours_is_fine():
         (with_transports(curve=False), "tcp", Status.FAIL, "pyzmq"),
         (with_transports(nixl=Trial(False, "it crashed")), "nixl", Status.WARN, "reinstall"),
         (with_transports(nixl=None), "nixl", Status.OK, "pd-connector[nixl]"),
+        (with_transports(nixl=None), "slots on the GPU", Status.OK, "pd-connector[nixl]"),
+        (
+            with_transports(device_slots=Trial(False, "NIXL_ERR_BACKEND")),
+            "slots on the GPU",
+            Status.WARN,
+            "pinned host memory",
+        ),
+        (with_transports(peermem=False), "slots on the GPU", Status.OK, "nvidia_peermem"),
         (with_transports(ucxx=Trial(False, "no libucp")), "ucx", Status.WARN, "reinstall"),
         (with_transports(ucxx=None), "ucx", Status.OK, "pd-connector[ucx]"),
         (with_transports(rdma_devices=()), "UCX devices", Status.OK, "/dev/infiniband"),
@@ -375,6 +385,25 @@ def test_a_decode_engine_at_which_no_kv_arrives_fails_with_what_to_set():
     assert "PD_CONNECTOR_HOST" in finding.advice
     good = OUTAGE.replace("2.0", "0.0")
     assert worst(visit(params=None, metrics=good)) is Status.OK
+
+
+def test_a_prefill_engine_whose_gpu_sends_through_host_memory_says_why():
+    staged = """
+pd_connector:staged_sessions_total{cause="peer",engine="0"} 3.0
+pd_connector:staged_sessions_total{cause="setup",engine="0"} 1.0
+pd_connector:staged_sessions_total{cause="memory",engine="0"} 0.0
+"""
+    finding = only(visit(metrics=staged), "slots")
+    assert finding.status is Status.OK
+    assert finding.advice.startswith("peer 3 (the decode engine has no slots on a GPU")
+    assert "setup 1" in finding.advice
+    assert "memory 0" not in finding.advice
+    assert not [found for found in visit() if found.name == "slots"]
+
+
+def test_nothing_is_said_of_slots_on_a_gpu_where_there_is_none():
+    names = {finding.name for finding in doctor.examine(with_software(gpus=()))}
+    assert "slots on the GPU" not in names
 
 
 @pytest.mark.parametrize("variable", ["VLLM_HOST_IP", "SGLANG_HOST_IP"])

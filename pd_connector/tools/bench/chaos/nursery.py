@@ -41,15 +41,16 @@ class Forked:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._handle = os.pidfd_open(pid)
-        self._ended = False
+        self._handle = -1  # it has ended
+        with suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(pid)
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; how it ended is not known here."""
-        if not self._ended and select.select([self._handle], [], [], 0)[0]:
-            self._ended = True
-        return 0 if self._ended else None
+        if self._handle >= 0 and select.select([self._handle], [], [], 0)[0]:
+            self._forget()
+        return None if self._handle >= 0 else 0
 
     def pause(self) -> None:
         """Stop it where it stands (SIGSTOP)."""
@@ -61,16 +62,19 @@ class Forked:
 
     def kill(self) -> None:
         """End it at once (SIGKILL), and wait until it is gone. Harmless to repeat."""
+        self._signal(signal.SIGKILL)
         if self._handle >= 0:
-            self._signal(signal.SIGKILL)
             select.select([self._handle], [], [])
-            self._ended = True
-            os.close(self._handle)
-            self._handle = -1
+            self._forget()
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, number)
+        if self._handle >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+
+    def _forget(self) -> None:
+        os.close(self._handle)
+        self._handle = -1
 
 
 class Nursery:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pd_connector.errors import TransportError
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
 from pd_connector.tools.bench.chaos.faults import Fault
@@ -116,6 +117,8 @@ class TamperingTransport(WrappingTransport):
 
     def _hit(self, landed: Landed) -> list[Landed]:
         """What arrives in place of this chunk."""
+        payload = landed.payload
+        assert not isinstance(payload, Destination)  # it passes through slots where it is wrapped
         match self._tampering.draw():
             case None:
                 return [landed]
@@ -123,17 +126,17 @@ class TamperingTransport(WrappingTransport):
                 return []
             case (Fault.DELAY | Fault.REORDER) as fault:
                 if not self.inner.one_sided:  # its memory is the transport's from the next poll on
-                    landed = landed._replace(payload=memoryview(bytes(landed.payload)))
+                    landed = landed._replace(payload=memoryview(bytes(payload)))
                 due = time.monotonic() + DELAY_S
                 self._later.append(_Late(due, landed, fault is Fault.REORDER))
                 return []
             case Fault.DUPLICATE:
                 return [landed, landed]
             case Fault.TRUNCATE:
-                half = landed.payload[: len(landed.payload) // 2]
+                half = payload[: len(payload) // 2]
                 return [landed._replace(payload=half, authentic=False)]
             case Fault.CORRUPT:
-                copy = bytearray(landed.payload)
+                copy = bytearray(bytes(payload))
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
                 return [landed._replace(payload=memoryview(copy), authentic=False)]

@@ -3,6 +3,8 @@
 
 from collections.abc import Hashable
 
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import Landed, Link, Transport, Written
 
@@ -20,6 +22,7 @@ class WrappingTransport(Transport):
         self.one_sided = inner.one_sided  # type: ignore[misc]
         self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
+        self.reaches_devices = inner.reaches_devices  # type: ignore[misc]
         self.label = inner.label
         self.authenticates = inner.authenticates
         self.sends_from = inner.sends_from
@@ -30,6 +33,9 @@ class WrappingTransport(Transport):
     def connect(self, consumer: bytes) -> Link:
         return self.inner.connect(consumer)
 
+    def device_slots(self, link: Link) -> DeviceSlab | None:
+        return self.inner.device_slots(link)
+
     def disconnect(self, link: Link) -> None:
         self.inner.disconnect(link)
 
@@ -39,7 +45,7 @@ class WrappingTransport(Transport):
     def dismiss(self, source: Hashable) -> None:
         self.inner.dismiss(source)
 
-    def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+    def write(self, link: Link, header: bytes, payload: Payload, slot: int) -> int:
         return self.inner.write(link, header, payload, slot)
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:

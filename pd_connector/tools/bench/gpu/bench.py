@@ -23,6 +23,8 @@ from pd_connector.tools.launch import Family
 from pd_kernels.bench.caches import MODELS, Model
 
 CODECS = ("raw", "fp8_e4m3", "int8")
+AGENTS = ("agent-device", "agent-host")
+"""Whole agents, with their slots on the device, or in pinned host memory."""
 PROMPT_TOKENS = (512, 7_500, 32_000)
 SLOTS = 4
 SLOT_BYTES = 64 << 20
@@ -30,6 +32,8 @@ SLOT_BYTES = 64 << 20
 longer than the kernel needs for 16 MiB."""
 _BARS = {("Llama-3.1-8B", 7_500, "raw"): 1 / 2.5}
 _BASELINE = "NIXL pages"
+_PATIENCE_S = 100.0
+"""For agents: kernels are compiled before the first chunk."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class GpuBench:
     Args:
         devices: the producer's and the consumer's, as torch names them, such as `cuda:0`; `cpu` tries
             everything out in host memory, where figures mean nothing and have no bar.
-        codecs: of ours.
+        codecs: of ours; or names of `AGENTS`, which send `raw`.
         prompt_tokens: prompt lengths.
         runs: measured runs of each contender.
         warm_ups: runs before them, not counted.
@@ -110,10 +114,7 @@ class GpuBench:
     def _measure(self, pair: WirePair, model: Model, tokens: int, say: Say) -> list[Comparison]:
         found: dict[str, list[WireRun]] = {}
         for contender in (_BASELINE, *self.codecs, _BASELINE):
-            pair.open(
-                "pages" if contender == _BASELINE else "collated",
-                self._settings(model, tokens, contender),
-            )
+            pair.open(_kind(contender), self._settings(model, tokens, contender))
             for number in range(self.warm_ups + self.runs):
                 run = pair.run(lossy=contender in ("fp8_e4m3", "int8"))
                 warming = number < self.warm_ups
@@ -132,7 +133,14 @@ class GpuBench:
 
     def _settings(self, model: Model, tokens: int, contender: str) -> dict[str, Any]:
         slab = {"slots": self.slots, "slot_bytes": self.slot_bytes}
-        return {"model": model._asdict(), "tokens": tokens, "codec": contender, **slab}
+        config = {
+            "transports": ["nixl"],
+            "slot_memory": contender.removeprefix("agent-"),
+            "connect_timeout_s": _PATIENCE_S,
+            "stall_timeout_s": _PATIENCE_S,
+        }
+        given = {"config": config} if contender in AGENTS else {"codec": contender, **slab}
+        return {"model": model._asdict(), "tokens": tokens, **given}
 
     def _compare(
         self, model: Model, tokens: int, codec: str, found: Mapping[str, Sequence[WireRun]]
@@ -155,6 +163,13 @@ class GpuBench:
             Comparison("rate", params, *rates, "GB/s", more_is_better=True),
             Comparison("descriptors", params, *descriptors, ""),
         ]
+
+
+def _kind(contender: str) -> str:
+    """What the two processes are told to become."""
+    if contender in AGENTS:
+        return "agent"
+    return "pages" if contender == _BASELINE else "collated"
 
 
 class GpuPair(WirePair):

@@ -9,6 +9,7 @@ import torch
 
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.tools.bench.wire.cache import LOSSY_ERROR
 from pd_kernels.bench.caches import Model
 
@@ -76,6 +77,10 @@ class GpuCache:
     def layer_pages(self) -> dict[int, LayerPages]:
         """The cache as the kernels take it."""
         return {number: self._views(layer) for number, layer in enumerate(self.layers)}
+
+    def paged(self) -> PagedCache:
+        """The cache as an agent takes it."""
+        return PagedCache(self.layer_pages(), self.geometry, by_kernels=True)
 
     def descriptors(self, bases: list[int], device: int) -> npt.NDArray[np.uint64]:
         """Address, length and device of every page of every layer, `[layers * pages, 3]`.

@@ -9,6 +9,7 @@ import torch
 from pd_connector.tools.bench.gpu.cache import GpuCache
 from pd_connector.tools.bench.gpu.movers import Collated, PerPage
 from pd_connector.tools.bench.party import Party, obey
+from pd_connector.tools.bench.wire.movers import Ours
 from pd_kernels.bench.caches import Model
 
 
@@ -25,10 +26,12 @@ class GpuParty(Party):
             torch.cuda.set_device(self._device)
 
     def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """The kind is `pages` or `collated`; the settings also name model and prompt."""
+        """The kind is `pages`, `collated` or `agent`; the settings also name model and prompt."""
         cache = self._filled(Model(**settings["model"]), settings["tokens"])
         if kind == "pages":
             self.mover = PerPage(self._role, cache)
+        elif kind == "agent":
+            self.mover = Ours(self._role, cache, settings["config"])
         else:
             self.mover = Collated(
                 self._role,

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
@@ -16,6 +16,9 @@ from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.tools.bench.wire.cache import WireCache
 from pd_connector.transport.nixl.library import import_nixl
+
+if TYPE_CHECKING:
+    from pd_connector.tools.bench.gpu.cache import GpuCache
 
 POLL_S = 0.0005
 TIMEOUT_S = 120.0
@@ -64,7 +67,9 @@ class Mover(abc.ABC):
 class Ours(Mover):
     """A real agent, with the given settings."""
 
-    def __init__(self, role: str, cache: WireCache, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, role: str, cache: "WireCache | GpuCache", settings: Mapping[str, Any]
+    ) -> None:
         self._cache = cache
         self._config = Config.load(settings)
         self._peer: Peer | None = None

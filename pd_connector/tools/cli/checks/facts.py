@@ -56,6 +56,10 @@ class Transports:
     """Whether the processor has instructions for AES-GCM, which encrypts data over tcp then."""
     nixl: Trial | None = None
     """None if it is not installed."""
+    device_slots: Trial | None = None
+    """Whether NIXL moves memory of the first GPU; None without a GPU, or without NIXL."""
+    peermem: bool = False
+    """Whether the kernel module is loaded by which RDMA devices reach a GPU's memory."""
     ucxx: Trial | None = None
     """None if it is not installed."""
     ucx_devices: tuple[str, ...] | None = None

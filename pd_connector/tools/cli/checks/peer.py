@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, is_loopback
-from pd_connector.remedies import outage_in
+from pd_connector.remedies import outage_in, staged_in
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 TIMEOUT_S = 10.0
@@ -75,12 +75,18 @@ def _version(url: str, ask: Ask) -> Finding:
 
 
 def _transfers(url: str, ask: Ask) -> list[Finding]:
-    """Whether KV arrives there, if it is an engine that fetches KV."""
+    """Whether KV arrives there, if it is an engine that fetches KV; and whether that of a GPU takes the short
+    way, if it is one that sends."""
     try:
-        outage = outage_in(ask("/metrics", None))
+        metrics = ask("/metrics", None)
     except PeerError:
         return []
-    return [Finding(url, "transfers", Status.FAIL, *outage)] if outage else []
+    outage, staged = outage_in(metrics), staged_in(metrics)
+    findings = [Finding(url, "transfers", Status.FAIL, *outage)] if outage else []
+    if staged:
+        found = "KV of its GPU passes through host memory"
+        findings.append(Finding(url, "slots", Status.OK, found, staged))
+    return findings
 
 
 def _connector(url: str, params: Any, ask: Ask, connect: Connect) -> list[Finding]:

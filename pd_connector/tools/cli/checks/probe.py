@@ -52,6 +52,15 @@ api = import_nixl()
 agent = api.nixl_agent("pd-connector-doctor", api.nixl_agent_config(backends=[]))
 agent.create_backend("UCX")
 """
+_DEVICE_TRIAL = """
+import triton
+import torch
+from pd_connector.memory.device_slab import DeviceSlab
+from pd_connector.transport.nixl.agent import NixlAgent
+from pd_connector.transport.nixl.trial import try_out
+slab = DeviceSlab(1, 1 << 20, torch.device("cuda", 0))
+try_out(NixlAgent("pd-connector-doctor", "127.0.0.1", slab), "pd-connector-doctor", slab)
+"""
 _LOAD_TRIAL = """
 sys.path[:] = {path!r}
 from pd_connector.extensions import load_entry_points
@@ -158,12 +167,15 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 
 def _transports(software: Software) -> Transports:
+    nixl = importlib.util.find_spec("nixl") is not None
     ucxx = any(name.startswith("ucxx") for name in software.versions)
     return Transports(
         zmq=zmq.zmq_version(),
         curve=bool(zmq.has("curve")),
         fast_aes=fast_aes(),
-        nixl=attempt(_NIXL_TRIAL) if importlib.util.find_spec("nixl") else None,
+        nixl=attempt(_NIXL_TRIAL) if nixl else None,
+        device_slots=attempt(_DEVICE_TRIAL) if nixl and software.gpus else None,
+        peermem=Path("/sys/module/nvidia_peermem").is_dir(),
         ucxx=attempt(_UCXX_TRIAL) if ucxx else None,
         ucx_devices=_ucx_devices(),
         rdma_devices=_entries(Path("/sys/class/infiniband")),

@@ -19,6 +19,7 @@ def check(facts: Facts) -> list[Finding]:
         Finding(AREA, "shm", Status.OK, "engines of one user on one machine"),
         tcp(facts),
         nixl(facts),
+        *device_slots(facts),
         ucx(facts),
     ]
     if seen.nixl is None and seen.ucxx is None:
@@ -78,6 +79,31 @@ def nixl(facts: Facts) -> Finding:
         "leave nixl out of `transports`, or reinstall it: pip install --force-reinstall --no-deps "
         "nixl nixl-cu13 (nixl-cu12 beside a CUDA 12 torch)",
     )
+
+
+def device_slots(facts: Facts) -> list[Finding]:
+    """Whether chunks of a cache on a GPU pass from GPU to GPU, or through host memory; nothing without a GPU."""
+    seen, name = facts.transports, "slots on the GPU"
+    if not facts.software.gpus:
+        return []
+    if seen.nixl is None:
+        advice = "chunks pass through host memory: pip install 'pd-connector[nixl]'"
+        return [Finding(AREA, name, Status.OK, "NIXL is not installed", advice)]
+    if seen.device_slots is None or not seen.device_slots.works:
+        why = seen.device_slots.detail if seen.device_slots else "not tried"
+        advice = (
+            "chunks pass through pinned host memory (slot_memory: auto falls back to it): install a "
+            "NIXL for torch's CUDA (nixl-cu13 or nixl-cu12), and Triton"
+        )
+        return [Finding(AREA, name, Status.WARN, why, advice)]
+    found = "NIXL moves the GPU's memory"
+    if seen.rdma_devices and not seen.peermem:
+        advice = (
+            "between machines UCX needs nvidia_peermem (modprobe nvidia_peermem) or the driver's dma-buf, "
+            "or it copies through host memory"
+        )
+        return [Finding(AREA, name, Status.OK, found, advice)]
+    return [Finding(AREA, name, Status.OK, found)]
 
 
 def ucx(facts: Facts) -> Finding:

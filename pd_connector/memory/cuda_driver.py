@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch does not offer of CUDA: memory outside of its pool, a stream of one's own, and what a device supports.
+
+These are calls of the driver (`libcuda.so.1`). It is there wherever a GPU works, whichever CUDA release torch was
+built for.
+"""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+
+from pd_connector.errors import PDConnectorError
+
+READ_ONLY_HOST_REGISTER_SUPPORTED = 113
+"""Attribute of a device: memory that this process may only read can be pinned for it."""
+
+_NON_BLOCKING = 1
+"""A stream that does not wait for CUDA's default stream, nor that one for it."""
+
+
+class CudaError(PDConnectorError):
+    """The driver is missing, or has refused a call."""
+
+
+def allocate(nbytes: int, device: int) -> int:
+    """Allocate memory of a device by `cuMemAlloc`; returns its address.
+
+    Other processes can map such memory (`cuIpcGetMemHandle`), and network cards can reach it. Memory of
+    torch's pool may be neither: expandable segments are mapped piece by piece.
+
+    Raises CudaError, as where the memory is not free.
+    """
+    address = ctypes.c_uint64()
+    with _current(device):
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+    return int(address.value)
+
+
+def free(address: int, device: int) -> None:
+    """Undo `allocate`. Waits for work on the device that uses the memory. Raises CudaError."""
+    with _current(device):
+        _call("cuMemFree_v2", ctypes.c_uint64(address))
+
+
+def new_stream(device: int, priority: int) -> int:
+    """Create a stream that nobody else uses; returns its `cudaStream_t`. It lives as long as the process.
+
+    Args:
+        priority: lower numbers come first; 0 is the usual one.
+
+    Raises CudaError.
+    """
+    stream = ctypes.c_void_p()
+    with _current(device):
+        _call(
+            "cuStreamCreateWithPriority",
+            ctypes.byref(stream),
+            ctypes.c_uint(_NON_BLOCKING),
+            ctypes.c_int(priority),
+        )
+    return int(stream.value or 0)
+
+
+def supports(attribute: int, device: int) -> bool:
+    """Whether the device has this attribute. Raises CudaError."""
+    value = ctypes.c_int()
+    _call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), _handle(device))
+    return bool(value.value)
+
+
+@contextlib.contextmanager
+def _current(device: int) -> Iterator[None]:
+    """Make the context that torch and the engine use for this device current in the calling thread."""
+    context, handle = ctypes.c_void_p(), _handle(device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    try:
+        _call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", handle)
+
+
+def _handle(device: int) -> ctypes.c_int:
+    handle = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+    return handle
+
+
+def _call(name: str, *arguments: object) -> None:
+    code = getattr(_library(), name)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
+        raise CudaError(f"{name}: {(text.value or b'error').decode()} ({code})")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"no CUDA driver: {error}") from None
+    library.cuInit(0)
+    return library

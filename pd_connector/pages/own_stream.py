@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of a GPU that the engine does not use. torch lends the same 32 streams of each priority to everybody in turn,
+the engine included: work of one user then waits for that of another.
+"""
+
+import logging
+
+import torch
+
+from pd_connector.memory.cuda_driver import CudaError, new_stream
+
+logger = logging.getLogger("pd_connector.pages.paged_cache")
+
+_PRIORITY = -1
+"""Before the engine's, so that a chunk's kernel does not queue behind a prefill's."""
+
+
+def own_streams(
+    device: torch.device,
+) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | tuple[None, None]:
+    """Two new streams: for kernels, and for copies beside them. They live as long as the process, because torch keeps
+    memory by stream. None for a CPU."""
+    if device.type != "cuda":
+        return None, None
+    return _own_stream(device), _own_stream(device)
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    try:
+        handle = new_stream(device.index or 0, _PRIORITY)
+    except CudaError as error:
+        logger.warning("the cache shares a stream of torch's, which may be the engine's: %s", error)
+        return torch.cuda.Stream(device, priority=_PRIORITY)
+    return torch.cuda.ExternalStream(handle, device=device)
