@@ -139,7 +139,7 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
         yield Case("mixed_attention", told, rows)
     told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
     sets = functools.partial(_sets, SHARDED, LLAMA, PAGES[0], BF16)
-    rows = measure_merging(LLAMA, told, sets, paged_calls, REPLAYS)
+    rows = measure_merging(LLAMA, told, sets, paged_calls, seconds, REPLAYS)
     yield Case("merge_partials / paged_decode", told, rows)
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
         lengths, count, queries = MLA_CASES[name]

@@ -11,7 +11,7 @@ from pd_kernels.attention import merge_partials
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import Heads, PagedSet
 from pd_kernels.bench.report import Comparison, Param, duration
-from pd_kernels.bench.timing import copies, seconds
+from pd_kernels.bench.timing import copies
 
 SHARDS = (2, 8)
 MERGE_BAR = 0.01
@@ -24,6 +24,7 @@ def measure_merging(
     params: dict[str, Param],
     make_sets: Callable[[], list[PagedSet]],
     calls_of: Callable[[list[PagedSet]], tuple[Calls, Any]],
+    seconds: Callable[[Calls, int], float],
     replays: int,
 ) -> Iterator[Comparison]:
     """Yield the rows: the merge of shards beside the attention that they share.
@@ -31,6 +32,7 @@ def measure_merging(
     Args:
         make_sets: batches of sequences that are long enough to lie on several instances.
         calls_of: their attention, whole.
+        seconds: how calls are timed, given how often.
     """
     sets = make_sets()
     batch = len(sets[0].lengths)
