@@ -34,7 +34,7 @@ class Tuning:
         packed_codes: gathers with a codec keep elements of 16 bits as words of two, whose
             magnitudes are compared, and which are coded, two at a time. Off: element by element.
         direct_launch: a decode kernel that was launched before is launched without Triton's search
-            for it. Off: with it, twice the time on the host.
+            for it. Off, until it has run on a GPU: with it, twice the time on the host.
         mixed_steps: in vLLM, steps with prefill chunks and decodes take `mixed_attention`, in one
             launch a layer. Off, until it has run on a GPU: `paged_decode`, then the stock backend.
     """
@@ -45,7 +45,7 @@ class Tuning:
     half_codes: bool = True
     gluon: bool = False
     packed_codes: bool = True
-    direct_launch: bool = True
+    direct_launch: bool = False
     mixed_steps: bool = False
 
     @classmethod

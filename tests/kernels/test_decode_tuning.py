@@ -130,9 +130,10 @@ def test_a_kernel_that_was_launched_before_is_not_searched_for_again() -> None:
     found = Found()
     query = torch.zeros(64, dtype=torch.bfloat16)
 
-    def launched(query: torch.Tensor, workers: int, key: str) -> int:
+    def launched(query: torch.Tensor, workers: int, key: str, on: bool = True) -> int:
         given = {"query": query, "workers": workers}
-        direct_launch(found, (key,), 5, given, {"TILE": 64, "num_warps": 4})
+        with tuned(direct_launch=on):
+            direct_launch(found, (key,), 5, given, {"TILE": 64, "num_warps": 4})
         return len(found.searched)
 
     assert launched(query, 7, "a") == 1
@@ -144,8 +145,7 @@ def test_a_kernel_that_was_launched_before_is_not_searched_for_again() -> None:
     assert launched(query[1:], 7, "a") == 3
     assert launched(query, 8, "a") == 4
     assert launched(query, 7, "b") == 5
-    with tuned(direct_launch=False):
-        assert launched(query, 7, "a") == 6
+    assert launched(query, 7, "a", on=False) == 6
     assert len(found.direct) == 1
 
 

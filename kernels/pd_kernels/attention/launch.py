@@ -59,7 +59,7 @@ def direct_launch(
 
 
 def _specialised(values: Iterable[Any]) -> list[Any]:
-    """What Triton compiles arguments for: dtypes of tensors, and whether they are aligned to 16
+    """What Triton compiles arguments for: devices and dtypes of tensors, and whether they are aligned to 16
     bytes; whole numbers, of which it looks at some; functions. Floats are never looked at."""
     told: list[Any] = []
     for value in values:
@@ -68,7 +68,7 @@ def _specialised(values: Iterable[Any]) -> list[Any]:
             if kind is int or kind is bool or one is None:
                 told.append(one)
             elif isinstance(one, torch.Tensor):
-                told.append(one.dtype)
+                told += one.device.index, one.dtype
                 told.append(one.data_ptr() & 15)
             elif kind is not float:
                 told.append(id(one))
