@@ -52,6 +52,8 @@ _GPU_TESTS = (
 _DECODE_TESTS = (*PYTEST, "tests/kernels/test_decode_command.py")
 _TRANSFER_TESTS = (*PYTEST, "tests/kernels/test_transfer_command.py")
 _SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
+_GLUON = ("env", "PD_KERNELS_TUNING=gluon=1")
+_MIXED = ("env", "PD_KERNELS_TUNING=mixed_steps=1")
 _CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
 
 _AGENTS = ("--ours", "agent-device", "--ours", "agent-host")
@@ -105,8 +107,15 @@ STEPS: Sequence[Step] = (
         180,
     ),
     Step(
+        "mla-gluon",
+        "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
+        (*_GLUON, *BENCH, "decode", "--cases", "24", "--json", JSON, "--only", "mla_decode"),
+        (*PYTEST, "tests/kernels/test_mla_gluon.py"),
+        180,
+    ),
+    Step(
         "transfer-quick",
-        "gather, scatter, reshard beside a copy and torch",
+        "gather, scatter, reshard beside a copy and torch; packed_codes on and off",
         (*BENCH, "transfer", "--cases", "0", "--quick", "--json", JSON),
         _TRANSFER_TESTS,
         150,
@@ -162,6 +171,14 @@ STEPS: Sequence[Step] = (
         "the same with our attention kernels",
         (*OURS, "demo", *_CUSTOM),
         (*OURS, "demo", *_CUSTOM),
+        240,
+        VLLM,
+    ),
+    Step(
+        "engines-mixed",
+        "the same with prefill chunks and decodes in one launch, off by default",
+        (*_MIXED, *OURS, "demo", *_CUSTOM),
+        (*_MIXED, *OURS, "demo", *_CUSTOM),
         240,
         VLLM,
     ),

@@ -132,7 +132,7 @@ class Openings:
             if (session, transfer) in self._draining:
                 return self._draining.confirm(session, transfer)
             if readers == 1:
-                self._past.unwant(transfer, now + self._config.lease_s)
+                self._past.unwant(transfer, cause, now + self._config.lease_s)
                 return [Reply(session, messages.Cancelled(transfer))]
             outgoing = self._transfers.known(transfer, now + self._config.lease_s)
         outgoing.watchers.discard(session)
@@ -143,7 +143,7 @@ class Openings:
                 return self._draining.confirm(session, transfer)
         outgoing.readers = max(outgoing.readers, readers)
         if not outgoing.final and len(outgoing.finished) + 1 >= outgoing.readers:
-            self._past.unwant(transfer, now + self._config.wait_timeout_s)
+            self._past.unwant(transfer, cause, now + self._config.wait_timeout_s)
         actions = self._reader_finished(outgoing, session, cause)
         return actions + self._draining.confirm(session, transfer)
 

@@ -13,9 +13,9 @@ class PastTransfers:
     def __init__(self) -> None:
         # Whoever opens one of them need not wait for a prefill that will not come.
         self._ended: dict[str, Cause | None] = {}
-        # Cancelled before their prefill ended, and until when that is remembered: the last offer,
-        # when it comes, is freed at once.
-        self._unwanted: dict[str, float] = {}
+        # Cancelled before their prefill ended: why, and until when that is remembered. The last
+        # offer, when it comes, is freed at once.
+        self._unwanted: dict[str, tuple[Cause, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
 
     def has_ended(self, transfer: str) -> bool:
@@ -32,6 +32,10 @@ class PastTransfers:
     def is_unwanted(self, transfer: str) -> bool:
         return transfer in self._unwanted
 
+    def why_unwanted(self, transfer: str) -> Cause:
+        """Why its consumer has cancelled it. Called where `is_unwanted`."""
+        return self._unwanted[transfer][0]
+
     def end(self, transfer: str, cause: Cause | None) -> None:
         """It has ended. The last thousand are remembered."""
         self._ended[transfer] = cause
@@ -42,9 +46,9 @@ class PastTransfers:
         """A new request has the same transfer."""
         self._ended.pop(transfer, None)
 
-    def unwant(self, transfer: str, until: float) -> None:
+    def unwant(self, transfer: str, cause: Cause, until: float) -> None:
         """Nobody wants it; remembered until this time."""
-        self._unwanted[transfer] = until
+        self._unwanted[transfer] = cause, until
         self._deadlines.set(transfer, until)
 
     def forget_unwanted(self, transfer: str) -> None:
@@ -54,8 +58,10 @@ class PastTransfers:
     def tick(self, now: float) -> None:
         """Forget what was to be remembered until now."""
         for transfer in self._deadlines.due(now):
-            until = self._unwanted.get(transfer)
-            if until is not None and until <= now:
+            if transfer not in self._unwanted:
+                continue
+            _, until = self._unwanted[transfer]
+            if until <= now:
                 del self._unwanted[transfer]
-            elif until is not None:
+            else:
                 self._deadlines.set(transfer, until)

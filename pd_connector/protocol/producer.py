@@ -71,8 +71,9 @@ class Producer:
         if self._past.is_unwanted(offer.transfer):
             if not offer.final:
                 return []
+            cause = self._past.why_unwanted(offer.transfer)
             self._past.forget_unwanted(offer.transfer)
-            return [Free(offer.request, Cause.ABORTED)]
+            return [Free(offer.request, cause)]
         outgoing = self._transfers.known(offer.transfer, 0.0)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []

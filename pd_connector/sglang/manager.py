@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of one rank share: its agent, what the agent has told, and the prefill engines
-that are known. SGLang makes one in each scheduler process."""
+"""What the requests of one rank share: its agent, its pages, and the prefill engines that are known.
+SGLang makes one in each scheduler process."""
 
 import contextlib
-import json
 import logging
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
@@ -19,33 +17,28 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Expect, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
-from pd_connector.agent.owed import Outcome
-from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.control.seal import sealed
-from pd_connector.errors import Cause, ConfigError
+from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.incoming import Finished, Held
+from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.last_words import FIRST_TOKEN
-from pd_connector.protocol.outgoing import Free
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_scales, model_facts
+from pd_connector.sglang.outcomes import Outcomes
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import global_rank, register
 from pd_connector.sglang.requests import fingerprint, transfer_of
+from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 
 logger = logging.getLogger("pd_connector.sglang")
-
-HOST_VARIABLE = "SGLANG_HOST_IP"
-"""SGLang's own variable for the address of this host."""
-
-Kind = TypeVar("Kind", Free, Finished, Held)
 
 
 class _Rank(NamedTuple):
@@ -61,6 +54,7 @@ class Manager(BaseKVManager):
 
     Attributes:
         agent: of this rank.
+        outcomes: what the agent has told of requests.
         buffers: SGLang's metadata buffers.
         page_size: tokens of a page.
         page_limit: the first number above those of the pool's pages.
@@ -70,6 +64,7 @@ class Manager(BaseKVManager):
     """
 
     agent: Agent
+    outcomes: Outcomes
     buffers: Any
     page_size: int
     page_limit: int
@@ -85,8 +80,6 @@ class Manager(BaseKVManager):
         self.prefill_info_table: dict[str, PrefillServerInfo] = {}
         self.produces = disaggregation_mode == DisaggregationMode.PREFILL
         self._server_args = server_args
-        self._told: dict[tuple[type[Outcome], str], Outcome] = {}
-        self._watched: set[str] = set()
         self._streaming: Streaming | None = None
         self._config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
         self._engines = PrefillEngines(self._config)
@@ -104,52 +97,31 @@ class Manager(BaseKVManager):
         """
         from sglang.srt.runtime_context import get_parallel
 
-        parallel = get_parallel()
+        parallel, scheduler = get_parallel(), queue.scheduler
         check_supported(self.kv_args, self._server_args, parallel)
-        pool, model = queue.token_to_kv_pool, queue.scheduler.model_config
+        pool = queue.token_to_kv_pool
         self.buffers = queue.metadata_buffers
         self.page_size = pool.page_size
         self.page_limit = pool.size // pool.page_size + 1  # page 0 is padding
-        self._scheduler = queue.scheduler
-        self._adapters = Adapters(queue.scheduler.tp_worker.model_runner)
-        world = parallel.world_group
+        self._scheduler = scheduler
+        self._adapters = Adapters(scheduler.tp_worker.model_runner)
         self._ranks = parallel.attn_tp_size * parallel.pp_size
-        self._backoff = IdleBackoff(alone=world.world_size == 1)
+        self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
         cache = describe_cache(
             pool,
-            model.get_total_num_kv_heads(),
+            scheduler.model_config.get_total_num_kv_heads(),
             shard,
-            sliding_window=queue.scheduler.sliding_window_size or 0,
-            scales=kv_scales(queue.scheduler),
+            sliding_window=scheduler.sliding_window_size or 0,
+            scales=kv_scales(scheduler),
         )
         self._windows = any(group.window for group in cache.geometry.groups)
-        own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
-        ranks = [r for r in world.all_gather_object(own) if r.replica == own.replica]
-        engine_id = ranks[0].name  # one name for all ranks that share out a model
-        shards = [r.shard for r in ranks]
-        self.agent = Agent(
-            self._config,
-            engine_id,
-            b"",  # of schema 2, which no SGLang has spoken
-            cache,
-            produces=self.produces,
-            consumes=not self.produces,
-            shards=shards,
-            tells=(FIRST_TOKEN,) if self.produces else (),
-            needs=() if self.produces else (FIRST_TOKEN,),
-            facts=model_facts(queue.scheduler, self._config, shard),
-        )
+        self._start_agent(cache, shard, parallel)
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
-        peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        peers = world.all_gather_object(peer)
-        own_peers = [found for found in peers if found.source.engine_id == engine_id]
-        self.agent.introduce(own_peers)
-        self._address = sealed(ProducerAddress(engine_id, tuple(own_peers)), self._config.key)
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
-            engine_id,
+            self._address.engine_id,
             "prefill" if self.produces else "decode",
             self._config.host,
             self.agent.port,
@@ -158,8 +130,32 @@ class Manager(BaseKVManager):
         )
         if self.produces:
             if self._config.overlap in ("auto", "layer"):
-                self._streaming = Streaming(self, queue.scheduler)
+                self._streaming = Streaming(self, scheduler)
             self.register_to_bootstrap()
+
+    def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
+        """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
+        world = parallel.world_group
+        own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
+        ranks = [rank for rank in world.all_gather_object(own) if rank.replica == own.replica]
+        engine_id = ranks[0].name  # one name for all of them
+        self.agent = Agent(
+            self._config,
+            engine_id,
+            b"",  # of schema 2, which no SGLang has spoken
+            cache,
+            produces=self.produces,
+            consumes=not self.produces,
+            shards=[rank.shard for rank in ranks],
+            tells=(FIRST_TOKEN,) if self.produces else (),
+            needs=() if self.produces else (FIRST_TOKEN,),
+            facts=model_facts(self._scheduler, self._config, shard),
+        )
+        self.outcomes = Outcomes(self.agent)
+        peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
+        peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
+        self.agent.introduce(peers)
+        self._address = sealed(ProducerAddress(engine_id, tuple(peers)), self._config.key)
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -251,25 +247,6 @@ class Manager(BaseKVManager):
         self.agent.submit(Expect(transfer))
         self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))
 
-    def watch(self, request: str) -> None:
-        """Keep what the agent tells of this request, until `forget`."""
-        self._watched.add(request)
-
-    def outcome(self, kind: type[Kind], request: str) -> Kind | None:
-        """Take what the agent has told of a request, if that is of this kind."""
-        for told in self.agent.outcomes():
-            if told.request in self._watched:
-                self._told[type(told), told.request] = told
-        found = self._told.pop((kind, request), None)
-        assert found is None or isinstance(found, kind)
-        return found
-
-    def forget(self, request: str) -> None:
-        """The request is over."""
-        self._watched.discard(request)
-        for kind in (Free, Finished, Held):
-            self._told.pop((kind, request), None)
-
     def check_pages(self, pages: Sequence[int]) -> None:
         """Raises ValueError where a page is none of the pool's. (The agent would find out, too, and end
         all requests of its session.)"""
@@ -306,24 +283,3 @@ class Manager(BaseKVManager):
     def request_name(rid: str, room: int) -> str:
         """What the agent calls a request: SGLang's own ids may come twice."""
         return f"{room}/{rid}"
-
-
-def load_config(text: str) -> Config:
-    """The config in a variable's text. Raises ConfigError."""
-    if not text.strip():
-        return Config.load({}, host_variable=HOST_VARIABLE)
-    try:
-        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{CONFIG_VARIABLE} {text!r}: {error}; set it to a JSON object of config keys, or to @ "
-            "and the path of a file that holds one"
-        ) from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{CONFIG_VARIABLE} {text!r}: must be a JSON object of config keys")
-    if (audit := found.get("audit", "off")) != "off":
-        raise ConfigError(
-            f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
-            "with; leave it out (config key audit)"
-        )
-    return Config.load(found, host_variable=HOST_VARIABLE)

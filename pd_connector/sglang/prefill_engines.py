@@ -11,11 +11,9 @@ Look-ups happen in threads of their own: the engine's thread never waits for a p
 """
 
 import http
-import json
 import socket
 import time
 import urllib.error
-import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,15 +21,13 @@ from pd_connector.agent.discovery import ask_ranks
 from pd_connector.config import Config
 from pd_connector.errors import Cause, PDConnectorError
 from pd_connector.protocol.peers import Peer
+from pd_connector.sglang.registry import ENGINE, ask_row, split
 
-_QUERY = "prefill_dp_rank={0}&prefill_cp_rank={1}&target_tp_rank={1}&target_pp_rank={1}"
-_ALL = -1
 _RETRY_S = 0.2
 _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
 _AT_ONCE = 4
-_MAX_ANSWER_BYTES = 1 << 16
 MAX_REPLICAS = 256
 """More than this many replicas are not asked for, whatever a registry says."""
 
@@ -71,7 +67,7 @@ class PrefillEngines:
 def _find(address: str, config: Config) -> Found:
     deadline = time.monotonic() + config.connect_timeout_s
     try:
-        host, port = _split(address)
+        host, port = split(address)
         if problem := _forbidden(host, config):
             return Found((), (Cause.INSECURE_ADDRESS, problem))
         replicas = []
@@ -103,7 +99,7 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
 
     Raises OSError if nobody is there until the deadline; ValueError if it is neither.
     """
-    engine = _ask(host, port, _ALL, deadline)
+    engine = _ask(host, port, ENGINE, deadline)
     if engine is None:
         return [(host, port)]
     replicas = int(engine.get("dp_size") or 1)
@@ -124,19 +120,12 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
 def _ask(host: str, port: int, replica: int, deadline: float) -> dict[str, Any] | None:
     """What a registry tells of a replica, or of the engine; None where a control port listens, which
     is no registry. Raises as `_control_ports` does."""
-    name = f"[{host}]" if ":" in host else host
-    query = _QUERY.format(replica, _ALL if replica == _ALL else 0)
     while True:
         left_s = deadline - time.monotonic()
         try:
-            if replica == _ALL and _greets(host, port, max(left_s, _RETRY_S)):
+            if replica == ENGINE and _greets(host, port, max(left_s, _RETRY_S)):
                 return None
-            url = f"http://{name}:{port}/route?{query}"
-            with urllib.request.urlopen(url, timeout=max(left_s, _RETRY_S)) as answer:
-                row = json.loads(answer.read(_MAX_ANSWER_BYTES))
-            if not isinstance(row, dict):
-                raise ValueError(f"it answers {str(row)[:40]!r}: wanted a JSON object")
-            return row
+            return ask_row(host, port, replica, max(left_s, _RETRY_S))
         except urllib.error.HTTPError as error:
             if error.code != http.HTTPStatus.SERVICE_UNAVAILABLE or left_s <= 0:  # it is starting
                 raise
@@ -154,8 +143,3 @@ def _greets(host: str, port: int, timeout_s: float) -> bool:
             return connection.recv(1) == _GREETING
         except TimeoutError:
             return False
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -67,7 +67,7 @@ class Receiver(BaseKVReceiver):
         self._prompt_tokens = len(req.origin_input_ids)
         self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
-        self.kv_mgr.watch(self._request)
+        self.kv_mgr.outcomes.watch(self._request)
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:
@@ -142,7 +142,7 @@ class Receiver(BaseKVReceiver):
 
     def clear(self) -> None:
         self._drop()
-        self.kv_mgr.forget(self._request)
+        self.kv_mgr.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:
         """This side cannot go on."""
@@ -152,7 +152,7 @@ class Receiver(BaseKVReceiver):
     @contained
     def _look(self) -> None:
         if self._state == KVPoll.Bootstrapping:
-            held = self.kv_mgr.outcome(Held, self._request)
+            held = self.kv_mgr.outcomes.take(Held, self._request)
             if held is None:
                 return
             if held.cause is None:
@@ -160,7 +160,7 @@ class Receiver(BaseKVReceiver):
             else:
                 self._ended(held.cause, held.detail)
             return
-        finished = self.kv_mgr.outcome(Finished, self._request)
+        finished = self.kv_mgr.outcomes.take(Finished, self._request)
         if finished is None:
             return
         if finished.cause is not None or finished.words is None:
@@ -203,10 +203,10 @@ class Receiver(BaseKVReceiver):
             self._failure = cause, detail
             return
         self._first_failure = cause, detail
-        self.kv_mgr.forget(self._request)
+        self.kv_mgr.outcomes.forget(self._request)
         self._transfer = transfer_of(self._again.room)
         self._request = self.kv_mgr.request_name(self._req.rid, self._again.room)
-        self.kv_mgr.watch(self._request)
+        self.kv_mgr.outcomes.watch(self._request)
         self._peers = ()
 
     @contained

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_connector.errors import Cause
+from pd_connector.sglang.registry import ENGINE, ask_row, split
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -43,7 +44,6 @@ long as the operator wants them to."""
 _AT_ONCE = 16
 _LOOK_UP_S = 5.0
 _MOST_BYTES = 1 << 20
-_ALL = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 _NOT_SENT = frozenset(
     {
         "beam_width",
@@ -160,9 +160,7 @@ def request_body(req: Any, room: int) -> dict[str, Any] | None:
 
 def _http_address(address: str) -> str:
     """Where the prefill engine whose registry is here takes requests. Raises OSError, ValueError."""
-    with urllib.request.urlopen(f"http://{address}/route?{_ALL}", timeout=_LOOK_UP_S) as answer:
-        row = json.loads(answer.read(_MOST_BYTES))
-    port = row.get("prefill_http_port") if isinstance(row, dict) else None
+    port = ask_row(*split(address), ENGINE, _LOOK_UP_S).get("prefill_http_port")
     if not isinstance(port, int):
         raise ValueError("its registry does not tell where it takes requests")
     host, _, _ = address.rpartition(":")

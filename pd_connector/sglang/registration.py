@@ -9,6 +9,8 @@ import time
 import urllib.request
 from typing import Any
 
+from pd_connector.sglang.registry import ROUTE
+
 logger = logging.getLogger("pd_connector.sglang")
 
 _RETRY_S = 0.5
@@ -24,7 +26,7 @@ def register(kv_args: Any, host: str, port: int) -> None:
         host: under which peers reach this rank's agent.
         port: of its control channel.
     """
-    url = f"{_registry()}/route"
+    url = f"{_registry()}{ROUTE}"
     row = json.dumps(_row(kv_args, host, port)).encode()
     threading.Thread(target=_put, args=(url, row), name="pd-register", daemon=True).start()
 

@@ -52,7 +52,7 @@ class Sender(BaseKVSender):
         self._prompt_tokens = len(req.origin_input_ids)
         self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
-        self.kv_mgr.watch(self._request)
+        self.kv_mgr.outcomes.watch(self._request)
         self.kv_mgr.agent.submit(Expect(self._transfer))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -118,7 +118,7 @@ class Sender(BaseKVSender):
         self._withdraw()
 
     def clear(self) -> None:
-        self.kv_mgr.forget(self._request)
+        self.kv_mgr.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:
         """This side cannot go on."""
@@ -127,11 +127,11 @@ class Sender(BaseKVSender):
 
     @contained
     def _look(self) -> None:
-        freed = self.kv_mgr.outcome(Free, self._request)
+        freed = self.kv_mgr.outcomes.take(Free, self._request)
         if freed is None:
             return
         self._withdrawn = True  # the agent has done with it
-        if freed.cause is None:
+        if freed.cause in (None, Cause.NOT_NEEDED):  # a vLLM engine may have it all already
             self._state = KVPoll.Success
         else:
             self._failure = freed.cause, "the decode engine did not take all of it"
@@ -141,7 +141,7 @@ class Sender(BaseKVSender):
         if not self._withdrawn:
             self._withdrawn = True
             self.kv_mgr.agent.submit(Withdraw(self._transfer, self._request))
-        self.kv_mgr.forget(self._request)
+        self.kv_mgr.outcomes.forget(self._request)
 
     def _offer(self, *, final: bool, fence: Any) -> None:
         """Tell the agent which pages there are. What SGLang has sent is computed; what a step has

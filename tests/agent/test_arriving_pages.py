@@ -38,16 +38,16 @@ class Dam(Relay):
     """Lets so many bytes pass to whoever dialled, and the rest when it is opened."""
 
     def __init__(self, port: int, passes: int) -> None:
-        self._left = passes
+        self._passes = passes
         self.opened = threading.Event()
         super().__init__(port)
 
     def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
         if link is pair[0] or self.opened.is_set():
             super()._forward(link, pair)
-        elif self._left:
-            data = link.recv(self._left)
-            self._left -= len(data)
+        elif self._passes:
+            data = link.recv(self._passes)
+            self._passes -= len(data)
             pair[0].sendall(data)
         else:
             self.opened.wait(0.005)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +40,8 @@ from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
-from pd_kernels.attention.tuning import tuned
 from pd_kernels.attention.work_partition import RowShape
+from pd_kernels.tuning import tuned
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")
@@ -101,7 +102,12 @@ def counts(kernel: Any) -> dict[str, int]:
     found = {name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()}
     loop = loop_over_tiles(sass)
     widths = [int(bits or 32) // 8 for bits in re.findall(ASYNCHRONOUS, loop)]
+    ptx = kernel.asm["ptx"]
     return found | {
+        "products": dict(Counter(re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k\d+)", ptx))),
+        "tma": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
+        "product waits": sorted(map(int, re.findall(r"wgmma\.wait_group\S* (\d+)", ptx))),
+        "hardware waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass)),
         "loop instructions": loop.count("\n"),
         "spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop)),
         "loop loads": sum(widths),
@@ -191,6 +197,19 @@ def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) 
     return Launched(batch.config.tile * width, batch.config.programs)
 
 
+def gluon_call(heads: int, queries: int = 1) -> Launched:
+    """The Gluon kernel, as on a Hopper; without the merge, which is the Triton kernel's."""
+    from pd_kernels.attention import mla_call as calls
+    from pd_kernels.attention import mla_gluon
+
+    with (
+        tuned(gluon=True),
+        mock.patch.object(calls, "on_hopper", return_value=True),
+        mock.patch.object(mla_gluon, "launch"),
+    ):
+        return mla_call(heads, queries)
+
+
 def starved_call() -> Launched:
     """A kernel with half the registers that it needs."""
     with mock.patch.object(KernelConfig, "registers", 80):
@@ -242,6 +261,7 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mixed": mixed_call,
     "mixed, fp8": functools.partial(mixed_call, FP8),
     "mla, 16 heads": functools.partial(mla_call, 16),
+    "mla, gluon": functools.partial(gluon_call, 128),
     "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
     "paged, few registers": starved_call,
     "paged, two stages": unpipelined_call,

@@ -28,6 +28,7 @@ from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.reshard import launch_reshard
 from pd_kernels.transfer.scatter import launch_scatter
 from pd_kernels.transfer.sums import launch_payload_sums
+from pd_kernels.tuning import tuned
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -98,7 +99,31 @@ def report(kernel: Any, threads: int) -> dict[str, Any]:
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", sass, re.M)),
         "accesses": dict(accesses),
         "flushes": len(re.findall(r"\.ftz\.", kernel.asm["ptx"])),
+        "loads at once": loads_at_once(sass),
+        "packed": {
+            name: kernel.asm["ptx"].count(name)
+            for name in ("max.u16x2", "cvt.rn.satfinite.e4m3x2.f32")
+        },
     }
+
+
+def loads_at_once(sass: str) -> int:
+    """The most 16-byte loads that are under way before anything waits for one of them."""
+    most, pending = 0, set[int]()
+    count = 0
+    for text in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.M):
+        load = re.search(r"LDG\.E\.128\S* R(\d+)", text)
+        read = {int(register) for register in re.findall(r"\bR(\d+)\b", text)}
+        if load:
+            first = int(load[1])
+            read -= {first}
+        if read & pending:
+            pending, count = set(), 0
+        if load:
+            pending |= set(range(first, first + 4))
+            count += 1
+            most = max(most, count)
+    return most
 
 
 def cache(heads: int, dims: tuple[int, ...], dtype: torch.dtype, odd: bool) -> list[torch.Tensor]:
@@ -147,6 +172,12 @@ def reshard() -> None:
     launch_reshard(Resharding.of(*slabs, payload))
 
 
+def one_by_one(codec: str) -> None:
+    """The other setting of an A/B switch."""
+    with tuned(packed_codes=False):
+        launch_gather(chunk(codec, BF16, BF16, True))
+
+
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 MLA: dict[str, Any] = {"heads": 1, "dims": (576,)}
 UNLIKE: dict[str, Any] = {"dims": (192, 128)}
@@ -170,6 +201,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gather int8, MLA": lambda: launch_gather(chunk("int8", BF16, BF16, True, **MLA)),
     "gather int8, 80": lambda: launch_gather(chunk("int8", BF16, BF16, True, True, dims=(80, 80))),
     "gather int8, float32": lambda: launch_gather(chunk("int8", FP32, FP32, True, True)),
+    "gather fp8, one by one": lambda: one_by_one("fp8_e4m3"),
+    "gather int8, one by one": lambda: one_by_one("int8"),
     "scatter raw": lambda: launch_scatter(chunk("raw", BF16, BF16, False)),
     "scatter raw, sums": lambda: launch_scatter(chunk("raw", BF16, BF16, False, True)),
     "scatter fp8": lambda: launch_scatter(chunk("fp8_e4m3", BF16, BF16, False)),

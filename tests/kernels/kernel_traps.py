@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's interpreter gets wrong, mended: conversions between floats, and, before Triton 3.9,
-fused multiply-adds, which it rounded twice. What cannot be mended is named: numpy 2.5."""
+"""What Triton's interpreter gets wrong or lacks, mended: conversions between floats, the
+instructions that kernels name, and, before Triton 3.9, fused multiply-adds, which it rounded twice.
+What cannot be mended is named: numpy 2.5."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +44,44 @@ def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
     """In float64, which holds the product of two float32 exactly."""
     exact = x.data.astype(np.float64) * y.data + z.data
     return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+
+def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) -> Any:
+    """The PTX instructions that kernels name."""
+    first, second = (each.data for each in values)
+    name = asm.split()[0]
+    if name == "max.u16x2":
+        words = [
+            np.ascontiguousarray(each, np.int32).ravel().view(np.uint16) for each in (first, second)
+        ]
+        found, dtype = np.maximum(*words).view(np.int32), tl.int32
+    elif name == "cvt.rn.satfinite.e4m3x2.f32":
+        codes = [
+            convert_float(np.float32(each), tl.float32, tl.float8e4nv, None).astype(np.uint16)
+            for each in (first, second)
+        ]
+        found, dtype = (codes[0] | codes[1] << 8).view(np.int16), tl.int16
+    else:
+        raise NotImplementedError(f"{asm}: say in kernel_traps.py what it computes")
+    handle = interpreter.TensorHandle(found.reshape(first.shape), dtype)
+    return SimpleNamespace(get_result=lambda _: handle)
+
+
+_one_by_one = interpreter.ReduceOps.generic_reduce
+
+
+def generic_reduce(self: Any, given: Any) -> Any:
+    """Along an axis, all lines at once: Triton's own takes one element after another, seconds for
+    a tile."""
+    if len(given) > 1 or self.axis is None or self.keep_dims:
+        return _one_by_one(self, given)
+    (tensor,) = given
+    found, *others = [
+        self.to_tensor(each, tensor.dtype) for each in np.moveaxis(tensor.handle.data, self.axis, 0)
+    ]
+    for each in others:
+        found = self.combine_fn.fn(found, each)
+    return [found]
 
 
 FMA_IS_WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -83,7 +123,10 @@ def mended() -> Iterator[None]:
     """Within, the interpreter computes as a GPU does."""
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(interpreter, "_convert_float", convert_float))
+        builder = interpreter.InterpreterBuilder
+        patches.enter_context(mock.patch.object(builder, "create_inline_asm", inline_asm))
+        reduce = mock.patch.object(interpreter.ReduceOps, "generic_reduce", generic_reduce)
+        patches.enter_context(reduce)
         if FMA_IS_WRONG:
-            builder = interpreter.InterpreterBuilder
             patches.enter_context(mock.patch.object(builder, "create_fma", fma))
         yield

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from pd_kernels.vllm import paged_backend, plugin
 from pd_kernels.vllm.batch_split import decodes_of, rest_of
-from pd_kernels.vllm.paged_backend import PagedMetadata
+from pd_kernels.vllm.paged_builder import PagedMetadata
 from pd_kernels.vllm.paged_cpu import PagedCpu
 from pd_kernels.vllm.paged_cuda import PagedFlash, PagedFlashBuilder, PagedFlashImpl
 

@@ -164,3 +164,29 @@ def test_a_kernel_that_needs_more_registers_than_there_are_is_noticed(
     """Negative control of the tests above."""
     assert kernels["paged, few registers"]["spills"] > 0
     assert kernels["paged, few registers"]["spills in the loop"] > 0
+
+
+def test_the_gluon_kernel_multiplies_each_tile_once(report: dict[str, Any]) -> None:
+    """64 x 64 scores of a tile are 36 products (576 of depth), for each of two sides and their own
+    tiles; weights times latents are 4 for each half of two tiles."""
+    kernel = report["kernels"]["mla, gluon"]
+    assert kernel["products"] == {"m64n64k16": 2 * 36, "m64n256k16": 2 * 2 * 4}
+
+
+def test_the_gluon_kernel_waits_for_products_one_tile_at_a_time(report: dict[str, Any]) -> None:
+    """A side gives its first tile back while the second is multiplied. The assembler adds no waits
+    of its own, as it does where products cannot overlap. The Triton kernel waits for each product."""
+    kernel = report["kernels"]["mla, gluon"]
+    assert kernel["product waits"] == [0, 0, 0, 0, 1, 1]
+    assert kernel["hardware waits"] == len(kernel["product waits"])
+    assert max(report["kernels"][MANY_HEADS]["product waits"]) == 0
+
+
+def test_the_gluon_kernel_loads_by_tma_and_fits(report: dict[str, Any]) -> None:
+    """Boxes are 64 elements wide, at most: 18 for two tiles of 576. Three warpgroups have all
+    registers."""
+    kernel = report["kernels"]["mla, gluon"]
+    assert kernel["tma"] == 18
+    assert kernel["stack"] == kernel["spills"] == 0
+    assert kernel["threads"] * kernel["registers"] <= REGISTERS
+    assert kernel["shared"] + 1024 <= SHARED

@@ -19,7 +19,14 @@ from pd_kernels.attention.merge import launch_merge
 from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.bench import __main__ as command
-from pd_kernels.bench import decode, decode_baselines, decode_cases, decode_check, mixed
+from pd_kernels.bench import (
+    decode,
+    decode_baselines,
+    decode_cases,
+    decode_check,
+    merging,
+    mixed,
+)
 from pd_kernels.bench.report import Comparison
 
 pytestmark = [
@@ -50,7 +57,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "DOCUMENTS", ([300, 200], 100))
     monkeypatch.setattr(decode, "SHARDED", [60, 40])
     monkeypatch.setattr(decode, "MLA_CASES", {"ragged": ([70, 3], 16, 2)})
-    monkeypatch.setattr(decode, "copies", lambda _: 2)
+    for module in (decode, merging):
+        monkeypatch.setattr(module, "copies", lambda _: 2)
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e12)
     monkeypatch.setattr(decode, "seconds", once)
     with decode_interpreted.dots_mended():

@@ -14,13 +14,18 @@ from decode_batches import FP8, by_kernel, by_reference, error, mla_batch, paged
 from test_decode_schedule import pieces
 
 from pd_kernels.attention import decode_plan, operators, paged_decode, plan_paged_decode
+from pd_kernels.attention.launch import direct_launch
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.paged_call import PagedCall
-from pd_kernels.attention.tuning import Tuning, tuned, tuning
 from pd_kernels.attention.work_partition import partition, tile_counts
+from pd_kernels.tuning import Tuning, tuned, tuning
 
 BOUND = 5e-3
-SWITCHES = tuple(Tuning.__dataclass_fields__)
+ELSEWHERE = {"gluon", "packed_codes", "mixed_steps", "direct_launch"}
+"""Switches that have tests of their own: test_mla_gluon.py, test_transfer_numerics.py,
+test_backend_mixed.py, and below."""
+
+SWITCHES = tuple(name for name in Tuning.__dataclass_fields__ if name not in ELSEWHERE)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,6 +50,16 @@ def test_both_settings_equal_the_reference(name: str, on: bool) -> None:
             wanted, sums = by_reference(batch)
             assert error(out, wanted) < BOUND
             assert torch.allclose(lse, sums, atol=2e-3)
+
+
+def test_settings_come_from_the_environment() -> None:
+    assert Tuning.of("") == Tuning()
+    assert Tuning.of(" gluon=1, pairing=0,") == Tuning(gluon=True, pairing=False)
+    for wrong in ("gluon", "gluon=yes", "glue=1"):
+        with pytest.raises(
+            ValueError, match=f"PD_KERNELS_TUNING: '{wrong}': must be one of column"
+        ):
+            Tuning.of(wrong)
 
 
 def test_settings_come_back_after_an_error() -> None:
@@ -87,6 +102,51 @@ def test_a_call_is_checked_once_and_again_when_anything_it_depends_on_changes(
     with pytest.raises(ValueError, match="lengths"):
         paged_decode(*given[:4], batch.lengths[:1])
     assert len(checked) == 5, "what has failed is checked again"
+
+
+class Found:
+    """Stands for a function of Triton's, and for what it compiles."""
+
+    arg_names = ("query", "workers", "TILE")
+
+    def __init__(self) -> None:
+        self.searched: list[dict[str, Any]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*ordered: Any, **named: Any) -> "Found":
+            if named:
+                self.searched.append(named)
+            else:
+                self.direct.append((grid, *ordered))
+            return self
+
+        return run
+
+
+def test_a_kernel_that_was_launched_before_is_not_searched_for_again() -> None:
+    """But for what Triton would compile anew: another dtype, alignment or number, or constants that
+    the key tells."""
+    found = Found()
+    query = torch.zeros(64, dtype=torch.bfloat16)
+
+    def launched(query: torch.Tensor, workers: int, key: str) -> int:
+        given = {"query": query, "workers": workers}
+        direct_launch(found, (key,), 5, given, {"TILE": 64, "num_warps": 4})
+        return len(found.searched)
+
+    assert launched(query, 7, "a") == 1
+    assert launched(query.clone(), 7, "a") == 1
+    ((grid, _, *rest),) = found.direct
+    assert (grid, rest) == ((5, 1, 1), [7, 64])
+    assert found.searched[0] == {"query": query, "workers": 7, "TILE": 64, "num_warps": 4}
+    assert launched(query.half(), 7, "a") == 2
+    assert launched(query[1:], 7, "a") == 3
+    assert launched(query, 8, "a") == 4
+    assert launched(query, 7, "b") == 5
+    with tuned(direct_launch=False):
+        assert launched(query, 7, "a") == 6
+    assert len(found.direct) == 1
 
 
 def test_a_batch_of_one_sequence_is_compiled_as_others_are() -> None:

@@ -141,6 +141,27 @@ def test_enough_loads_are_under_way_to_keep_the_memory_busy(
     assert programs(kernel) * kernel["shared"] <= 200 * 1024
 
 
+@pytest.mark.parametrize("name", ["gather fp8", "gather fp8, sums", "gather int8", "gather raw"])
+def test_a_thread_has_several_loads_under_way(
+    kernels: dict[str, dict[str, Any]], name: str
+) -> None:
+    """64 bytes and more, before it waits for the first of them."""
+    assert kernels[name]["loads at once"] >= 4
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_elements_are_compared_and_coded_two_at_a_time(
+    kernels: dict[str, dict[str, Any]], codec: str
+) -> None:
+    """With the other setting of `Tuning.packed_codes`."""
+    packed, plain = kernels[f"gather {codec}"], kernels[f"gather {codec}, one by one"]
+    assert packed["packed"]["max.u16x2"] > 0
+    assert plain["packed"]["max.u16x2"] == 0
+    assert packed["instructions"] < 0.95 * plain["instructions"]
+    if codec == "fp8":
+        assert packed["packed"]["cvt.rn.satfinite.e4m3x2.f32"] == 16  # of 32 elements of a thread
+
+
 @pytest.mark.parametrize("name", ["gather fp8", "gather fp8, sums", "gather fp8, MLA"])
 def test_as_many_programs_run_at_once_as_a_gather_of_fp8_reckons_with(
     kernels: dict[str, dict[str, Any]], name: str

@@ -3,6 +3,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import event, given, settings
@@ -17,6 +18,7 @@ from pd_connector.plan.route import Route, routes
 from pd_kernels.transfer import finish, new_sums
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
+from pd_kernels.tuning import tuned
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 LAYERS = Layer(2, 32, 16), Layer(2, 16, 16), Layer(2, 48, 48)
@@ -211,12 +213,38 @@ def test_every_bit_pattern_of_16_bits(codec: str, dtype: str, theirs: str) -> No
     same_both_ways(source, setup, model, (0, 256), codec)
 
 
-def test_codes_at_ties_are_rounded_to_even() -> None:
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_codes_at_ties_are_rounded_to_even(dtype: str, packed: bool) -> None:
     """Quotients that lie half way between two codes, which a product with a reciprocal misses."""
     model = (Layer(1, 128, 128),)
-    source = rank_of(model, Setup(), 128, 1)
+    source = rank_of(model, Setup(dtype=dtype), 128, 1)
     view = source.cache._layers.by_number[0].key
     halves = (torch.arange(view.numel()).view(view.shape) % 253 - 126) / 2
     view.copy_(halves * 1.5)
     view[:, :, :, ::2] = halves[:, :, :, ::2] * 3
-    same_both_ways(source, Setup(layout="NHD"), model, (0, 128), "int8")
+    with tuned(packed_codes=packed):
+        same_both_ways(source, Setup(layout="NHD"), model, (0, 128), "int8")
+
+
+def test_quotients_near_ties_are_rounded_as_a_division_does() -> None:
+    """All pairs of a magnitude of 11 bits and a scale of 8 whose quotient is nearest to a tie, by
+    the arithmetic of `int8_pairs` in numpy."""
+    scale = np.arange(128, 256, dtype=np.float32)[:, None]
+    value = np.arange(1_024, 2_048, dtype=np.float32)[None, :]
+    for power in range(-6, 8):
+        element = value * np.float32(2.0**power)
+        exact = element.astype(np.float64) / scale
+        reciprocal = np.float32(1) / scale
+        grid = (element.astype(np.float64) * reciprocal + 1536.0).astype(np.float32)
+        found = (grid + np.float32(12582912.0 - 1536.0)) - np.float32(12582912.0)
+        small = exact <= 127.5
+        assert (found == np.rint(exact))[small].all()
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3"])
+def test_element_by_element_gives_the_same(codec: str) -> None:
+    """The other setting of `Tuning.packed_codes`."""
+    model = (Layer(2, 48, 32),)
+    with tuned(packed_codes=False):
+        same_both_ways(rank_of(model, Setup(), 150, 1), Setup(layout="NHD"), model, (5, 150), codec)

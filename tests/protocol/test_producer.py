@@ -170,11 +170,14 @@ def test_a_second_offer_of_a_transfer_is_freed_at_once(producer: Producer):
     assert producer.offer(again, 0.0) == [Free("another", Cause.DUPLICATE)]
 
 
-def test_a_cancel_before_the_pages_exist_frees_them_when_they_come(producer: Producer):
+@pytest.mark.parametrize("cause", [Cause.ABORTED, Cause.NOT_NEEDED])
+def test_a_cancel_before_the_pages_exist_frees_them_when_they_come(
+    producer: Producer, cause: Cause
+):
     producer.expect("t", 0.0)
-    assert producer.cancel(ONE, "t", Cause.ABORTED, 0.0) == [Reply(ONE, messages.Cancelled("t"))]
+    assert producer.cancel(ONE, "t", cause, 0.0) == [Reply(ONE, messages.Cancelled("t"))]
     assert producer.offer(grown(4), 1.0) == []
-    assert producer.offer(OFFER, 1.0) == [Free("request", Cause.ABORTED)]
+    assert producer.offer(OFFER, 1.0) == [Free("request", cause)]
     assert producer.transfers == 0
 
 

@@ -19,6 +19,7 @@ from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
+from pd_connector.sglang.outcomes import Outcomes
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.recompute import SecondPrefill
@@ -61,8 +62,7 @@ class Engine(Manager):
         self.buffers = MetadataBuffers(4, 16, torch.float32, 0)
         self.found = Found(())
         self.forgotten: list[str] = []
-        self._told = {}
-        self._watched = set()
+        self.outcomes = Outcomes(self.agent)
         self._scheduler = SimpleNamespace(
             device="cpu",
             token_to_kv_pool_allocator=SimpleNamespace(
@@ -149,7 +149,7 @@ class Pair:
         names = ("leased_pages", "outgoing_transfers", "incoming_transfers", "landing_slots")
         gauges = [engine.agent.telemetry.gauges() for engine in (self.p, self.d)]
         held = any(g.get(name) for g in gauges for name in (*names, "send_slots"))
-        return not held and not (self.p._watched or self.d._watched)
+        return not held and not (self.p.outcomes.watched or self.d.outcomes.watched)
 
 
 def reach(poll: Callable[[], int], state: int) -> None:

@@ -15,12 +15,14 @@ from sglang_door.door import ROOM, Pair, reach
 from sglang_door.test_sglang_cache import SLIDING_WINDOW, TOKENS, slots_of, with_windows
 from support.agents import until
 
+from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.cache import own_shard
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver
+from pd_connector.sglang.requests import transfer_of
 
 
 @pytest.fixture
@@ -157,6 +159,25 @@ def test_a_decode_request_that_is_aborted_gives_everything_back(pair: Pair, when
     reach(sender.poll, KVPoll.Failed)
     with pytest.raises(TransferError):
         sender.failure_exception()
+    until(pair.idle, "idle")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_decode_engine_that_needs_nothing_fails_no_prefill(pair: Pair, when: str) -> None:
+    """vLLM's computes the last token itself, and may have the others in its prefix cache. A prefill that
+    failed for it would make a router give up the answer that is under way."""
+    req = pair.request()
+    sender, transfer = pair.sender(req), transfer_of(ROOM)
+    if when == "after":
+        pair.send_all(sender, req)
+    pair.d.agent.submit(Hold("r", transfer, pair.d.found.replicas[0], watch=False))
+    pair.d.agent.submit(Drop("r", Cause.NOT_NEEDED))
+    if when == "before":
+        past = pair.p.agent._loop.producer_side._producer._past
+        until(lambda: past.is_unwanted(transfer), "cancelled")
+        pair.send_all(sender, req)
+    reach(sender.poll, KVPoll.Success)
+    sender.clear()
     until(pair.idle, "idle")
 
 

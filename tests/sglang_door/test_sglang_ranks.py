@@ -84,7 +84,7 @@ class Ranks:
     def idle(self) -> bool:
         engines = [*self.prefill, *self.decode]
         held = (e.agent.telemetry.gauges().get(name) for e in engines for name in GAUGES)
-        return not any(held) and not any(e._watched for e in engines)
+        return not any(held) and not any(e.outcomes.watched for e in engines)
 
     def close(self) -> None:
         for engine in (*self.prefill, *self.decode):

@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 
 from pd_connector.errors import ConfigError, PDConnectorError
 from pd_connector.sglang import plugin
-from pd_connector.sglang.manager import load_config
+from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.support import _WANTED, check_supported
 
 ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill")

@@ -247,21 +247,20 @@ def no_descriptors() -> Iterator[Callable[[bool], None]]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def take(all_of_them: bool) -> None:
+        if not all_of_them:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            while spare:
+                spare.pop().close()
+            return
         highest = max(map(int, os.listdir("/proc/self/fd")))
-        limit = highest if all_of_them else before[0]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-        spare.clear()
-        while all_of_them:
-            try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
                 spare.append(socket.socket())
-            except OSError:
-                return
 
     spare: list[socket.socket] = []
     yield take
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    for one in spare:
-        one.close()
+    take(False)
 
 
 def test_a_process_without_descriptors_connects_when_it_has_some(

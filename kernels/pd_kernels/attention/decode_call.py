@@ -2,14 +2,15 @@
 """What calls of `paged_decode` and `mla_decode` have in common: checks, the shape of rows, launch
 options."""
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
-from pd_kernels.attention.tuning import tuning
 from pd_kernels.attention.work_partition import RowShape, TileCosts
+from pd_kernels.tuning import tuning
 
 MAX_HEIGHT = 64
 """The most lines of a row. If a KV head has more, they become several rows."""
@@ -72,9 +73,13 @@ class DecodeCall:
     def key(self) -> tuple[Any, ...]:
         """All that checks and launch options depend on. Calls with the same key are checked once:
         an eager step of a model makes dozens of them."""
+        return (tuning(), *self.own_key)
+
+    @functools.cached_property
+    def own_key(self) -> tuple[Any, ...]:
+        """`key`, of the call alone."""
         caches = [getattr(self, name) for name in self.caches]
         return (
-            tuning(),
             self.query.device,
             self.causal,
             *((each.shape, each.stride(), each.dtype) for each in (self.query, *caches)),

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of one call of `mla_decode`: checks, and how the kernel is launched for them."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 
 from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig
-from pd_kernels.attention.tuning import tuning
 from pd_kernels.attention.work_partition import TileCosts
+from pd_kernels.tuning import tuning
 
 LATENT = 512
 """Elements of a token's latent."""
@@ -23,6 +24,10 @@ CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
 """Bytes of a token in FlashMLA's FP8 layout: codes, float32 scales, bfloat16 part with RoPE."""
 
 MAX_QUERIES = 4
+
+GLUON_TILE = 64
+"""Tokens of a tile of the Gluon kernel."""
+
 COSTS = TileCosts(row=48, partial=1)
 """To begin a row costs three tiles: its result alone is as large as several (ThunderMLA's cost
 model: 7.5 us, and 1.5 us for 32 tokens). A partial costs little, because many programs share the
@@ -42,6 +47,12 @@ def config_of(lines: int, coded: bool) -> KernelConfig:
     if lines > MAX_HEIGHT // 2:
         return KernelConfig(32, 8, 5, 1, 32, 1, columns)
     return KernelConfig(64, 8, 5, 1, 32, 1, columns)
+
+
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether a device has the instructions of compute capability 9.0, which later ones lack."""
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +82,30 @@ class MlaCall(DecodeCall):
         return bool(self.cache.dtype == torch.uint8)
 
     @property
+    def gluon(self) -> bool:
+        """Whether the Gluon kernel takes the call: it is chosen (`Tuning.gluon`), the GPU is a
+        Hopper, and the cache is one that the TMA can read in tiles of 64 tokens."""
+        return tuning().gluon and on_hopper(self.query.device) and self.pitch > 0
+
+    @property
+    def pitch(self) -> int:
+        """Tokens from the start of a page to that of the next, if all tokens of the cache lie on
+        one grid and a tile never leaves its page; 0 if not, or for an FP8 cache."""
+        page, token = self.cache.stride()[:2]
+        whole = not self.coded and self.cache.shape[1] % GLUON_TILE == 0 and page % token == 0
+        aligned = self.cache.data_ptr() % 16 == 0 and token % 8 == 0
+        return page // token if whole and aligned else 0
+
+    @property
     def height(self) -> int:
-        """Lines of a row, padded. Always 64 for an FP8 cache: only with wgmma does the compiler
-        load its codes asynchronously."""
-        return MAX_HEIGHT if self.coded else super().height
+        """Lines of a row, padded. Always 64 for wgmma, which the Gluon kernel takes, and an FP8
+        cache: only then does the compiler load its codes asynchronously."""
+        return MAX_HEIGHT if self.coded or self.gluon else super().height
 
     @property
     def config(self) -> KernelConfig:
-        return config_of(self.lines, self.coded)
+        config = config_of(self.lines, self.coded)
+        return config._replace(tile=GLUON_TILE) if self.gluon else config
 
     def check(self) -> None:
         dim = self.query.shape[3]

@@ -8,6 +8,8 @@ many results as registers can hold: 64 x 512 in float32 are half of a multiproce
 read as four slices of 128.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -206,6 +208,17 @@ def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.
     return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
 
 
+def own_arguments(batch: MlaCall) -> dict[str, Any]:
+    """The arguments that only this kernel takes, by the names of its parameters."""
+    return {
+        "cache": batch.cache,
+        "scale": batch.scale * LOG2E,
+        "PAGE": batch.cache.shape[1],
+        "CACHE": batch.cache.stride()[:2],
+        "CODED": batch.coded,
+    }
+
+
 def launch_mla(
     batch: MlaCall,
     out: torch.Tensor,
@@ -213,17 +226,11 @@ def launch_mla(
     scratch: list[torch.Tensor],
     phases: Phases = ONE_LAUNCH,
 ) -> None:
-    """Run `mla_decode` by the kernel; the arguments are those of `launch`."""
-    launch(
-        latent_attention,
-        batch,
-        out,
-        lse,
-        scratch,
-        phases,
-        cache=batch.cache,
-        scale=batch.scale * LOG2E,
-        PAGE=batch.cache.shape[1],
-        CACHE=batch.cache.stride()[:2],
-        CODED=batch.coded,
-    )
+    """Run `mla_decode` by this kernel, or by the Gluon kernel where that is chosen
+    (`MlaCall.gluon`); the arguments are those of `launch`."""
+    if batch.gluon:
+        from pd_kernels.attention.mla_gluon import launch_mla_gluon
+
+        launch_mla_gluon(batch, out, lse, scratch)
+    else:
+        launch(latent_attention, batch, out, lse, scratch, phases, **own_arguments(batch))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +12,8 @@ from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.tile_mask import TileMask
-from pd_kernels.attention.tuning import tuning
 from pd_kernels.attention.work_partition import NO_MOD, RowShape, TileCosts
+from pd_kernels.tuning import tuning
 
 FP8 = torch.float8_e4m3fn
 DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -67,11 +68,11 @@ class PagedCall(DecodeCall):
     most_queries: int = 0
     """The most queries of a sequence in a jagged batch."""
 
-    @property
-    def key(self) -> tuple[Any, ...]:
+    @functools.cached_property
+    def own_key(self) -> tuple[Any, ...]:
         starts = None if self.starts is None else (self.starts.shape, self.most_queries)
         masked = None if self.mask_mod is None else self.mask_mod.number
-        return (*super().key, self.window, starts, masked)
+        return (*super().own_key, self.window, starts, masked)
 
     @property
     def queries(self) -> int:

@@ -2,6 +2,7 @@
 """Check the kernels against their references, then measure them and print a table. Needs a GPU."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from pd_kernels.bench.decode_check import check_decode
 from pd_kernels.bench.report import Comparison, line, print_rows, write_json
 from pd_kernels.bench.transfer import measure_transfer
 from pd_kernels.bench.transfer_check import check_transfer
+from pd_kernels.tuning import VARIABLE
 
 PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
 
@@ -74,6 +76,8 @@ def header(gpu: str, arguments: list[str]) -> str:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
+    if told := os.environ.get(VARIABLE):
+        found.append(f"{VARIABLE}={told}")
     now = datetime.now(UTC).isoformat(" ", "minutes")
     return f"{', '.join(found)}; {now}; python -m pd_kernels.bench {shlex.join(arguments)}"
 

@@ -12,14 +12,13 @@ import torch
 from pd_kernels.attention import (
     Mod,
     document,
-    merge_partials,
     mla_decode,
     paged_decode,
     plan_mla_decode,
     plan_paged_decode,
 )
 from pd_kernels.attention.decode_call import MAX_HEIGHT
-from pd_kernels.attention.tuning import tuned
+from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.bench import decode_baselines, decode_cases
 from pd_kernels.bench.decode_cases import (
     FP8,
@@ -32,9 +31,11 @@ from pd_kernels.bench.decode_cases import (
     paged_set,
 )
 from pd_kernels.bench.decode_goals import geometric_means
+from pd_kernels.bench.merging import measure_merging
 from pd_kernels.bench.mixed import STEPS, measure_mixed
 from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
+from pd_kernels.tuning import tuned
 
 BF16 = torch.bfloat16
 REPLAYS = 100
@@ -70,9 +71,6 @@ SHARDED = [131_072] * 8
 
 DOCUMENTS = [8_192] * 64, 1_024
 """Lengths of sequences, and of the documents in them: a query sees the last one only."""
-
-SHARDS = (2, 8)
-MERGE_BAR = 0.01
 
 Calls = list[Callable[[], Any]]
 
@@ -140,7 +138,9 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
         rows = measure_mixed(LLAMA, told, STEPS[name], seconds, REPLAYS)
         yield Case("mixed_attention", told, rows)
     told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
-    yield Case("merge_partials / paged_decode", told, _merging(LLAMA, told, SHARDED))
+    sets = functools.partial(_sets, SHARDED, LLAMA, PAGES[0], BF16)
+    rows = measure_merging(LLAMA, told, sets, paged_calls, seconds, REPLAYS)
+    yield Case("merge_partials / paged_decode", told, rows)
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
         lengths, count, queries = MLA_CASES[name]
         for cache in ("bfloat16", "fp8"):
@@ -234,30 +234,6 @@ def _masked(
         yield duration("mask_mod / FlexAttention", params, ours_s, theirs_s, FLEX_BAR)
 
 
-def _merging(heads: Heads, params: dict[str, Param], lengths: list[int]) -> Iterator[Comparison]:
-    """Compare the merge of shards with the attention that they share."""
-    sets = _sets(lengths, heads, PAGES[0], BF16)
-    whole_s = seconds(paged_calls(sets)[0], REPLAYS)
-    del sets
-    for shards in SHARDS:
-        merge_s = seconds(_merge_calls(heads, len(lengths), shards), REPLAYS)
-        told = params | {"shards": shards}
-        yield duration("merge_partials / paged_decode", told, merge_s, whole_s, MERGE_BAR)
-
-
-def _merge_calls(heads: Heads, batch: int, shards: int) -> Calls:
-    shape, device = (batch, heads.query, heads.dim), decode_cases.DEVICE
-    read = shards * batch * heads.query * heads.dim * 4
-
-    def call() -> Callable[[], Any]:
-        outs = torch.randn(shards, *shape, device=device)
-        lses = torch.randn(shards, *shape[:-1], device=device)
-        out = torch.empty(shape, dtype=BF16, device=device)
-        return functools.partial(merge_partials, outs, lses, out)
-
-    return [call() for _ in range(copies(read))]
-
-
 def _latent(
     params: dict[str, Param], lengths: list[int], heads: int, queries: int, copy: float
 ) -> Iterator[Comparison]:
@@ -269,6 +245,9 @@ def _latent(
     yield throughput("mla_decode", params, read / ours_s / 1e9, copy / 1e9, None)
     many = heads * queries > MAX_HEIGHT
     switches = {"pairing": many, "small_tiles": many or coded, "column_merge": len(lengths) == 1}
+    # Off where the kernel cannot run, or unless PD_KERNELS_TUNING says gluon=1: it has a step of its
+    # own, so that a kernel that hangs costs no other figures.
+    switches["gluon"] = MlaCall(*sets[0], SCALE, True).gluon
     for switch in (name for name, concerned in switches.items() if concerned):
         yield from _switched(switch, params, functools.partial(latent_calls, sets))
     if not coded:
@@ -283,7 +262,8 @@ def _switched(
     switch: str, params: dict[str, Param], make: Callable[[], tuple[Calls, Any]]
 ) -> Iterator[Comparison]:
     """Compare both settings of an A/B switch (`Tuning`), one after the other."""
-    on_s = seconds(make()[0], REPLAYS)
+    with tuned(**{switch: True}):
+        on_s = seconds(make()[0], REPLAYS)
     with tuned(**{switch: False}):
         off_s = seconds(make()[0], REPLAYS)
     yield duration(f"{switch}: on / off", params, on_s, off_s, None)

@@ -13,6 +13,7 @@ from pd_kernels.transfer.chunk_operator import ChunkOperator
 from pd_kernels.transfer.copy_kernel import launch_copy
 from pd_kernels.transfer.paged_tokens import read_tokens
 from pd_kernels.transfer.sums import reference_payload_sums
+from pd_kernels.tuning import tuning
 
 
 def gather_pages(
@@ -80,11 +81,18 @@ def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POL
         launch_copy(chunk, gather=True)
 
 
+def packed(blocks: Blocks) -> bool:
+    """Whether elements are handled two at a time, in words: they have 16 bits, and their rows are
+    aligned."""
+    return tuning().packed_codes and blocks.wide and blocks.source.itemsize == 2
+
+
 def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
     blocks = chunk.blocks
     compute = blocks.step == "none"
-    widths = chunk.vectors(8)
-    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize)
+    pairs = compute and packed(blocks)
+    widths = chunk.vectors(16 if pairs else 8)
+    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize, pairs)
     tiles = triton.cdiv(chunk.tokens * max(widths), vectors)
     columns = blocks.parts * blocks.heads
     crowded = compute and tiles > gather_fp8_kernel.resident(chunk.slot.device)
@@ -105,6 +113,7 @@ def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
         SOURCE=TRITON[blocks.source],
         COMPUTE=compute,
         CHECK=chunk.sums is not None,
+        PACKED=pairs,
         VECTORS=vectors,
         num_warps=gather_fp8_kernel.WARPS,
         maxnreg=gather_fp8_kernel.REGISTERS,
@@ -131,6 +140,7 @@ def _launch_int8(chunk: ChunkLaunch) -> None:
         PADDED=padded,
         SOURCE=TRITON[blocks.source],
         CHECK=chunk.sums is not None,
+        PACKED=packed(blocks),
         num_warps=gather_int8_kernel.WARPS,
         maxnreg=gather_int8_kernel.REGISTERS,
     )

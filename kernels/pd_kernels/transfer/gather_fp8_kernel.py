@@ -2,7 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that gathers as `fp8_e4m3`: with the destination's scale, or with one scale per head.
 
-A vector is 8 elements, which are one 8-byte word of the payload. The scale of a head depends on the
+A vector is 8 elements, which are one 8-byte word of the payload; with PACKED, 16 elements and two
+words, so that a thread reads 32 bytes by one address and writes 16. The scale of a head depends on the
 largest magnitude of all its tokens, which several programs share. Each program publishes the
 largest magnitude of its own tile, keeps its elements in registers, and polls until all programs of
 the head have published: the cache is read once.
@@ -28,6 +29,7 @@ from pd_kernels.transfer.numerics import (
     power_scale,
     stored,
 )
+from pd_kernels.transfer.packed_numerics import finite_words, fp8_words
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,
     cache_block,
@@ -56,9 +58,10 @@ _PIECES = tl.constexpr(
 _INFINITE = tl.constexpr(0x7F800000)
 
 
-def vectors(element: int) -> int:
-    """Vectors of a program: half as many if an element has 4 bytes, so that registers hold them."""
-    return VECTORS if element <= 2 else VECTORS // 2
+def vectors(element: int, packed: bool) -> int:
+    """Vectors of a program: half as many if an element has 4 bytes, so that registers hold them, or
+    if a vector is twice as long."""
+    return VECTORS if element <= 2 and not packed else VECTORS // 2
 
 
 @functools.cache
@@ -72,34 +75,42 @@ def resident(device: torch.device) -> int:
 @triton.jit
 def _read_vectors(
     cached, pages, tile, first, limit, width, page_stride, token_stride, dim_stride,
-    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Load the elements of a tile, `[VECTORS, 8]`; zero behind the last token."""
+    """Load the elements of a tile, `[VECTORS, 8]`; with PACKED, words of two, `[VECTORS, 4, 2]`,
+    the second half of a vector behind the first. Zero behind the last token."""
     vector = tile * VECTORS + tl.arange(0, VECTORS)
     inside = vector < limit
     place = first + vector // width
     there = token_offsets(pages, place, inside, page_stride, token_stride, VIEW, PAGES)
-    index = (vector % width)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if not WIDE:
-        index = index * dim_stride
-    return tl.load(cached + (there[:, None] + index), mask=inside[:, None], other=0.0)
+    if PACKED:
+        place = cached + (there + (vector % width) * 8)[:, None] + tl.arange(0, 4)[None, :]
+        found = tl.load(place, mask=inside[:, None], other=0)
+        found = tl.join(found, tl.load(place + 4, mask=inside[:, None], other=0))
+    else:
+        index = (vector % width)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        if not WIDE:
+            index = index * dim_stride
+        found = tl.load(cached + (there[:, None] + index), mask=inside[:, None], other=0.0)
+    return found
 
 
 @triton.jit
 def _write_codes(
-    slot, sums, codes, section, scales, first_vector, tile, limit, copy,
+    slot, sums, words, section, scales, first_vector, tile, limit, copy,
     CHECK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Store FP8 elements, `[VECTORS, 8]`, as the codes of a tile, and add them to the sums."""
-    vector = tile * VECTORS + tl.arange(0, VECTORS)
-    inside = vector < limit
-    words = byte_words(codes.to(tl.uint8, bitcast=True), VECTORS)
-    begin = (section + scales) * 2 + first_vector + tile * VECTORS
-    coded = (slot + begin * 8).to(tl.pointer_type(tl.int64)) + tl.arange(0, VECTORS)
-    tl.store(coded, words, mask=inside)
+    """Store the codes of a tile, int64 `[VECTORS, words of a vector]`, and add them to the sums."""
+    EACH: tl.constexpr = words.shape[1]
+    vector = tl.arange(0, VECTORS)
+    inside = (tile * VECTORS + vector < limit)[:, None]
+    begin = (section + scales) * 2 + (first_vector + tile * VECTORS) * EACH
+    place = vector[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    tl.store((slot + begin * 8).to(tl.pointer_type(tl.int64)) + place, words, mask=inside)
     if CHECK:
         words = tl.where(inside, words, 0)
-        add_words(sums, begin, tl.reshape(words, (VECTORS // 256, 256)), 256, copy)
+        add_words(sums, begin, tl.reshape(words, (VECTORS * EACH // 256, 256)), 256, copy)
 
 
 @triton.jit
@@ -121,15 +132,17 @@ def _write_scale(slot, sums, section, head, scale, HEADS: tl.constexpr, CHECK: t
 
 
 @triton.jit
-def _finite(value):
+def _finite(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
     """Bits of the largest finite magnitude, int32; and `value` with NaN for infinities."""
-    bits = magnitude_bits(value.to(tl.float32))
-    largest = tl.max(
-        bits
-    )  # of integers, because a maximum of floats is undefined for signalling NaN
-    if largest >= _INFINITE:
-        largest = tl.max(tl.where(bits < _INFINITE, bits, 0))
-        value = finite_or_nan(value.to(tl.float32)).to(value.dtype)
+    if PACKED:
+        largest, value = finite_words(value, SOURCE)
+    else:
+        bits = magnitude_bits(value.to(tl.float32))
+        # Of integers, because a maximum of floats is undefined for signalling NaN.
+        largest = tl.max(bits)
+        if largest >= _INFINITE:
+            largest = tl.max(tl.where(bits < _INFINITE, bits, 0))
+            value = finite_or_nan(value.to(tl.float32)).to(value.dtype)
     return largest, value
 
 
@@ -159,7 +172,8 @@ def _poll(published, tiles, start):
 def _largest_published(
     published, cached, pages, tile, tiles, first, limit, width, page_stride, token_stride,
     dim_stride, max_polls,
-    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
+    VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, SOURCE: tl.constexpr,
+    PACKED: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Poll until all tiles of a head have published, and return the largest word. After `max_polls`
     polls, compute what is missing, and publish it for others."""
@@ -176,10 +190,10 @@ def _largest_published(
             for piece in range(other * _PIECES, (other + 1) * _PIECES):
                 unread = _read_vectors(
                     cached, pages, piece, first, limit, width, page_stride, token_stride,
-                    dim_stride, VIEW, PAGES, WIDE, VECTORS // _PIECES,
+                    dim_stride, VIEW, PAGES, WIDE, PACKED, VECTORS // _PIECES,
                 )  # fmt: skip
-                bits = magnitude_bits(unread.to(tl.float32))
-                theirs = tl.maximum(theirs, tl.max(tl.where(bits < _INFINITE, bits, 0)))
+                found, _ = _finite(unread, SOURCE, PACKED)
+                theirs = tl.maximum(theirs, found)
             tl.atomic_xchg(published + other, theirs + 1, sem="relaxed")
     return largest
 
@@ -211,8 +225,10 @@ def gather_fp8(
     WIDE: tl.constexpr,
     COMPUTE: tl.constexpr,  # compute a scale per head; if not, `factors` has the destination's
     CHECK: tl.constexpr,
+    PACKED: tl.constexpr,  # elements of 16 bits are handled two at a time; only where WIDE
     VECTORS: tl.constexpr,
 ):
+    READ: tl.constexpr = tl.int32 if PACKED else SOURCE
     if COMPUTE:  # the first extent counts the tiles, so that the programs of a head start together
         place, column = tl.program_id(0), tl.program_id(1)
         tile = tl.where(place < ahead, place, place - ahead)
@@ -227,36 +243,41 @@ def gather_fp8(
     limit = tokens * width
     first_vector = head * limit
     cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
-        table, block, SOURCE, WIDE
+        table, block, READ, WIDE
     )
     cached += head * head_stride
     value = _read_vectors(
         cached, pages, tile, first, limit, width, page_stride, token_stride, dim_stride,
-        VIEW, PAGES, WIDE, VECTORS,
+        VIEW, PAGES, WIDE, PACKED, VECTORS,
     )  # fmt: skip
     copy = tile + column
     if not COMPUTE:
         scale = tl.load(factors + block)
         codes = stored(value.to(tl.float32), scale, "over", tl.float8e4nv)
+        words = byte_words(codes.to(tl.uint8, bitcast=True), VECTORS)[:, None]
         _write_codes(
-            slot, sums, codes, section, scales, first_vector, tile, limit, copy, CHECK, VECTORS
+            slot, sums, words, section, scales, first_vector, tile, limit, copy, CHECK, VECTORS
         )
         if tile == 0:
             _write_scale(slot, sums, section, head, scale, HEADS, CHECK, copy)
     else:
         published = state + (layer * tl.num_programs(1) + column) * tiles
-        own, value = _finite(value)
+        own, value = _finite(value, SOURCE, PACKED)
         tl.atomic_xchg(published + tile, own + 1, sem="relaxed")
         if place < ahead:
             return
         largest = _largest_published(
             published, cached, pages, tile, tiles, first, limit, width, page_stride, token_stride,
-            dim_stride, max_polls, VIEW, PAGES, WIDE, VECTORS,
+            dim_stride, max_polls, VIEW, PAGES, WIDE, SOURCE, PACKED, VECTORS,
         )  # fmt: skip
         power = power_scale(largest - 1)
-        codes = (value.to(tl.float32) * power_of_two(-power)).to(tl.float8e4nv)
+        if PACKED:
+            words = fp8_words(value, power_of_two(-power), SOURCE)
+        else:
+            codes = (value.to(tl.float32) * power_of_two(-power)).to(tl.float8e4nv)
+            words = byte_words(codes.to(tl.uint8, bitcast=True), VECTORS)[:, None]
         _write_codes(
-            slot, sums, codes, section, scales, first_vector, tile, limit, copy, CHECK, VECTORS
+            slot, sums, words, section, scales, first_vector, tile, limit, copy, CHECK, VECTORS
         )
         if tile == 0:
             _write_scale(slot, sums, section, head, power_of_two(power), HEADS, CHECK, copy)

@@ -19,6 +19,13 @@ from pd_kernels.transfer.numerics import (
     magnitude_bits,
     near_quotient,
 )
+from pd_kernels.transfer.packed_numerics import (
+    int8_pairs,
+    joined_pairs,
+    larger_halves,
+    magnitudes,
+    wide_bits,
+)
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,
     cache_block,
@@ -53,28 +60,26 @@ def _tile(
     cached, pages, token, index, inside, first, page_stride, token_stride, dim_stride,
     VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load float32 `[token, index]`; zero where `inside`, which broadcasts to that shape, is
-    false."""
+    """Load elements, or words of two, `[token, index]`; zero where `inside`, which broadcasts to
+    that shape, is false."""
     there = token_offsets(pages, first + token, token >= 0, page_stride, token_stride, VIEW, PAGES)
     if not WIDE:
         index = index * dim_stride
-    found = tl.load(cached + (there[:, None] + index[None, :]), mask=inside, other=0.0)
-    return found.to(tl.float32)
+    return tl.load(cached + (there[:, None] + index[None, :]), mask=inside, other=0)
 
 
 @triton.jit
 def _write_codes(
-    slot, sums, codes, begin, inside, copy,
+    slot, sums, words, begin, inside, copy,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Store codes, `[ROWS, WIDTH * 8]`, and add them to the sums.
+    """Store codes, int64 `[ROWS * WIDTH]`, and add them to the sums.
 
     Args:
         begin: 8-byte word of the payload at which the first row begins; rows are PITCH words apart.
         inside: which words exist; broadcasts to `[ROWS, WIDTH]`.
     """
-    eights = tl.reshape(codes.to(tl.uint8, bitcast=True), (ROWS * WIDTH, 8))
-    words = tl.reshape(byte_words(eights, ROWS * WIDTH), (ROWS, WIDTH))
+    words = tl.reshape(words, (ROWS, WIDTH))
     place = tl.arange(0, ROWS)[:, None] * PITCH + tl.arange(0, WIDTH)[None, :]
     tl.store((slot + begin * 8).to(tl.pointer_type(tl.int64)) + place, words, mask=inside)
     if CHECK:
@@ -86,29 +91,84 @@ def _write_codes(
 
 
 @triton.jit
+def _key_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
+    """Code K.
+
+    Args:
+        value: a super-page of elements or words, `[token, index]`.
+
+    Returns:
+        words: the codes, int64 `[tokens * channels / 8]`.
+        scale: float32 `[channels]`.
+    """
+    TOKENS: tl.constexpr = value.shape[0]
+    if PACKED:
+        EIGHTS: tl.constexpr = value.shape[1] // 4
+        both = tl.reduce(magnitudes(value), 0, larger_halves)
+        even = int8_scale(wide_bits(both & 0xFFFF, SOURCE))
+        odd = int8_scale(wide_bits(both >> 16, SOURCE))
+        pairs = int8_pairs(
+            value, tl.div_rn(1.0, even)[None, :], tl.div_rn(1.0, odd)[None, :], SOURCE
+        )
+        words = joined_pairs(tl.reshape(pairs, (TOKENS * EIGHTS, 4)), TOKENS * EIGHTS)
+        scale = tl.interleave(even, odd)
+    else:
+        value = value.to(tl.float32)
+        scale = int8_scale(tl.max(magnitude_bits(value), axis=0))
+        reciprocal = tl.div_rn(1.0, scale)
+        words = _joined(int8_codes(near_quotient(value, scale[None, :], reciprocal[None, :])))
+    return words, scale
+
+
+@triton.jit
+def _value_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
+    """Code V: as `_key_codes`, with scales `[token]`."""
+    TOKENS: tl.constexpr = value.shape[0]
+    if PACKED:
+        EIGHTS: tl.constexpr = value.shape[1] // 4
+        both = tl.reduce(magnitudes(value), 1, larger_halves)
+        scale = int8_scale(wide_bits(tl.maximum(both & 0xFFFF, both >> 16), SOURCE))
+        reciprocal = tl.div_rn(1.0, scale)[:, None]
+        pairs = int8_pairs(value, reciprocal, reciprocal, SOURCE)
+        words = joined_pairs(tl.reshape(pairs, (TOKENS * EIGHTS, 4)), TOKENS * EIGHTS)
+    else:
+        value = value.to(tl.float32)
+        scale = int8_scale(tl.max(magnitude_bits(value), axis=1))
+        reciprocal = tl.div_rn(1.0, scale)
+        words = _joined(int8_codes(near_quotient(value, scale[:, None], reciprocal[:, None])))
+    return words, scale
+
+
+@triton.jit
+def _joined(codes):
+    """int8 codes as 8-byte words, int64, in one line."""
+    EIGHTS: tl.constexpr = codes.shape[0] * codes.shape[1] // 8
+    return byte_words(tl.reshape(codes.to(tl.uint8, bitcast=True), (EIGHTS, 8)), EIGHTS)
+
+
+@triton.jit
 def _gather_key(
     cached, pages, slot, sums, first, tokens, super_pages, section, scales, head, tile, copy,
     page_stride, token_stride, dim_stride,
     VIEW: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDE: tl.constexpr, CHECK: tl.constexpr,
+    SOURCE: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Code some channels of one super-page of a head of K."""
     SLICES: tl.constexpr = DIM // CHANNELS
+    EACH: tl.constexpr = CHANNELS // 2 if PACKED else CHANNELS  # words or elements
     super_page, piece = tile // SLICES, tile % SLICES
     channel = piece * CHANNELS + tl.arange(0, CHANNELS)
     token = super_page * _SUPER_PAGE + tl.arange(0, _SUPER_PAGE)
     inside = (token < tokens)[:, None]
     value = _tile(
-        cached, pages, tl.minimum(token, tokens - 1), channel, inside, first, page_stride,
-        token_stride, dim_stride, VIEW, PAGES, WIDE,
+        cached, pages, tl.minimum(token, tokens - 1), piece * EACH + tl.arange(0, EACH), inside,
+        first, page_stride, token_stride, dim_stride, VIEW, PAGES, WIDE,
     )  # fmt: skip
-    scale = int8_scale(tl.max(magnitude_bits(value), axis=0))
-    reciprocal = tl.div_rn(1.0, scale)
-    codes = int8_codes(near_quotient(value, scale[None, :], reciprocal[None, :]))
+    words, scale = _key_codes(value, SOURCE, PACKED)
     first_token = head * tokens + super_page * _SUPER_PAGE
     begin = (section + scales) * 2 + first_token * (DIM // 8) + piece * (CHANNELS // 8)
     _write_codes(
-        slot, sums, codes, begin, inside, copy, _SUPER_PAGE, CHANNELS // 8, DIM // 8, CHECK
+        slot, sums, words, begin, inside, copy, _SUPER_PAGE, CHANNELS // 8, DIM // 8, CHECK
     )
     at = section * 16 + ((head * super_pages + super_page) * DIM + channel) * 2
     scaled = scale.to(tl.bfloat16)
@@ -122,27 +182,27 @@ def _gather_value(
     cached, pages, slot, sums, first, tokens, section, scales, head, tile, copy,
     page_stride, token_stride, dim_stride,
     HEADS: tl.constexpr, VIEW: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr,
-    TOKENS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
+    TOKENS: tl.constexpr, PADDED: tl.constexpr, SOURCE: tl.constexpr, WIDE: tl.constexpr,
+    PACKED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Code some tokens of a head of V. The last program also stores the zeros behind the scales."""
-    channel = tl.arange(0, PADDED)
+    PER: tl.constexpr = 2 if PACKED else 1  # elements of what is loaded
+    index = tl.arange(0, PADDED // PER)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     there = token < tokens
     if DIM == PADDED:
         inside = there[:, None]
         kept = inside
     else:
-        inside = there[:, None] & (channel < DIM)[None, :]
+        inside = there[:, None] & (index < DIM // PER)[None, :]
         kept = there[:, None] & (tl.arange(0, PADDED // 8) < DIM // 8)[None, :]
     value = _tile(
-        cached, pages, tl.minimum(token, tokens - 1), channel, inside, first, page_stride,
+        cached, pages, tl.minimum(token, tokens - 1), index, inside, first, page_stride,
         token_stride, dim_stride, VIEW, PAGES, WIDE,
     )  # fmt: skip
-    scale = int8_scale(tl.max(magnitude_bits(value), axis=1))
-    reciprocal = tl.div_rn(1.0, scale)
-    codes = int8_codes(near_quotient(value, scale[:, None], reciprocal[:, None]))
+    words, scale = _value_codes(value, SOURCE, PACKED)
     begin = (section + scales) * 2 + (head * tokens + tile * TOKENS) * (DIM // 8)
-    _write_codes(slot, sums, codes, begin, kept, copy, TOKENS, PADDED // 8, DIM // 8, CHECK)
+    _write_codes(slot, sums, words, begin, kept, copy, TOKENS, PADDED // 8, DIM // 8, CHECK)
     at = section * 16 + (head * tokens + token) * 2
     scaled = scale.to(tl.bfloat16)
     tl.store((slot + at).to(tl.pointer_type(tl.bfloat16)), scaled, mask=there)
@@ -180,13 +240,15 @@ def gather_int8(
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
     CHECK: tl.constexpr,
+    PACKED: tl.constexpr,  # elements of 16 bits are handled two at a time; only where WIDE
 ):
+    READ: tl.constexpr = tl.int32 if PACKED else SOURCE
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     part, head, section, _ = payload_block(
         column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
     )
     cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
-        table, layer * PARTS + part, SOURCE, WIDE
+        table, layer * PARTS + part, READ, WIDE
     )
     cached += head * head_stride
     copy = tile + column
@@ -195,11 +257,11 @@ def gather_int8(
             _gather_key(
                 cached, pages, slot, sums, first, tokens, super_pages, section, key_scales, head,
                 tile, copy, page_stride, token_stride, dim_stride,
-                VIEW, PAGES, KEY_DIM, CHANNELS, WIDE, CHECK,
+                VIEW, PAGES, KEY_DIM, CHANNELS, SOURCE, WIDE, PACKED, CHECK,
             )  # fmt: skip
     elif tile * TOKENS < tokens:
         _gather_value(
             cached, pages, slot, sums, first, tokens, section, value_scales, head, tile, copy,
             page_stride, token_stride, dim_stride,
-            HEADS, VIEW, PAGES, VALUE_DIM, TOKENS, PADDED, WIDE, CHECK,
+            HEADS, VIEW, PAGES, VALUE_DIM, TOKENS, PADDED, SOURCE, WIDE, PACKED, CHECK,
         )  # fmt: skip

@@ -1,123 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with keys and values: decodes by `paged_decode`, the rest by the stock backend.
 
-These classes are mixed into those of the stock backend, in front of them. The stock backend writes
-KV, in its own layout.
+`PagedImpl`, and `PagedBuilder` of `paged_builder.py`, are mixed into classes of the stock backend,
+in front of them. The stock backend writes KV, in its own layout.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionImpl
 
-from pd_kernels.attention import DecodePlan, Mod, alibi, paged_decode, plan_paged_decode, soft_cap
-from pd_kernels.attention.paged_call import MAX_QUERIES
-from pd_kernels.vllm.batch_split import Decodes, decodes_of, rest_of
+from pd_kernels.attention import Mod, alibi, mixed_attention, paged_decode, soft_cap
+from pd_kernels.vllm.mixed_steps import PlanKey
+from pd_kernels.vllm.paged_builder import PagedMetadata
 from pd_kernels.vllm.refusals import LayerOptions, refusals, refuse
 
-logger = init_logger("vllm.pd_kernels")
-
 FP8 = torch.float8_e4m3fn
-
-PlanKey = tuple[int, int]
-"""A layer's window and query heads. Layers of a group with the same ones share a plan."""
-
-
-@dataclass
-class PagedMetadata:
-    """Metadata of a step, for the layers of a group. The other attributes are vLLM's.
-
-    Attributes:
-        decodes: the decodes, which come first in the batch; None if there are none.
-        rest: the stock backend's metadata of all other tokens; None if there are none.
-        plans: work partitions of the decodes; empty on a CPU.
-    """
-
-    num_actual_tokens: int
-    max_query_len: int
-    query_start_loc: torch.Tensor
-    max_seq_len: int
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    decodes: Decodes | None
-    rest: Any
-    plans: dict[PlanKey, DecodePlan] = field(default_factory=dict)
-
-
-class PagedBuilder(AttentionMetadataBuilder):
-    """Splits the batch of a step, and makes the plans of its decodes."""
-
-    # All decodes of a batch have the same number of queries; their lengths may differ.
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    supports_update_block_table = False
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.supports_draft_decode_metadata_update = False
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        if self.reorder_batch_threshold > MAX_QUERIES:
-            raise NotImplementedError(
-                f"{self.reorder_batch_threshold} tokens are verified at a time: at most {MAX_QUERIES}, "
-                "set num_speculative_tokens lower"
-            )
-        if vllm_config.cache_config.kv_sharing_fast_prefill:
-            raise NotImplementedError("kv_sharing_fast_prefill: leave it out with CUSTOM attention")
-        self._layers = [
-            vllm_config.compilation_config.static_forward_context[name] for name in layer_names
-        ]
-        self._batch = max(
-            vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
-        )
-        self._allocated: dict[int, dict[PlanKey, DecodePlan]] = {}  # by the number of queries
-        logger.info_once("Decoding with pd_kernels.paged_decode.")
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> PagedMetadata:
-        common = common_attn_metadata
-        decodes = decodes_of(common, self.reorder_batch_threshold)
-        rest = rest_of(common, decodes) if decodes else common
-        if rest is not None:
-            rest = super().build(common_prefix_len, rest, fast_build)
-        return PagedMetadata(
-            common.num_actual_tokens,
-            common.max_query_len,
-            common.query_start_loc,
-            common.max_seq_len,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.slot_mapping,
-            decodes,
-            rest,
-            self._plans(decodes) if decodes else {},
-        )
-
-    def _plans(self, decodes: Decodes) -> dict[PlanKey, DecodePlan]:
-        """The plans of the group's layers, filled for these decodes."""
-        if self.device.type == "cpu":  # the reference in torch needs none
-            return {}
-        plans = self._allocated.get(decodes.queries)
-        if plans is None:
-            impls = {layer.impl.plan_key: layer.impl for layer in self._layers}
-            plans = {key: self._allocate(impl, decodes.queries) for key, impl in impls.items()}
-            self._allocated[decodes.queries] = plans
-        return {key: plan.fill(decodes.lengths) for key, plan in plans.items()}
-
-    def _allocate(self, impl: Any, queries: int) -> DecodePlan:
-        """A plan for a layer and so many queries: large enough for every CUDA graph, and never
-        moved."""
-        one = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
-        q = one.expand(1, queries, impl.num_heads, impl.head_size)
-        cache = one.to(impl.stored_dtype or one.dtype)
-        cache = cache.expand(1, self.kv_cache_spec.block_size, impl.num_kv_heads, impl.head_size)
-        return plan_paged_decode(q, cache, window=impl.window, max_batch=self._batch)
 
 
 class Supported(NamedTuple):
@@ -216,6 +115,10 @@ class PagedImpl(AttentionImpl):
             self._mod = None
 
     @property
+    def has_mod(self) -> bool:
+        return self._mod is not None
+
+    @property
     def plan_key(self) -> PlanKey:
         return self.window, int(self.num_heads)
 
@@ -257,6 +160,9 @@ class PagedImpl(AttentionImpl):
             return output
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported by paged_decode")
+        if attn_metadata.mixed:
+            self._together(layer, query, kv_cache, attn_metadata, output)
+            return output
         tokens = decodes.tokens
         self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
         if rest is not None:
@@ -274,11 +180,7 @@ class PagedImpl(AttentionImpl):
     ) -> None:
         decodes = metadata.decodes
         assert decodes is not None
-        if query.dtype == FP8:  # vLLM quantises queries if the cache is FP8
-            query = query.to(output.dtype) * layer._q_scale
-        keys, values = self.pages(
-            kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
-        )
+        query, keys, values = self._read(layer, query, kv_cache, output.dtype)
         shape = (decodes.requests, decodes.queries, *query.shape[1:])
         paged_decode(
             query.view(shape),
@@ -289,8 +191,37 @@ class PagedImpl(AttentionImpl):
             scale=self.scale,
             window=self.window,
             score_mod=self._mod,
-            k_scale=layer._k_scale_float if self.stored_dtype else 1.0,
-            v_scale=layer._v_scale_float if self.stored_dtype else 1.0,
+            **self._scales(layer),
             out=output.view(shape),
             plan=metadata.plans.get(self.plan_key),
         )
+
+    def _together(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: PagedMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend with prefill chunks and decodes in one launch."""
+        tokens = metadata.num_actual_tokens
+        query, keys, values = self._read(layer, query[:tokens], kv_cache, output.dtype)
+        out = output[:tokens].view(query.shape)
+        plan = metadata.mixed[self.plan_key]
+        mixed_attention(query, keys, values, plan, scale=self.scale, out=out, **self._scales(layer))
+
+    def _read(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries in `dtype`, and views of K and V."""
+        if query.dtype == FP8:  # vLLM quantises queries if the cache is FP8
+            query = query.to(dtype) * layer._q_scale
+        stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
+        return query, *self.pages(stored)
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """Scales of an FP8 cache, as `paged_decode` takes them."""
+        if not self.stored_dtype:
+            return {}
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}

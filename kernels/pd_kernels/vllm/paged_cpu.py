@@ -20,7 +20,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from pd_kernels.vllm.paged_backend import FP8, PagedBuilder, PagedImpl, Supported
+from pd_kernels.vllm.paged_backend import FP8, PagedImpl, Supported
+from pd_kernels.vllm.paged_builder import PagedBuilder
 
 
 class PagedCpu(CPUAttentionBackend):

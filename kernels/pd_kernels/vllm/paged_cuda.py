@@ -15,7 +15,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from pd_kernels.attention.paged_call import DIMS
-from pd_kernels.vllm.paged_backend import PagedBuilder, PagedImpl, Supported
+from pd_kernels.vllm.paged_backend import PagedImpl, Supported
+from pd_kernels.vllm.paged_builder import PagedBuilder
 from pd_kernels.vllm.refusals import LayerOptions, refusals
 
 DTYPES = (torch.float16, torch.bfloat16)

@@ -30,6 +30,9 @@ REST_BUDGET_MS = 1.0
 """CPU milliseconds of the agent's thread per second while nothing happens."""
 MESSAGE_BUDGET_MS = 0.2
 _REST_S = 20.0
+_SETTLE_S = 8.0
+"""Until nothing is left of the sessions' beginning: deadlines of handshakes have passed, and every heartbeat has been
+put together once."""
 _PATIENCE_S = 120.0
 _SHARD = Shard(0, 1, 0, 1)
 _GEOMETRY = Geometry(
@@ -78,6 +81,7 @@ def measure(sessions: int = SESSIONS, waiting: int = WAITING, rest_s: float = _R
         _wait(lambda: _sessions(agent) == sessions, "sessions")
         ours.send("watched")
         _wait(lambda: _ask(ours, "watched") >= waiting, "requests watched")
+        time.sleep(_SETTLE_S)
         began = _thread_ns(agent)
         time.sleep(rest_s)
         rest_ms = (_thread_ns(agent) - began) / 1e6 / rest_s

@@ -39,7 +39,7 @@ class FixedTable(TableReader):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes that it takes, without a larger one that is being filled."""
         return self._keys.nbytes + self.rows.nbytes + self._taken.nbytes
 
     def claim(self, keys: Keys) -> Slots:

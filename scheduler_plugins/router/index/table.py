@@ -81,11 +81,6 @@ class HashTable(FixedTable):
         self._copied = 0  # slots of this table that the larger one has
         self._owed = 0  # slots that are to be copied
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes; while it grows, for both tables."""
-        return super().nbytes + (self._larger.nbytes if self._larger is not None else 0)
-
     def claim(self, keys: Keys) -> Slots:
         self._make_room(len(keys))
         return super().claim(keys)

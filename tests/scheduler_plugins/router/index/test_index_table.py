@@ -208,21 +208,30 @@ def test_a_large_table_grows_piece_by_piece_while_it_is_written_and_read() -> No
     assert max(steps) <= growing._COPIED * 330 + growing._PIECE
 
 
-def test_a_large_table_of_which_hardly_anything_is_left_becomes_a_small_one() -> None:
-    """What comes while it is copied has room in the small one, too."""
-    table = growing.HashTable()
-    before = np.arange(1, 100_001).astype(np.uint64)
-    table.put(before, 1)
-    table.clear(table.find(before))
-    large = table.capacity
-    for first in range(200_000, 400_000, 300):
-        keys = np.arange(first, first + 300).astype(np.uint64)
+def test_a_table_of_which_hardly_anything_is_left_grows_to_one_with_room_for_what_comes() -> None:
+    """What comes while it is copied has room in the new one, which is small."""
+    table, first = growing.HashTable(), 1
+
+    def put(count: int) -> Hashes:
+        nonlocal first
+        keys = np.arange(first, first + count).astype(np.uint64)
+        first += count
         table.put(keys, 2)
-        assert (table.rows[table.find(keys), 0] == 2).all()
-        table.clear(table.find(keys[:290]))
+        return keys
+
+    put(100_000)
+    while table.grows or table.used < 0.59 * table.capacity:
+        put(100)
+    large = table.capacity
+    table.clear(table.find(np.arange(1, first).astype(np.uint64)))
+    kept = [put(round(0.02 * large))]
+    assert table.grows
+    while table.grows:
+        kept.append(put(300))
     assert table.capacity < large
-    kept = np.arange(200_290, 200_300).astype(np.uint64)
-    assert (table.rows[table.find(kept), 0] == 2).all()
+    found = table.find(np.concatenate(kept))
+    assert (found >= 0).all()
+    assert (table.rows[found, 0] == 2).all()
 
 
 def test_what_is_written_to_a_copied_row_reaches_the_larger_table_only_if_it_is_told() -> None:

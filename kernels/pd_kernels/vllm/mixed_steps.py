@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps with prefill chunks and decodes, by `mixed_attention` in one launch a layer, in place of two
+kernels one after another.
+
+Off until a benchmark on a GPU has chosen it (`Tuning.mixed_steps`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pd_kernels.attention import MixedPlan
+from pd_kernels.tuning import tuning
+from pd_kernels.vllm.batch_split import Decodes
+
+PlanKey = tuple[int, int]
+"""A layer's window and query heads. Layers of a group with the same ones share a plan."""
+
+
+def mixed_plans(
+    common: Any, decodes: Decodes, layers: Sequence[Any], page_size: int, dtype: torch.dtype
+) -> dict[PlanKey, MixedPlan]:
+    """The plans of a step for all layers of a group; none if the step, or one of the layers, is not
+    for `mixed_attention`.
+
+    Nothing is read from the device: where queries begin is known on the host.
+
+    Args:
+        common: vLLM's `CommonAttentionMetadata` of the whole step.
+        decodes: its decodes, which come first.
+        layers: vLLM's layers of the group, whose `impl` is a `PagedImpl`.
+        page_size: tokens of a page.
+        dtype: of the model.
+    """
+    impls = {layer.impl.plan_key: layer.impl for layer in layers}
+    prefills = common.num_actual_tokens > decodes.tokens
+    if not tuning().mixed_steps or not prefills or any(layer.impl.has_mod for layer in layers):
+        return {}
+    starts = common.query_start_loc_cpu.tolist()
+    one = torch.empty((), dtype=dtype, device=common.seq_lens.device)
+    plans = {}
+    for key, impl in impls.items():
+        cache = one.to(impl.stored_dtype or dtype)
+        plans[key] = MixedPlan.of(
+            one.expand(starts[-1], impl.num_heads, impl.head_size),
+            cache.expand(1, page_size, impl.num_kv_heads, impl.head_size),
+            common.block_table_tensor,
+            common.seq_lens,
+            starts,
+            decodes.requests,
+            impl.window,
+        )
+    return plans

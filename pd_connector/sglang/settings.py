@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of an SGLang engine's connector: SGLang has no argument for it, so it comes in a variable."""
+
+import json
+from pathlib import Path
+
+from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.errors import ConfigError
+
+HOST_VARIABLE = "SGLANG_HOST_IP"
+"""SGLang's own variable for the address of this host."""
+
+
+def load_config(text: str) -> Config:
+    """The config in a variable's text. Raises ConfigError."""
+    if not text.strip():
+        return Config.load({}, host_variable=HOST_VARIABLE)
+    try:
+        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{CONFIG_VARIABLE} {text!r}: {error}; set it to a JSON object of config keys, or to @ "
+            "and the path of a file that holds one"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{CONFIG_VARIABLE} {text!r}: must be a JSON object of config keys")
+    if (audit := found.get("audit", "off")) != "off":
+        raise ConfigError(
+            f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
+            "with; leave it out (config key audit)"
+        )
+    return Config.load(found, host_variable=HOST_VARIABLE)
