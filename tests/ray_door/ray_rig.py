@@ -310,7 +310,3 @@ class Rig:
         for pid in proc.descendants(proc.table(), raylets):
             os.kill(pid, signal.SIGKILL)
         self._cluster.remove_node(self.other, allow_graceful=False)
-
-    def end(self) -> None:
-        """End Serve, as an operator does."""
-        serve.shutdown()
