@@ -71,7 +71,7 @@ def test_what_a_producer_opened_over_ucx_does_not_outlive_it(make_end: Callable[
     route, source = meet(producer, consumer)
     producer.send(route, b"header", b"payload", 0)
     drive(producer, consumer, until=lambda: bool(consumer.landed))
-    ports = consumer.transport._worker.ports  # type: ignore[attr-defined]
+    ports = consumer.transport._workers.current.ports  # type: ignore[attr-defined]
     accepted = [
         asks(sock)
         for _, sock, port in keepalive._sockets()
