@@ -81,13 +81,20 @@ def only(wire_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "make_transports", made)
 
 
-def transfer(producer: Rank, consumer: Rank, name: str) -> bool:
-    """Whether a transfer has arrived; if so it is right."""
-    producer.offer(name, [5, 3])
-    consumer.load(producer.source, name, [20, 1])
+def transfer(
+    producer: Rank,
+    consumer: Rank,
+    name: str,
+    source: Source | None = None,
+    pages: tuple[list[int], list[int]] = ([5, 3], [20, 1]),
+) -> bool:
+    """Whether a transfer has arrived; if so it is right. `pages`: the producer's, and the consumer's."""
+    sent, received = pages
+    producer.offer(name, sent)
+    consumer.load(source or producer.source, name, received)
     ended = consumer.loaded(name)
     if ended.cause is None:
-        assert_pages(producer, [5, 3], consumer, [20, 1])
+        assert_pages(producer, sent, consumer, received)
     return ended.cause is None
 
 
@@ -165,12 +172,7 @@ MANY = list(range(1, 21))
 
 def move_many(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> bool:
     """As `transfer`, with so much KV that it does not come at once."""
-    producer.offer(name, MANY)
-    consumer.load(source or producer.source, name, MANY)
-    ended = consumer.loaded(name)
-    if ended.cause is None:
-        assert_pages(producer, MANY, consumer, MANY)
-    return ended.cause is None
+    return transfer(producer, consumer, name, source, (MANY, MANY))
 
 
 def serves_again(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -48,4 +49,16 @@ else:
         if interpreter_problem and not request.path.stem.endswith("_aot"):
             pytest.fail(interpreter_problem, pytrace=False)
         with mended():
+            yield
+
+    @pytest.fixture(scope="module")
+    def registered_backends() -> Iterator[None]:
+        """Our attention backends are vLLM's while the tests of a module run; MLA as vLLM chooses."""
+        from vllm.v1.attention.backends import registry
+
+        from pd_kernels.vllm import plugin
+
+        with mock.patch.dict(os.environ), mock.patch.dict(registry._ATTN_OVERRIDES):
+            os.environ.pop(plugin.MLA_VARIABLE, None)
+            plugin.register()
             yield

@@ -4,8 +4,6 @@
 vLLM's layers, builders and operations are the real ones; only the engine around them is missing.
 """
 
-import os
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,21 +14,15 @@ pytest.importorskip("vllm")
 
 from backend_layers import DECODES, MIXED, PAGE, PAGES, PREFILLS, TOLERANCE, VERIFIED, Batch, Shape
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from pd_kernels.vllm import paged_backend, paged_builder, plugin
+from pd_kernels.vllm import paged_backend, paged_builder
 from pd_kernels.vllm.paged_cpu import PagedCpu, PagedCpuImpl
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU build is wanted")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _plugin() -> Iterator[None]:
-    with mock.patch.dict(os.environ), mock.patch.dict(registry._ATTN_OVERRIDES):
-        os.environ.pop(plugin.MLA_VARIABLE, None)
-        plugin.register()
-        yield
+pytestmark = [
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU build is wanted"),
+    pytest.mark.usefixtures("registered_backends"),
+]
 
 
 def distance(shape: Shape, batch: Batch, threshold: int = 1) -> float:

@@ -2,8 +2,6 @@
 """Steps with prefill chunks and decodes in one launch, where that is chosen, give what the stock
 backend gives."""
 
-import os
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,21 +12,15 @@ pytest.importorskip("vllm")
 
 from backend_layers import DECODES, MIXED, PREFILLS, TOLERANCE, VERIFIED, Batch, Shape
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from pd_kernels.tuning import tuned
-from pd_kernels.vllm import paged_backend, plugin
+from pd_kernels.vllm import paged_backend
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU build is wanted")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _plugin() -> Iterator[None]:
-    with mock.patch.dict(os.environ), mock.patch.dict(registry._ATTN_OVERRIDES):
-        os.environ.pop(plugin.MLA_VARIABLE, None)
-        plugin.register()
-        yield
+pytestmark = [
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU build is wanted"),
+    pytest.mark.usefixtures("registered_backends"),
+]
 
 
 MIXING = {
