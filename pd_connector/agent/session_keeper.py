@@ -65,12 +65,7 @@ class SessionKeeper:
         ready = self._sessions.ready()
         self.only_pulses = bool(ready)
         for session in ready:
-            try:
-                self._receive(session, now)
-            except AbandonedError:
-                raise
-            except Exception:
-                self._failed(session, now)
+            self._attempt(self._receive, session, now)
 
     def _receive(self, session: OpenSession, now: float) -> None:
         for data in self._sessions.received(session):
@@ -245,14 +240,10 @@ class SessionKeeper:
         except AbandonedError:
             raise
         except Exception:
-            self._failed(session, now)
-
-    def _failed(self, session: OpenSession, now: float) -> None:
-        """Something unexpected was raised: it ends this session."""
-        logger.exception("session with %s:%d failed", *session.source[:2])
-        self._telemetry.count("session_errors")
-        if self._sessions.holds(session):
-            self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
+            logger.exception("session with %s:%d failed", *session.source[:2])
+            self._telemetry.count("session_errors")
+            if self._sessions.holds(session):
+                self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
 
 def _cause(name: str) -> Cause:
