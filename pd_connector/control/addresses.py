@@ -36,5 +36,5 @@ def bound_port(bound: zmq.Socket[bytes]) -> int:
 
 
 def readable(polled: zmq.Socket[bytes]) -> bool:
-    """Whether a receive would not wait."""
-    return bool(int(polled.get(zmq.EVENTS)) & _POLLIN)
+    """Whether a receive would not wait. (`polled.get(zmq.EVENTS)` takes twice as long.)"""
+    return bool(zmq.zmq_poll([(polled, _POLLIN)], 0))

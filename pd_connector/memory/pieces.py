@@ -76,13 +76,15 @@ class Pieces(NamedTuple):
         """The same memory in the largest pieces of one size: neighbours become one where they come in
         runs, such as the pages of one token each of a fresh request."""
         starts = self._runs()
+        if len(starts) == len(self.addresses):  # no two are neighbours
+            return self
         lengths = np.diff(np.append(starts, len(self.addresses)))
-        count = int(np.gcd.reduce(lengths)) if len(lengths) else 1
+        count = int(np.gcd.reduce(lengths))
         return Pieces(self.addresses[::count], self.piece_bytes * count)
 
     def _runs(self) -> npt.NDArray[np.int64]:
         """Places of the pieces that do not begin where the piece before them ends."""
-        steps = np.diff(self.addresses) != np.uint64(self.piece_bytes)
+        steps = self.addresses[1:] - self.addresses[:-1] != np.uint64(self.piece_bytes)
         found: npt.NDArray[np.int64] = np.flatnonzero(np.append(True, steps))
         return found[: len(self.addresses)]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a cache, and where the parts of a chunk lie in them."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ class CacheLayers:
             IndexError: a page is not of this cache.
         """
         view = self.by_number[layer].key
-        self._check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
+        _check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
         return TokenSpan(
             tuple(pages), chunk.first_token, chunk.stop_token, group.page_size, tokens_of(view)
         )
@@ -88,9 +89,9 @@ class CacheLayers:
         """
         planes = self._planes(layer)
         parts = self._parts_per_page(layer, group)
-        self._check_pages(pages, planes[0].shape[0] // parts)
-        index = np.asarray(pages, np.int64)[:, None] * parts + np.arange(parts)
-        return [p if p.shape[1] == 1 else p[:, heads] for p in planes], index.reshape(-1)
+        index = _parts_of_pages(tuple(pages), planes[0].shape[0] // parts, parts)
+        count = heads.stop - heads.start
+        return [p if p.shape[1] in (1, count) else p[:, heads] for p in planes], index
 
     def payload_by_plane(
         self,
@@ -152,7 +153,7 @@ class CacheLayers:
         if others:
             return None
         parts = self._parts_per_page(layer, group)
-        self._check_pages(pages, rows.shape[0] // parts)
+        _check_pages(pages, rows.shape[0] // parts)
         first, count = pages[0] * parts, len(pages) * parts
         run = rows[first : first + count]
         return memoryview(run.reshape(-1).numpy()) if run.is_contiguous() else None
@@ -166,10 +167,22 @@ class CacheLayers:
         """Pages of the layer's view that are one page of the engine."""
         return int(group.page_size // tokens_of(self.by_number[layer].key))
 
-    @staticmethod
-    def _check_pages(pages: Sequence[int], count: int) -> None:
-        if min(pages) < 0 or max(pages) >= count:
-            raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {count}")
+
+@functools.lru_cache(maxsize=8)
+def _parts_of_pages(pages: tuple[int, ...], count: int, parts: int) -> Index:
+    """Numbers of the rows that pages of `parts` rows each are. All layers of a chunk ask for the same.
+
+    Raises:
+        IndexError: a page is not of a cache of `count` pages.
+    """
+    _check_pages(pages, count)
+    index = np.asarray(pages, np.int64)[:, None] * parts + np.arange(parts)
+    return index.reshape(-1)
+
+
+def _check_pages(pages: Sequence[int], count: int) -> None:
+    if min(pages) < 0 or max(pages) >= count:
+        raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {count}")
 
 
 def _pieces(rows: torch.Tensor, index: Index) -> Pieces:

@@ -13,6 +13,12 @@ from pd_connector.protocol.peers import Source
 _SLOTS_DURING_PREFILL = 2
 """Slots of a stream whose prefill is still under way, at most: more would lie unused."""
 
+_ENOUGH_SLOTS = 8
+"""A stream with so many slots moves at full speed: producers write 3 or 4 chunks at a time."""
+_BATCH = 4
+"""Such a stream is granted more only when so many are free. Each grant is a message, which wakes the
+agents of both sides."""
+
 Key = tuple[str, Source]
 """A stream: the transfer, and who sends its part of it."""
 
@@ -100,13 +106,14 @@ class Grants:
         if self._pool.free <= self._unwanted:
             return []
         granted: dict[Key, list[int]] = {}
+        free = self._pool.free
         progress = True
         while progress and self._pool.free:
             progress = False
             for key, stream in list(self._waiting.items()):
                 if len(stream.slots) >= len(stream.missing):
                     del self._waiting[key]
-                elif self._pool.free and len(stream.slots) < self._most(stream):
+                elif self._pool.free and len(stream.slots) < self._most(stream, free):
                     if stream.complete and not stream.slots:
                         stream.deadline = now + self._config.stall_timeout_s
                     granted.setdefault(key, []).extend(self.take(*key, stream, 1))
@@ -147,15 +154,16 @@ class Grants:
                 raise RuntimeError(f"{key} is loaded again while its last load still ends")
         if 0 < self._pool.free <= self._unwanted:
             for key, stream in self._waiting.items():
-                if len(stream.slots) < self._most(stream):
+                if len(stream.slots) < self._most(stream, self._pool.free):
                     raise RuntimeError(f"{self._pool.free} slots are free, and {key} gets none")
         if unknown := self._waiting.keys() - streams.keys():
             raise RuntimeError(f"{unknown} wait for slots, and have ended")
 
-    def _most(self, stream: IncomingStream) -> int:
-        """How many slots a stream may have now."""
+    def _most(self, stream: IncomingStream, free: int) -> int:
+        """How many slots a stream may have, where so many were free when somebody asked."""
         if stream.complete:
-            return len(stream.missing)
+            can_wait = free < _BATCH and len(stream.slots) >= _ENOUGH_SLOTS
+            return len(stream.slots) if can_wait else len(stream.missing)
         # A stream whose prefill is under way must leave slots for one that can move now.
         crowded = self._pool.free * 2 <= self._config.slots + 1
         return min(len(stream.missing), len(stream.slots) if crowded else _SLOTS_DURING_PREFILL)

@@ -77,3 +77,26 @@ def test_a_stream_that_is_forgotten_is_noticed(grants: Grants) -> None:
     streams[50].complete = True  # and nobody says that it wants more now
     with pytest.raises(RuntimeError, match=r"slots are free, and .* gets none"):
         grants.check_integrity(known)
+
+
+def test_a_stream_with_enough_slots_gets_more_together(grants: Grants) -> None:
+    """One message for four of them; and at once what comes home to a stream that has few."""
+    many = Grants(Config(slots=16), SlotPool(16))
+    (stream,) = waiting(many, 1, complete=True)
+    stream.missing = dict.fromkeys(range(100), CHUNK)
+    messages = []
+    for placed in range(32):
+        granted(many)
+        del stream.missing[placed]
+        many.give_back(stream, stream.slots[0])
+        many.wait("0", SOURCE, stream)
+        messages.append(len(granted(many)))
+        many.check_integrity({("0", SOURCE): stream})
+        assert len(stream.slots) > 12
+    assert sum(messages) == 8
+    (few,) = waiting(grants, 1, complete=True)
+    granted(grants)
+    del few.missing[0]
+    grants.give_back(few, few.slots[0])
+    grants.wait("0", SOURCE, few)
+    assert len(granted(grants)) == 1

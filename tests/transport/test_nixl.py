@@ -100,12 +100,12 @@ def test_metadata_that_nixl_cannot_read_is_refused(
     producer, consumer = make_end(), make_end()
     address = msgspec.msgpack.decode(consumer.transport.address())
     address[1] = address[1][:100] if metadata is None else metadata
-    descriptors = set()
+    descriptors = []
     for _ in range(3):
         with pytest.raises(TransportError, match="cannot reach the consumer"):
             producer.transport.connect(msgspec.msgpack.encode(address))
-        descriptors.add(len(os.listdir("/proc/self/fd")))
-    assert len(descriptors) == 1
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert max(descriptors[1:]) <= descriptors[0]  # those of earlier tests may still be closed
 
 
 def test_loopback_engines_listen_on_loopback_only(make_end: MakeEnd) -> None:

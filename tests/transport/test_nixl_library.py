@@ -11,6 +11,7 @@ import pytest
 from pd_connector.tools.cli.checks import probe, transports
 from pd_connector.tools.cli.checks.facts import Facts, Transports
 from pd_connector.tools.cli.checks.finding import Status
+from pd_connector.transport.nixl.library import persistently
 
 pytest.importorskip("nixl._api", reason="nixl cannot be imported")
 
@@ -67,3 +68,24 @@ def test_doctor_finds_nixl_usable() -> None:
 def test_without_our_order_of_loading_the_process_would_crash_at_its_end() -> None:
     assert end_of(BY_HAND) == -signal.SIGSEGV
     assert end_of(OURS.format(closes=True)) == 0
+
+
+def test_ucx_is_opened_again_where_an_interface_of_the_host_goes_meanwhile() -> None:
+    """As NIXL says it, seen with interfaces of containers that came and went."""
+    calls = []
+
+    def twice_in_vain() -> str:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        return "agent"
+
+    assert persistently(twice_in_vain) == "agent"
+
+
+def test_what_never_opens_is_told_as_it_is() -> None:
+    def in_vain() -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    with pytest.raises(RuntimeError, match="NIXL_ERR_BACKEND"):
+        persistently(in_vain)

@@ -15,7 +15,8 @@ from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
 from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.memory.slab import Slab
-from pd_connector.transport.tcp import TcpTransport, cipher, listening, transport
+from pd_connector.transport.tcp import TcpTransport, cipher, listening, receiving, transport
+from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, TcpAddress, read_address
 from pd_connector.transport.tcp.connection import Pace
 from pd_connector.transport.tcp.frames import DIAL_BYTES, MAGIC
 from pd_connector.transport.tcp.receiving import Receiving
@@ -40,8 +41,7 @@ def _port(end: End) -> int:
 
 
 def _address(end: End, **changes: Any) -> bytes:
-    names = ("host", "port", "identity", "secret", "slots", "slot_bytes", "fast_aes")
-    known = dict(zip(names, _fields(end), strict=True)) | changes
+    known = dict(zip(TcpAddress.__struct_fields__, _fields(end), strict=True)) | changes
     return msgspec.msgpack.encode(list(known.values()))
 
 
@@ -316,6 +316,32 @@ def test_payloads_are_not_readable_on_the_wire_when_a_key_is_set(
     drive(producer, consumer, until=lambda: bool(consumer.landed))
     assert consumer.landed[0].payload == secret
     assert (secret in relay.seen) == (b"a header" in relay.seen) == (kind == "tcp")
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_consumer_that_opens_small_records_only_gets_small_ones(
+    kind: str, make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """It is of a version that does not say so. If it said what newer ones say, it would get records
+    that it refuses."""
+    monkeypatch.setattr(receiving, "RECORD_BYTES", LEAST_RECORD_BYTES)
+    nbytes = 3 * LEAST_RECORD_BYTES
+    producer, consumer = make_end(slot_bytes=nbytes), make_end(slot_bytes=nbytes)
+    fields = _fields(consumer)
+    theirs = msgspec.msgpack.encode(fields if tells else fields[:-1])
+    assert read_address(theirs).record_bytes > LEAST_RECORD_BYTES or not tells
+    link = producer.transport.connect(theirs)
+    consumer.transport.expect(producer.transport.address())
+    producer.send(link, b"", b"x" * nbytes, slot=0)
+    drive(producer, consumer, until=lambda: bool(producer.written))
+    arrives = kind == "tcp" or not tells
+    assert (producer.written[0].ok, len(consumer.landed)) == (arrives, arrives)
+
+
+def test_a_peer_that_opens_next_to_nothing_is_refused(make_end: MakeEnd) -> None:
+    producer, consumer = make_end(), make_end()
+    with pytest.raises(TransportError, match="cannot be read"):
+        producer.transport.connect(_address(consumer, record_bytes=LEAST_RECORD_BYTES - 1))
 
 
 @pytest.mark.parametrize("fast", [(True, True), (True, False), (False, False)])

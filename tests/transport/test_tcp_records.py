@@ -13,7 +13,7 @@ import pytest
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
-from pd_connector.transport.tcp.address import TcpAddress
+from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake, Opener, Sealer
 from pd_connector.transport.tcp.frames import (
     ACK,
@@ -22,7 +22,7 @@ from pd_connector.transport.tcp.frames import (
     GREET,
     PING,
     PREFIX_BYTES,
-    SEGMENT_BYTES,
+    RECORD_BYTES,
     TAG_BYTES,
     ChunkHead,
     DialFrame,
@@ -33,9 +33,10 @@ from pd_connector.transport.tcp.frames import (
 )
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Arrived, Event, Receiving
+from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import ChunkWrite, Sending
 
-SLOT_BYTES = 2 * SEGMENT_BYTES
+SLOT_BYTES = 2 * RECORD_BYTES
 SHARED = b"a shared secret"
 
 
@@ -64,7 +65,7 @@ class Line:
         self.near.setblocking(False)
         self.far.setblocking(False)
         self.landing = Landing(Slab(2, SLOT_BYTES))
-        self.receiving = Receiving(self.far, opener, self.landing if chunks else None)
+        self.receiving = Receiving(self.far, opener, self.landing if chunks else None, Segments())
 
     def take(self, data: bytes) -> list[Event]:
         """What these bytes say. Raises FrameError."""
@@ -96,12 +97,14 @@ def line() -> Iterator[Callable[..., Line]]:
         one.close()
 
 
-def records(sealer: Sealer | None, chunks: list[ChunkWrite]) -> list[bytes]:
+def records(
+    sealer: Sealer | None, chunks: list[ChunkWrite], record_bytes: int = RECORD_BYTES
+) -> list[bytes]:
     """What a producer sends for these chunks, record by record."""
     near, far = socket.socketpair()
     for end in (near, far):
         end.setblocking(False)
-    sending = Sending(near, sealer)
+    sending = Sending(near, sealer, Segments(), record_bytes)
     for chunk in chunks:
         sending.queue(chunk)
     data = b""
@@ -130,7 +133,7 @@ FIRST, SECOND = os.urandom(SLOT_BYTES), os.urandom(1000)
 
 
 @pytest.mark.parametrize("cipher", ["AES", "ChaCha20", ""])
-@pytest.mark.parametrize("nbytes", [0, 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, SLOT_BYTES])
+@pytest.mark.parametrize("nbytes", [0, 1, RECORD_BYTES, RECORD_BYTES + 1, SLOT_BYTES])
 def test_chunks_arrive_however_the_bytes_are_cut(
     line: Callable[..., Line], cipher: str, nbytes: int
 ) -> None:
@@ -272,7 +275,7 @@ def test_random_bytes_never_land_under_a_key(line: Callable[..., Line]) -> None:
 def test_a_chunk_counts_as_sent_when_its_last_byte_is() -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
-    sending = Sending(near, handshake().listener_ciphers()[0])
+    sending = Sending(near, handshake().listener_ciphers()[0], Segments(), RECORD_BYTES)
     sending.queue(chunk(1, FIRST))
     sending.queue(chunk(2, SECOND))
     sending.pump()
@@ -320,7 +323,7 @@ class Pages(Destination):
         yield () if self.taken_back else list(self.pieces.buffers(start, stop))
 
 
-@pytest.mark.parametrize("pieces", [1, SEGMENT_BYTES // PIECE, SLOT_BYTES // PIECE])
+@pytest.mark.parametrize("pieces", [1, RECORD_BYTES // PIECE, SLOT_BYTES // PIECE])
 def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
     line: Callable[..., Line], pieces: int
 ) -> None:
@@ -328,7 +331,7 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
     receiver = line(one.dialler_ciphers()[1])
     pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: Pages(nbytes, PIECE)}
     receiver.landing.destinations = lambda header, slot, nbytes: pages[slot]
-    sending = Sending(receiver.near, one.listener_ciphers()[0])
+    sending = Sending(receiver.near, one.listener_ciphers()[0], Segments(), RECORD_BYTES)
     payload, events = FIRST[:nbytes], list[Event]()
     slots = []
     for token in (1, 2):
@@ -376,7 +379,7 @@ def test_pages_that_are_taken_back_are_not_written_and_the_rest_is_still_verifie
     assert isinstance(event, Arrived)
     assert event.payload is pages
     got = whole(pages.buffer, pages.pieces)
-    assert got == FIRST[:SEGMENT_BYTES] + bytes(SLOT_BYTES - SEGMENT_BYTES)
+    assert got == FIRST[:RECORD_BYTES] + bytes(SLOT_BYTES - RECORD_BYTES)
 
 
 def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
@@ -385,7 +388,7 @@ def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
     """The numbers of its records have been used."""
     one = handshake()
     receiver = line(one.dialler_ciphers()[1])
-    sending = Sending(receiver.near, one.listener_ciphers()[0])
+    sending = Sending(receiver.near, one.listener_ciphers()[0], Segments(), RECORD_BYTES)
     _, pieces = in_pieces(FIRST[:PIECE])
     slot = memoryview(bytearray(PIECE))
     left_out = sending.seal(ChunkHead(1, PIECE, 0, b""), pieces, slot)
@@ -423,3 +426,45 @@ def test_acknowledgements_pass(line: Callable[..., Line]) -> None:
     )
     kinds = [type(event).__name__ for event in receiver.take(said)]
     assert kinds == ["Greeted", "Acked", "Acked"]
+
+
+@pytest.mark.parametrize("in_pieces_", [False, True], ids=["gathered", "in pieces"])
+def test_records_are_as_large_as_the_peer_opens(in_pieces_: bool) -> None:
+    """A peer that does not say opens 512 KiB, and ends the connection for more."""
+    for limit in (LEAST_RECORD_BYTES, RECORD_BYTES):
+        sealer = handshake().listener_ciphers()[0]
+        if not in_pieces_:
+            sizes = [
+                len(r) - PREFIX_BYTES - TAG_BYTES for r in records(sealer, [chunk(1, FIRST)], limit)
+            ]
+        else:
+            near, far = socket.socketpair()
+            with near, far:
+                sending = Sending(near, sealer, Segments(), limit)
+                _, pieces = in_pieces(FIRST, 1 << 14)
+                slot = memoryview(bytearray(SLOT_BYTES))
+                frames = sending.seal(ChunkHead(1, SLOT_BYTES, 0, b""), pieces, slot).frames
+                sizes = [0, *map(len, frames[1::2])]
+        assert sizes[1:] == [limit] * (SLOT_BYTES // limit)
+
+
+def test_a_segment_is_shared_by_connections_and_not_by_chunks_under_way(
+    line: Callable[..., Line],
+) -> None:
+    one, two = handshake(), handshake(nonce=b"2" * 32)
+    segments = Segments()
+    receivers = []
+    for each in (one, two):
+        receivers.append(line(each.dialler_ciphers()[1]))
+        receivers[-1].receiving._segments = segments
+    sent = [records(each.listener_ciphers()[0], [chunk(1, FIRST)]) for each in (one, two)]
+    for receiver, theirs in zip(receivers, sent, strict=True):  # both within their first record
+        assert receiver.take(theirs[0] + theirs[1][:-9]) == []
+    for receiver, theirs in zip(receivers, sent, strict=True):
+        (event,) = receiver.take(theirs[1][-9:] + theirs[2])
+        assert isinstance(event, Arrived)
+        assert isinstance(event.payload, memoryview)
+        assert bytes(event.payload) == FIRST
+    segment = segments.take()
+    segments.give_back(segment)
+    assert segments.take() is segment

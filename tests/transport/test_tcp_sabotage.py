@@ -22,16 +22,16 @@ from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import LEAST_PIECE_BYTES
 from pd_connector.transport.tcp import TcpTransport
+from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES
 from pd_connector.transport.tcp.connection import Pace
-from pd_connector.transport.tcp.frames import SEGMENT_BYTES
 from pd_connector.transport.tcp.landing import Landing
 
 MakeEnd = Callable[..., End]
 PACE = Pace(0.05, 1.0)
 SLOTS = 4
 PIECE_BYTES = 3 * LEAST_PIECE_BYTES
-CHUNK_BYTES = 2 * SEGMENT_BYTES // PIECE_BYTES * PIECE_BYTES
-"""Two records and a part of a third, in whole pieces."""
+CHUNK_BYTES = 2 * LEAST_RECORD_BYTES // PIECE_BYTES * PIECE_BYTES
+"""Almost two records of the smallest size, in whole pieces."""
 SHARES = {"reset": 6, "end": 6, "half": 3, "silence": 1, "trickle": 2}
 """How often a connection ends so, of its random faults. A silent one costs a second."""
 
@@ -198,7 +198,8 @@ def sabotaged(make_end: MakeEnd) -> Iterator[Callable[[int], tuple[Load, Saboteu
         fields = msgspec.msgpack.decode(producer.transport.address())
         saboteurs.append(Saboteur(fields[1], chance))
         fields[1] = saboteurs[-1].port
-        link = producer.transport.connect(consumer.transport.address())
+        theirs = msgspec.msgpack.decode(consumer.transport.address())[:-1]  # small records
+        link = producer.transport.connect(msgspec.msgpack.encode(theirs))
         consumer.transport.expect(msgspec.msgpack.encode(fields))
         return Load(producer, consumer, link, chance), saboteurs[-1]
 

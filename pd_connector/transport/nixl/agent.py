@@ -13,7 +13,7 @@ from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
-from pd_connector.transport.nixl.library import import_nixl
+from pd_connector.transport.nixl.library import import_nixl, persistently
 
 logger = logging.getLogger("pd_connector.transport.nixl.transport")
 
@@ -45,10 +45,15 @@ class NixlAgent:
         self._registered: list[Any] = []
         api = _import_api()
         options = {"engine_config": "NET_DEVICES=lo"} if is_loopback(host) else {}
-        try:
+
+        def opened() -> Any:
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-            self._nixl: Any = api.nixl_agent(name, settings)
-            self._nixl.create_backend(_BACKEND, options)
+            agent = api.nixl_agent(name, settings)
+            agent.create_backend(_BACKEND, options)
+            return agent
+
+        try:
+            self._nixl: Any = persistently(opened)
             for memory, regions in _regions(slabs).items():
                 self._registered.append(self._nixl.register_memory(regions, memory, [_BACKEND]))
         except Exception as error:

@@ -14,10 +14,18 @@ starts. The other libraries are left to UCX: libefa must find the wheel's libibv
 
 import contextlib
 import ctypes
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 _SYSTEM_LIBRARY = "libnl-route-3.so.200"
 """The name under which libibverbs asks for it; the wheel's copy has another."""
+
+Made = TypeVar("Made")
+
+_ATTEMPTS = 5
+_PAUSE_S = 0.05
+"""Before the second attempt, twice that before the third, and so on: 0.5 s in all."""
 
 
 def import_nixl() -> Any:
@@ -27,3 +35,18 @@ def import_nixl() -> Any:
     from nixl import _api
 
     return _api
+
+
+def persistently(make: Callable[[], Made]) -> Made:
+    """Call `make`, which opens NIXL's backend UCX, and call it again where it fails.
+
+    UCX takes every network interface of the host into account, and fails if one goes meanwhile (17 of 40 times where
+    interfaces came and went every 30 ms), as those of containers do that start and end beside an engine.
+
+    Raises what `make` raised last.
+    """
+    for attempt in range(1, _ATTEMPTS):
+        with contextlib.suppress(Exception):
+            return make()
+        time.sleep(attempt * _PAUSE_S)
+    return make()

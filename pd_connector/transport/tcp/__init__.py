@@ -6,6 +6,7 @@ In the order in which a reader meets them:
     address.py     what a peer must know: a numeric address, and a secret for the keys
     frames.py      every frame on the wire, with its limits
     cipher.py      keys of one connection, and the records they seal
+    segments.py    memory of sealed records on their way
     sending.py     from a send slot to the socket
     receiving.py   from the socket into landing memory (landing.py)
     connection.py  one connection that stands: both of these, heartbeats, acknowledgements

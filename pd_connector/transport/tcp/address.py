@@ -10,6 +10,8 @@ from pd_connector.errors import TransportError
 
 IDENTITY_BYTES = 16
 SECRET_BYTES = 32
+LEAST_RECORD_BYTES = 512 << 10
+"""The largest sealed body that a peer opens which does not say: it was the only size."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -24,6 +26,7 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
         slots: landing slots it grants at most.
         slot_bytes: the size of each.
         fast_aes: whether its processor has instructions for AES-GCM.
+        record_bytes: the largest body of a sealed record that it opens.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
@@ -33,6 +36,9 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     fast_aes: bool
+    record_bytes: Annotated[int, msgspec.Meta(ge=LEAST_RECORD_BYTES, lt=1 << 32)] = (
+        LEAST_RECORD_BYTES
+    )
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from pd_connector.transport.keepalive import keep_alive
 from pd_connector.transport.tcp.cipher import Opener, Sealer
-from pd_connector.transport.tcp.frames import PING, FrameError
+from pd_connector.transport.tcp.frames import PING, RECORD_BYTES, FrameError
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Event, Receiving
+from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import Sending
 from pd_connector.transport.tcp.watch import Owner, Watch
 
@@ -24,31 +25,40 @@ class Pace(NamedTuple):
     silence_s: float  # the connection is dead after so long without anything to hear
 
 
+class Common(NamedTuple):
+    """What all connections of a transport share."""
+
+    watch: Watch
+    segments: Segments
+    pace: Pace
+
+
 class Connection:
     """Its socket is non-blocking and watched on behalf of `owner`.
 
     Args:
         ciphers: of this side; None for plaintext.
         landing: where chunks land; None on the side that sends them.
+        record_bytes: the largest sealed body that the peer opens.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        watch: Watch,
+        common: Common,
         owner: Owner,
         ciphers: tuple[Sealer, Opener] | None,
         landing: Landing | None,
-        pace: Pace,
+        record_bytes: int,
         now: float,
     ) -> None:
         sealer, opener = ciphers or (None, None)
-        self.sending = Sending(sock, sealer)
-        self._receiving = Receiving(sock, opener, landing)
+        self.sending = Sending(sock, sealer, common.segments, min(record_bytes, RECORD_BYTES))
+        self._receiving = Receiving(sock, opener, landing, common.segments)
         self._sock = sock
-        self._watch = watch
+        self._watch = common.watch
         self._owner = owner
-        self._pace = pace
+        self._pace = common.pace
         self._said = self._heard = now
         self._wish()
 

@@ -12,12 +12,11 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import Written, check_fits
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake
-from pd_connector.transport.tcp.connection import BrokenError, Connection, Pace
+from pd_connector.transport.tcp.connection import BrokenError, Common, Connection
 from pd_connector.transport.tcp.frames import NONCE_BYTES, ChunkHead, DialFrame
 from pd_connector.transport.tcp.listening import HANDSHAKE_S
 from pd_connector.transport.tcp.receiving import Acked, Greeted
 from pd_connector.transport.tcp.sending import ChunkWrite, SealedWrite
-from pd_connector.transport.tcp.watch import Watch
 
 logger = logging.getLogger("pd_connector.transport.tcp")
 
@@ -55,15 +54,13 @@ class ConsumerPeer:
         address: TcpAddress,
         listener: TcpAddress,
         shared: bytes,
-        watch: Watch,
-        pace: Pace,
+        common: Common,
         written: Callable[[Written], None],
     ) -> None:
         self.address = address
         self._listener = listener
         self._shared = shared
-        self._watch = watch
-        self._pace = pace
+        self._common = common
         self._written = written
         self._links: dict[int, _Link] = {}
         self._connection: Connection | None = None
@@ -129,12 +126,18 @@ class ConsumerPeer:
         try:
             sock.send(handshake.answer())  # a new socket has room for it
         except OSError:
-            self._watch.close_socket(sock)
+            self._common.watch.close_socket(sock)
             return
         candidate = _Candidate(self, now + HANDSHAKE_S)
         ciphers = handshake.listener_ciphers() if self._shared else None
         candidate.connection = Connection(
-            sock, self._watch, candidate, ciphers, None, self._pace, now
+            sock,
+            self._common,
+            candidate,
+            ciphers,
+            None,
+            self.address.record_bytes,
+            now,
         )
         self._candidates[candidate] = None
         if len(self._candidates) > _MAX_CANDIDATES:

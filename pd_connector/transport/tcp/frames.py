@@ -4,7 +4,7 @@
 A connection begins with two frames of fixed size, in clear: the dialler's `DialFrame` and the
 listener's answer, each with a code that proves knowledge of the secrets. Then records follow, both
 ways: a prefix of 8 bytes, a body and, where a key is set, the body's tag. A sealed body is no
-larger than SEGMENT_BYTES, so that it is opened while the next one arrives.
+larger than what its receiver has said that it opens (`TcpAddress.record_bytes`).
 
     GREET  dialler   a session expects to be written to; the first proves that the dialler is live
     PING   both      nothing else was said for a heartbeat
@@ -28,7 +28,9 @@ ANSWER_BYTES = len(MAGIC) + NONCE_BYTES + MAC_BYTES
 
 GREET, PING, CHUNK, DATA, ACK = range(1, 6)
 
-SEGMENT_BYTES = 512 << 10
+RECORD_BYTES = 2 << 20
+"""The largest sealed body that is sent and opened here. A record is opened when it is complete, while the
+next one arrives; each costs Python's time, on both sides."""
 MAX_HEADER_BYTES = 1 << 16
 
 _PREFIX = struct.Struct("<BxxxI")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pd_connector.transport.base import Landed
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake, dial_code, same
-from pd_connector.transport.tcp.connection import BrokenError, Connection, Pace, tune
+from pd_connector.transport.tcp.connection import BrokenError, Common, Connection, tune
 from pd_connector.transport.tcp.frames import (
     ACK,
     ANSWER_BYTES,
@@ -22,7 +22,6 @@ from pd_connector.transport.tcp.frames import (
 )
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Arrived
-from pd_connector.transport.tcp.watch import Watch
 
 logger = logging.getLogger("pd_connector.transport.tcp")
 
@@ -45,18 +44,18 @@ class ProducerPeer:
         address: TcpAddress,
         dialler: TcpAddress,
         shared: bytes,
-        watch: Watch,
+        common: Common,
         landing: Landing,
-        pace: Pace,
         landed: Callable[[Landed], None],
     ) -> None:
         self.address = address
         self.sources: set[int] = set()
         self._dialler = dialler
         self._shared = shared
-        self._watch = watch
+        self._common = common
+        self._watch = common.watch
         self._landing = landing
-        self._pace = pace
+        self._pace = common.pace
         self._landed = landed
         self._greetings = 0  # that have not been said
         self._sock: socket.socket | None = None  # until the connection stands
@@ -160,7 +159,13 @@ class ProducerPeer:
             raise FrameError("the producer does not know the secret")
         ciphers = handshake.dialler_ciphers() if self._shared else None
         self._connection = Connection(
-            sock, self._watch, self, ciphers, self._landing, self._pace, now
+            sock,
+            self._common,
+            self,
+            ciphers,
+            self._landing,
+            self.address.record_bytes,
+            now,
         )
         self._sock = None
         self._pause_s = _FIRST_PAUSE_S

@@ -17,7 +17,7 @@ from pd_connector.transport.tcp.frames import (
     MAX_CHUNK_BYTES,
     PING,
     PREFIX_BYTES,
-    SEGMENT_BYTES,
+    RECORD_BYTES,
     TAG_BYTES,
     ChunkHead,
     FrameError,
@@ -26,11 +26,12 @@ from pd_connector.transport.tcp.frames import (
     read_token,
 )
 from pd_connector.transport.tcp.landing import Landing
+from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import BUDGET_BYTES
 
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
-_LOW_WATER_BYTES = 2 << 20
+_LOW_WATER_BYTES = RECORD_BYTES + TAG_BYTES + PREFIX_BYTES
 """Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
 as much as a copy of some hundred KiB."""
 
@@ -67,7 +68,13 @@ class Receiving:
         landing: where chunks land; None where none are taken.
     """
 
-    def __init__(self, sock: socket.socket, opener: Opener | None, landing: Landing | None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        opener: Opener | None,
+        landing: Landing | None,
+        segments: Segments,
+    ) -> None:
         self._sock = sock
         self._opener = opener
         self._landing = landing
@@ -76,8 +83,8 @@ class Receiving:
         largest = MAX_CHUNK_BYTES if landing else _SMALL_BYTES
         # One record without a chunk's bytes, and the prefix of the next.
         self._buffer = memoryview(bytearray(2 * PREFIX_BYTES + largest + self._tag_bytes))
-        sealed = landing is not None and opener is not None
-        self._segment = memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES if sealed else 0))
+        self._segments = segments
+        self._segment = memoryview(b"")  # for the chunk under way, if it is sealed
         self._have = 0
         self._record: tuple[int, int] | None = None  # kind and body's length, once read
         self._head: ChunkHead | None = None  # of the chunk under way
@@ -179,7 +186,7 @@ class Receiving:
                 return False
             self._record = self._checked(*read_prefix(self._buffer, self._kinds))
             if self._record[0] == DATA:
-                self._body = (self._segment or self._memory())[: self._record[1]]
+                self._body = self._room()[: self._record[1]]
         kind, nbytes = self._record
         stop = PREFIX_BYTES + self._tag_bytes + (0 if kind == DATA else nbytes)
         if self._body or self._have < stop:
@@ -200,10 +207,18 @@ class Receiving:
         if kind == DATA:
             assert self._head is not None
             rest = self._head.nbytes - self._landed
-            most = min(rest, SEGMENT_BYTES) if self._opener else rest
+            most = min(rest, RECORD_BYTES) if self._opener else rest
             if nbytes > most:
                 raise FrameError(f"{nbytes} bytes of a chunk where at most {most} may come")
         return kind, nbytes
+
+    def _room(self) -> memoryview:
+        """Memory for the record of a chunk that begins."""
+        if self._opener is None:
+            return self._memory()
+        if not self._segment:
+            self._segment = self._segments.take()
+        return self._segment
 
     def _memory(self) -> memoryview:
         """Landing memory for the rest of the chunk under way."""
@@ -280,4 +295,7 @@ class Receiving:
             self._landing.landed(self._slot)
         events.append(Arrived(self._head, payload))
         self._head = self._slot = self._destination = None
+        if self._segment:
+            self._segments.give_back(self._segment)
+            self._segment = memoryview(b"")
         self._kinds = frozenset((PING, CHUNK))

@@ -11,11 +11,11 @@ from pd_connector.transport.tcp.frames import (
     CHUNK,
     DATA,
     PREFIX_BYTES,
-    SEGMENT_BYTES,
     TAG_BYTES,
     ChunkHead,
     prefix,
 )
+from pd_connector.transport.tcp.segments import Segments
 
 BUDGET_BYTES = 4 << 20
 """Sent or received at a time on one connection: the agent has others, and messages to answer."""
@@ -39,15 +39,21 @@ class SealedWrite(NamedTuple):
 class Sending:
     """The sending half of a connection.
 
-    What it holds of its own is one sealed segment; chunks lie where they are until their turn.
+    What it holds of its own is one sealed segment, while a chunk is sealed as it is sent; chunks lie
+    where they are until their turn.
 
     Args:
         sealer: seals every record; None for plaintext.
+        record_bytes: the largest sealed body that the peer opens.
     """
 
-    def __init__(self, sock: socket.socket, sealer: Sealer | None) -> None:
+    def __init__(
+        self, sock: socket.socket, sealer: Sealer | None, segments: Segments, record_bytes: int
+    ) -> None:
         self._sock = sock
         self._sealer = sealer
+        self._segments = segments
+        self._record_bytes = record_bytes
         self._records: deque[tuple[int, bytes]] = deque()
         self._chunks: deque[ChunkWrite | SealedWrite] = deque()
         self._rest: memoryview | None = None  # of the chunk under way, not sealed yet
@@ -85,8 +91,8 @@ class Sending:
         assert self._sealer is not None
         frames: list[memoryview] = []
         before = self._record(CHUNK, head.encode())
-        for start in range(0, head.nbytes, SEGMENT_BYTES):
-            stop = min(start + SEGMENT_BYTES, head.nbytes)
+        for start in range(0, head.nbytes, self._record_bytes):
+            stop = min(start + self._record_bytes, head.nbytes)
             mark = prefix(DATA, stop - start)
             body = into[start:stop]
             tag = self._sealer.seal_parts(mark, pieces.buffers(start, stop), body)
@@ -122,6 +128,7 @@ class Sending:
     def _fill(self) -> bool:
         """Prepare the next frames; returns whether there are any."""
         if self._rest is None:
+            self._give_back_segment()
             is_sealed = bool(self._chunks) and isinstance(self._chunks[0], SealedWrite)
             if self._records and not is_sealed:
                 self._frames = [memoryview(self._record(*self._records.popleft()))]
@@ -147,13 +154,18 @@ class Sending:
             self._rest = None
             return [memoryview(prefix(DATA, len(rest))), rest]
         if not self._segment:
-            self._segment = memoryview(bytearray(PREFIX_BYTES + SEGMENT_BYTES + TAG_BYTES))
-        part, self._rest = rest[:SEGMENT_BYTES], rest[SEGMENT_BYTES:] or None
+            self._segment = self._segments.take()
+        part, self._rest = rest[: self._record_bytes], rest[self._record_bytes :] or None
         head = prefix(DATA, len(part))
         self._segment[:PREFIX_BYTES] = head
         stop = PREFIX_BYTES + len(part) + TAG_BYTES
         self._sealer.seal(head, part, self._segment[PREFIX_BYTES:stop])
         return [self._segment[:stop]]
+
+    def _give_back_segment(self) -> None:
+        if self._segment:
+            self._segments.give_back(self._segment)
+            self._segment = memoryview(b"")
 
     def _record(self, kind: int, body: bytes) -> bytes:
         if self._sealer is None:

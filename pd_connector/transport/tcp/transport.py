@@ -19,12 +19,18 @@ from pd_connector.transport.tcp.address import (
     read_address,
 )
 from pd_connector.transport.tcp.cipher import fast_aes
-from pd_connector.transport.tcp.connection import Pace
+from pd_connector.transport.tcp.connection import Common, Pace
 from pd_connector.transport.tcp.consumer import ConsumerPeer
-from pd_connector.transport.tcp.frames import MAX_HEADER_BYTES, ChunkHead, DialFrame
+from pd_connector.transport.tcp.frames import (
+    MAX_HEADER_BYTES,
+    RECORD_BYTES,
+    ChunkHead,
+    DialFrame,
+)
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.listening import Listening
 from pd_connector.transport.tcp.producer import ProducerPeer
+from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import ChunkWrite, SealedWrite
 from pd_connector.transport.tcp.watch import Watch
 
@@ -65,7 +71,6 @@ class TcpTransport(Transport):
         self.authenticates = bool(shared)
         self._shared = shared
         self._permits = permits
-        self._pace = pace
         self._landing = Landing(landing)
         self._numbers = itertools.count(1)  # of writes, links and sources
         self._consumers: dict[bytes, ConsumerPeer] = {}  # by identity
@@ -76,6 +81,7 @@ class TcpTransport(Transport):
         self._landed: list[Landed] = []
         self._next_tick = 0.0
         self._watch = Watch()
+        self._common = Common(self._watch, Segments(), pace)
         try:
             self._listening = Listening(host, self._watch, pace, self._introduce)
         except OSError as error:
@@ -89,6 +95,7 @@ class TcpTransport(Transport):
             landing.slots,
             landing.slot_bytes,
             fast_aes(),
+            RECORD_BYTES,
         )
         self._listening.open(shared, self._address)
 
@@ -100,7 +107,7 @@ class TcpTransport(Transport):
         known = self._consumers.get(address.identity)
         if known is None:
             ends = address, self._address, self._shared
-            known = ConsumerPeer(*ends, self._watch, self._pace, self._written.append)
+            known = ConsumerPeer(*ends, self._common, self._written.append)
             self._consumers[address.identity] = known
         elif known.address != address:
             raise TransportError("tcp transport: two consumers have one identity")
@@ -129,7 +136,7 @@ class TcpTransport(Transport):
         known = self._producers.get(address.identity)
         if known is None:
             ends = address, self._address, self._shared
-            known = ProducerPeer(*ends, self._watch, self._landing, self._pace, self._landed.append)
+            known = ProducerPeer(*ends, self._common, self._landing, self._landed.append)
             self._producers[address.identity] = known
         elif known.address.secret != address.secret:
             raise TransportError("tcp transport: two producers have one identity")
