@@ -43,6 +43,7 @@ class Cause(StrEnum):
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
     MODEL = "model"  # the peer serves another model
+    NO_ROOM = "no_room"  # the consumer's cache is too small for the prompt, however empty it is
     NO_TRANSPORT = "no_transport"  # the two sides share no transport
     NOT_NEEDED = "not_needed"  # the consumer has the pages already
     PREEMPTED = "preempted"  # the producer's engine took pages back, maybe while they were read

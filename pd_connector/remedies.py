@@ -29,6 +29,7 @@ _REMEDIES: dict[Cause, str] = {
         "set PD_CONNECTOR_KEY to one secret on every engine (`pd-connector key` makes one), or "
         "`insecure: true` on every engine if the network is trusted"
     ),
+    Cause.NO_ROOM: "give the decode engine a larger cache, or send such prompts to another one",
     Cause.NO_TRANSPORT: "name a transport in `transports` of both engines that joins them, such as tcp",
     Cause.TRANSPORT: "look for the transport's error in both engines' logs; take it out of `transports` if it stays",
     Cause.MODEL: "serve the same weights and configuration with both engines",

@@ -7,6 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_scales, model_facts
 from pd_connector.sglang.outcomes import Outcomes
-from pd_connector.sglang.prefill_engines import Found, PrefillEngines
+from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import global_rank, register
 from pd_connector.sglang.requests import fingerprint, transfer_of
@@ -68,6 +69,8 @@ class Manager(BaseKVManager):
     buffers: Any
     page_size: int
     page_limit: int
+    most_prompt_tokens: float = inf
+    """The longest prompt for which SGLang's queue of a decode engine ever finds room."""
 
     def __init__(
         self,
@@ -129,9 +132,13 @@ class Manager(BaseKVManager):
             cache.geometry,
         )
         if self.produces:
-            if self._config.overlap in ("auto", "layer"):
-                self._streaming = Streaming(self, scheduler)
+            if self.offers_early:
+                layers = self._config.overlap in ("auto", "layer")
+                self._streaming = Streaming(self, scheduler, layers=layers)
             self.register_to_bootstrap()
+        else:
+            look_up_often(queue)
+            self.most_prompt_tokens = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
@@ -156,6 +163,11 @@ class Manager(BaseKVManager):
         peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
         self.agent.introduce(peers)
         self._address = sealed(ProducerAddress(engine_id, tuple(peers)), self._config.key)
+
+    @property
+    def offers_early(self) -> bool:
+        """Whether KV of a prompt is sent before all of it is computed (config key `overlap`)."""
+        return self._config.overlap != "off"
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:

@@ -12,6 +12,7 @@ Look-ups happen in threads of their own: the engine's thread never waits for a p
 
 import http
 import socket
+import sys
 import time
 import urllib.error
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +29,17 @@ _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
 _AT_ONCE = 4
+_POLL_S = 0.02
 MAX_REPLICAS = 256
 """More than this many replicas are not asked for, whatever a registry says."""
+
+
+def look_up_often(queue: Any) -> None:
+    """Have SGLang's queue of a decode engine ask every `_POLL_S` seconds whether a look-up has ended, as
+    often as it takes. It would ask once a second, so that the first request to a prefill engine waited
+    for a second, and give up after 15 times; a look-up ends by itself within `connect_timeout_s`."""
+    queue._ensure_retry_interval = _POLL_S
+    queue._max_ensure_retries = sys.maxsize
 
 
 class Found(NamedTuple):

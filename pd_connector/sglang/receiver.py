@@ -68,6 +68,15 @@ class Receiver(BaseKVReceiver):
         self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.outcomes.watch(self._request)
+        size, most = self.kv_mgr.page_size, self.kv_mgr.most_prompt_tokens
+        if -(-self._prompt_tokens // size) * size > most:
+            # SGLang would let it wait for ever, and all that come after it.
+            self.fail(
+                Cause.NO_ROOM,
+                f"a prompt of {self._prompt_tokens} tokens: this engine's cache has room for {most} beside what "
+                "SGLang keeps for an answer (--num-reserved-decode-tokens); raise --max-total-tokens, or "
+                "--mem-fraction-static",
+            )
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:

@@ -42,6 +42,7 @@ class Sender(BaseKVSender):
         self._failure: tuple[Cause, str] | None = None
         self._pages: list[int] = []
         self._sent_tokens = 0
+        self._announced = False  # the agent knows that KV will come
         self._row = -1
         self._withdrawn = False
 
@@ -84,8 +85,15 @@ class Sender(BaseKVSender):
         self._sent_tokens = min(self._sent_tokens + num_kv_tokens, self._prompt_tokens)
         if final and self._failure is None:
             self._state = KVPoll.Transferring
-        # SGLang gives an event with a cached prefix, which the step before may still write.
-        self._offer(final=final, fence=getattr(self, "_early_send_wait_event", None))
+        if final or self.kv_mgr.offers_early:
+            # SGLang gives an event with a cached prefix, which the step before may still write.
+            self._offer(final=final, fence=getattr(self, "_early_send_wait_event", None))
+
+    @contained
+    def announce(self) -> None:
+        """A step begins that computes more of the prompt: its KV will come."""
+        if self._failure is None and self._request and not self._announced:
+            self._offer(final=False, fence=None)
 
     def begin_step(self, pages: list[int], tokens: int) -> Computed | None:
         """A step begins that computes the prompt up to `tokens`, into these pages from its start on.
@@ -146,6 +154,7 @@ class Sender(BaseKVSender):
     def _offer(self, *, final: bool, fence: Any) -> None:
         """Tell the agent which pages there are. What SGLang has sent is computed; what a step has
         computed since is not counted before SGLang sends it."""
+        self._announced = True
         offer = Offer(
             self._transfer,
             self._request,

@@ -4,19 +4,26 @@
 SGLang itself tells of KV only when a step has ended. Here each layer's write to the pool is seen,
 where the step runs layer by layer in Python; a step that runs as one CUDA graph tells nothing, and its
 KV passes when it has ended.
+
+Every step is announced when it begins. The decode engine finds pages for the request, and opens the
+transfer, while the prompt is computed: none of that is left to do when the prefill has ended.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pd_connector.agent.commands import Computed
+from pd_connector.errors import Cause
 from pd_connector.sglang.sender import Sender
 
 if TYPE_CHECKING:
     from pd_connector.sglang.manager import Manager
+
+logger = logging.getLogger("pd_connector.sglang")
 
 MIN_STEP_TOKENS = 256
 """A shorter step ends before it would pay to look into it."""
@@ -30,12 +37,19 @@ _WRITES = (
 
 
 class Streaming:
-    """The prefill steps of one rank. Used by the scheduler's thread."""
+    """The prefill steps of one rank. Used by the scheduler's thread.
 
-    def __init__(self, manager: "Manager", scheduler: Any) -> None:
+    Args:
+        layers: KV is told layer by layer, too; without it steps are announced only.
+    """
+
+    def __init__(self, manager: "Manager", scheduler: Any, *, layers: bool) -> None:
         self._manager = manager
         self._slots = scheduler.req_to_token_pool
+        self._layers = layers
         self._step: list[Computed] = []
+        if not layers:
+            return
         # Not when the package is loaded: other engines would pay for it with each layer.
         for write in _WRITES:
             HookRegistry.register(write, self._written, HookType.AFTER)
@@ -52,14 +66,23 @@ class Streaming:
             self._step = []
 
     def _begin(self, req: Any) -> Computed | None:
-        """Offer the pages of the step that follows; None if it is not to be streamed."""
+        """Announce the step that follows, with its pages if its layers are to be told. None if they are
+        not."""
         sender = req.disagg_kv_sender
-        tokens = min(req.extend_end, len(req.origin_input_ids))
-        if not isinstance(sender, Sender) or tokens - req.prefix_len < MIN_STEP_TOKENS:
+        if not isinstance(sender, Sender):  # SGLang's own, for a health check
             return None
-        slots = self._slots.req_to_token[req.kv.req_pool_idx, :tokens]
-        size = self._manager.page_size
-        return sender.begin_step((slots[::size] // size).tolist(), tokens)
+        tokens = min(req.extend_end, len(req.origin_input_ids))
+        if not self._layers or tokens - req.prefix_len < MIN_STEP_TOKENS:
+            sender.announce()
+            return None
+        try:
+            slots = self._slots.req_to_token[req.kv.req_pool_idx, :tokens]
+            size = self._manager.page_size
+            return sender.begin_step((slots[::size] // size).tolist(), tokens)
+        except Exception as error:  # SGLang would end the whole engine
+            logger.exception("a prefill step cannot be streamed: its request ends")
+            sender.fail(Cause.INTERNAL, repr(error))
+            return None
 
     def _written(self, result: Any, pool: Any, layer: Any, *args: Any, **options: Any) -> None:
         """A layer's K and V of all requests in the step have been written, or will be by what is

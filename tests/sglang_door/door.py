@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers
-from sglang_door.test_sglang_cache import HEADS, SLIDING_WINDOW, SLOTS, TOKENS, full_attention
+from sglang_door.test_sglang_cache import (
+    HEADS,
+    SLIDING_WINDOW,
+    SLOTS,
+    TOKENS,
+    full_attention,
+    slots_of,
+)
 from support.agents import until
 
 from pd_connector.agent.agent import Agent
@@ -40,6 +47,7 @@ class Engine(Manager):
         pool: Any = None,
         rank: tuple[int, int] = (0, 1),
     ) -> None:
+        self._config = CONFIG
         self.pool = pool or full_attention(page_size, HEADS // rank[1])
         self.page_size = page_size
         self.page_limit = SLOTS // page_size + 1
@@ -132,6 +140,15 @@ class Pair:
     def pages(self, engine: Engine, first: int = 1) -> np.ndarray[Any, Any]:
         count = -(-TOKENS // engine.page_size)
         return np.arange(first, first + count, dtype=np.int32)
+
+    def assert_same_slots(self, buffer: str) -> None:
+        """The prompt's tokens are the same on both sides, in every layer's `k_buffer` or `v_buffer`."""
+        here, there = (
+            slots_of(self.pages(one).tolist(), one.page_size) for one in (self.p, self.d)
+        )
+        sides = (getattr(one.pool, buffer) for one in (self.p, self.d))
+        for ours, theirs in zip(*sides, strict=True):
+            assert torch.equal(ours[here], theirs[there])
 
     def send_all(self, sender: Sender, req: Any) -> None:
         """The prompt in two chunks, as SGLang sends them."""

@@ -14,8 +14,10 @@ pytest.importorskip("sglang.srt")
 
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang_door.test_sglang_cache import HEADS, LAYERS, full_attention
+from support.agents import until
 
 from pd_connector.agent.discovery import ask_ranks
 from pd_connector.config import CONFIG_VARIABLE
@@ -24,6 +26,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.sglang import manager as manager_module
 from pd_connector.sglang import registration
 from pd_connector.sglang.manager import Manager
+from pd_connector.sglang.prefill_engines import look_up_often
 from pd_connector.sglang.support import _WANTED
 
 ROLES = {"prefill": DisaggregationMode.PREFILL, "decode": DisaggregationMode.DECODE}
@@ -90,12 +93,17 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         made = Manager(args, ROLES[role], server_args)
         scheduler = SimpleNamespace(
             sliding_window_size=None,
+            req_to_token_pool=SimpleNamespace(req_to_token=None),
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=None)),
         )
         buffers = MetadataBuffers(4, 16, torch.float32, 0)
         queue = SimpleNamespace(
-            token_to_kv_pool=pool, scheduler=scheduler, metadata_buffers=buffers
+            max_total_num_tokens=4096,
+            num_reserved_decode_tokens=512,
+            token_to_kv_pool=pool,
+            scheduler=scheduler,
+            metadata_buffers=buffers,
         )
         made.attach(queue)
         started.append(made)
@@ -209,3 +217,17 @@ def test_the_registry_is_told_where_in_its_engine_a_rank_is(
     found = registration._row(SimpleNamespace(**args | kv_args), "h", 5)
     assert found == {**found, **row}
     assert registration.global_rank(place) == number
+
+
+def test_a_prefill_engine_is_known_as_soon_as_it_has_answered() -> None:
+    """SGLang itself would ask 15 times, once a second, and then end the request."""
+    queue, asked = object.__new__(DecodePreallocQueue), list[str]()
+    queue._ensure_retry_count, queue._ensure_last_attempt_time = {}, {}
+    queue._max_ensure_retries, queue._ensure_retry_interval = 15, 1.0
+    queue.kv_manager = SimpleNamespace(
+        try_ensure_parallel_info=lambda address: asked.append(address) or len(asked) > 20
+    )
+    waiting = SimpleNamespace(kv_receiver=SimpleNamespace(abort=lambda: pytest.fail("given up")))
+    look_up_often(queue)
+    until(lambda: queue._ensure_prefill_info({"p": [waiting]})[0], "known")
+    assert len(asked) == 21

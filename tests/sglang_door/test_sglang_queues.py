@@ -46,10 +46,7 @@ def test_a_request_goes_through_both_engines(pair: Pair) -> None:
     reach(sender.poll, KVPoll.Success)
     assert int(pair.d.buffers.output_ids[2, 0]) == 9
     assert int(pair.d.buffers.bootstrap_room[2, 0]) == ROOM
-    here = slots_of(pair.pages(pair.p).tolist(), pair.p.page_size)
-    there = slots_of(pair.pages(pair.d).tolist(), pair.d.page_size)
-    for ours, theirs in zip(pair.p.pool.k_buffer, pair.d.pool.k_buffer, strict=True):
-        assert torch.equal(ours[here], theirs[there])
+    pair.assert_same_slots("k_buffer")
     sender.clear()
     receiver.clear()
     until(pair.idle, "idle")
@@ -243,6 +240,26 @@ def test_a_replica_that_is_not_there_ends_the_request(pair: Pair, replica: int) 
     with pytest.raises(TransferError, match=f"prefill replica {replica} of 1"):
         receiver.failure_exception()
     receiver.clear()
+    until(pair.idle, "idle")
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_a_prompt_that_never_fits_ends_at_once_and_frees_its_prefill(pair: Pair, room: int) -> None:
+    """SGLang's queue would let it wait, and all that come after it: it wants room for an answer, too."""
+    req = pair.request()
+    pair.d.most_prompt_tokens = -(-TOKENS // pair.d.page_size) * pair.d.page_size + room
+    sender, receiver = pair.sender(req), pair.receiver(req)
+    if room == 0:  # it fits: the control
+        assert receiver.poll() == KVPoll.Bootstrapping
+        receiver.abort()
+    else:
+        assert receiver.poll() == KVPoll.Failed
+        with pytest.raises(TransferError, match=f"no_room: a prompt of {TOKENS} tokens"):
+            receiver.failure_exception()
+    pair.send_all(sender, req)
+    reach(sender.poll, KVPoll.Failed)
+    for side in (sender, receiver):
+        side.clear()
     until(pair.idle, "idle")
 
 

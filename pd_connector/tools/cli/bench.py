@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.handoff import ray, sglang, vllm
+from pd_connector.tools.bench.handoff import cross, ray, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender, Contenders
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
@@ -32,6 +32,7 @@ class EngineName(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
+    CROSS = "cross"
 
 
 class Orchestrator(StrEnum):
@@ -45,6 +46,7 @@ _LINE_UPS = {
     (EngineName.VLLM, True): vllm.LOCAL,
     (EngineName.SGLANG, False): sglang.LINK,
     (EngineName.SGLANG, True): sglang.LOCAL,
+    (EngineName.CROSS, False): cross.LINK,
 }
 """By engine, and whether both engines are on one machine."""
 
@@ -69,13 +71,19 @@ def handoff(
             help="Who is compared; may be repeated. Over the link: "
             f"{', '.join(vllm.LINK.ours)}; with --local: {', '.join(vllm.LOCAL.ours)} "
             f"({', '.join(vllm.LOCAL.default)}); with --engine sglang: "
-            f"{', '.join(sglang.LINK.ours)}; with --on ray: {', '.join(ray.CONTENDERS)}; with --gpu: "
+            f"{', '.join(sglang.LINK.ours)}; with --engine cross: {', '.join(cross.LINK.ours)}; "
+            f"with --on ray: {', '.join(ray.CONTENDERS)}; with --gpu: "
             "codecs (raw, fp8_e4m3, int8), or whole agents (agent-device, agent-host: where their "
             "slots lie).",
             show_default=False,
         ),
     ] = None,
-    engine: Annotated[EngineName, typer.Option(help="Engines that hand over.")] = EngineName.VLLM,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="Engines that hand over; `cross`: vLLM and SGLang to each other, beside pairs of one kind."
+        ),
+    ] = EngineName.VLLM,
     on: Annotated[
         Orchestrator | None,
         typer.Option(
@@ -140,6 +148,8 @@ def handoff(
         return
     if device:
         raise typer.BadParameter("only with --gpu", param_hint="--device")
+    if (engine, local) not in _LINE_UPS:
+        raise typer.BadParameter(f"{engine}: measured over a link only", param_hint="--local")
     line_up = _LINE_UPS[engine, local]
     bench = HandoffBench(
         line_up,

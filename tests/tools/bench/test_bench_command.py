@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff import bench as bench_module
-from pd_connector.tools.bench.handoff import sglang, vllm
+from pd_connector.tools.bench.handoff import cross, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.measure import HandoffFindings, Series
 from pd_connector.tools.bench.handoff.vllm import BASELINE
@@ -95,6 +95,16 @@ def test_sglang_has_a_line_up_of_its_own(invoke):
     assert plan.line_up is sglang.LINK
     assert [c.name for c in plan.ours] == ["int8"]
     assert invoke(outcome(), "--engine", "sglang", "--gpu").exit_code == 2
+
+
+def test_engines_of_two_kinds_are_measured_over_the_link_only(invoke):
+    invoke(outcome(comparison(9.0, 10.0)), "--engine", "cross")
+    (plan,) = invoke.asked
+    assert plan.line_up is cross.LINK
+    refused = invoke(outcome(), "--engine", "cross", "--local")
+    assert refused.exit_code == 2
+    assert "link only" in refused.output
+    assert len(invoke.asked) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--ours", "rwa"], ["--local", "--ours", "raw"]])

@@ -17,8 +17,8 @@ from support.bench import FakeTokenizer
 from pd_connector.config import Config
 from pd_connector.tools.bench.flow import BenchError, Run
 from pd_connector.tools.bench.handoff import bench as bench_module
+from pd_connector.tools.bench.handoff import cross, sglang, vllm
 from pd_connector.tools.bench.handoff import measure as measure_module
-from pd_connector.tools.bench.handoff import sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.handoff.measure import (
@@ -147,6 +147,27 @@ def test_engines_that_spin_are_frozen_while_others_are_measured(hasty):
     assert found.restless == 0
 
 
+def test_pairs_that_spin_are_looked_at_one_by_one(monkeypatch):
+    """Looked at together they would share the cores: each would seem busy once it has them alone."""
+    both, now_s = [FakePair("base", []), FakePair("shm", [])], [0.0]
+    used_s = dict.fromkeys(("base", "shm"), 0.0)
+
+    def sleep(seconds: float) -> None:
+        """Two cores, shared by those that are not frozen."""
+        awake = [pair for pair in both if not pair.frozen]
+        for pair in awake:
+            used_s[pair.name] += 2.0 / len(awake) * seconds
+        now_s[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
+    monkeypatch.setattr(measure_module, "time", clock)
+    for pair in both:
+        monkeypatch.setattr(pair, "cpu_seconds", lambda pair=pair: used_s[pair.name])
+    found = measure(both, runs=1, warm_ups=0)
+    assert [series.rest_cores for series in found.series] == [pytest.approx(2.0)] * 2
+    assert found.restless == 0
+
+
 def test_a_pair_alone_is_never_frozen(hasty):
     spinning = FakePair("base", [], cores=1.8)
     measured = TurnMeasurement([spinning], 1, 0, lambda line: None).measure([8])
@@ -191,6 +212,7 @@ def test_the_bars_over_the_link():
         "raw+overlap": [None, 0.30, 0.30],
         "fp8_e4m3+overlap": [None, 0.30, 0.30],
         "int8+overlap": [None, 0.30, 0.30],
+        "auto": [None, None, None],
     }
 
 
@@ -324,6 +346,32 @@ def test_ours_are_also_compared_among_themselves_where_a_bar_asks_for_it():
         ("raw", "page 1"): ((900.0,), 1.00, False),
     }
     assert found.drift == {2048: 1.2}
+
+
+def test_engines_of_two_kinds_are_held_to_the_slower_pair_of_one_kind():
+    def of(name: str, handoff_s: float) -> MeasuredPairs:
+        return series({**cross.LINK.baselines, **cross.LINK.ours}[name], handoff_s)
+
+    found = findings(
+        [
+            of("vLLM to vLLM", 0.6),
+            of("SGLang to SGLang", 0.7),
+            of("vLLM to SGLang", 0.75),
+            of("SGLang to vLLM", 0.8),
+        ]
+    )
+    bars = {
+        (other, c.params["engines"]): (c.bar, c.ok)
+        for other, comparisons in found.tables
+        for c in comparisons
+        if c.name == "handoff"
+    }
+    assert bars == {
+        ("vLLM to vLLM", "vLLM to SGLang"): (None, True),
+        ("vLLM to vLLM", "SGLang to vLLM"): (None, True),
+        ("SGLang to SGLang", "vLLM to SGLang"): (1.10, True),
+        ("SGLang to SGLang", "SGLang to vLLM"): (1.10, False),
+    }
 
 
 def test_a_decode_engine_must_keep_its_token_rate_while_it_receives():

@@ -93,6 +93,12 @@ def only(findings: list[Finding], name: str) -> Finding:
     return found
 
 
+def test_whoever_has_a_gpu_is_told_what_has_not_run_on_one() -> None:
+    (found,) = [finding for finding in software.check(HEALTHY) if finding.name == "GPU"]
+    assert found.status is Status.OK
+    assert "has not been run on one yet: `ci/gpu`" in found.advice
+
+
 def test_a_healthy_machine_has_nothing_to_complain_about():
     findings = doctor.examine(HEALTHY)
     assert worst(findings) is Status.OK

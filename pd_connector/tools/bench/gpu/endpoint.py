@@ -8,7 +8,7 @@ from typing import Any
 
 from pd_connector.tools.bench.gpu.cache import GpuCache
 from pd_connector.tools.bench.wire.movers import MoveError
-from pd_connector.transport.nixl.library import import_nixl
+from pd_connector.transport.nixl.library import import_nixl, persistently
 
 _BACKEND = "UCX"
 
@@ -41,7 +41,8 @@ class Endpoint:
         self.memory = cache.memory
         self.device = cache.device.index or 0
         name = f"{role}-{os.getpid()}-{time.monotonic_ns()}"
-        self.nixl: Any = api.nixl_agent(name, api.nixl_agent_config(**settings))
+        config = api.nixl_agent_config(**settings)
+        self.nixl: Any = persistently(lambda: api.nixl_agent(name, config))
         described = [(address, nbytes, self.device, "") for address, nbytes in regions]
         self._registered = self.nixl.register_memory(described, self.memory, [_BACKEND])
         self.remote = ""

@@ -26,6 +26,7 @@ class Contender:
         params: what tells it from the others, for the report.
         against: contenders that it is compared with, by name, and the bars; empty for a baseline.
         together: both engines are asked at once, so that KV moves while the prefill computes.
+        slowest: the bars hold against the slowest of `against`, and not against the others.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Contender:
     params: Mapping[str, Param] = field(default_factory=dict)
     against: Mapping[str, Bars] = field(default_factory=dict)
     together: bool = False
+    slowest: bool = False
 
     @property
     def is_baseline(self) -> bool:

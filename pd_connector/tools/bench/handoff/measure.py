@@ -169,13 +169,20 @@ class TurnMeasurement:
         return len(self._pairs) > 1 and self._rest_cores[index] > SPINNING_CORES
 
     def _look(self) -> list[float]:
-        """Cores that each pair uses now; none of them has anything to do."""
-        before = [pair.cpu_seconds() for pair in self._pairs]
-        started = time.monotonic()
-        time.sleep(LOOK_S)
-        after = [pair.cpu_seconds() for pair in self._pairs]
-        passed_s = time.monotonic() - started
-        return [(b - a) / passed_s for a, b in zip(before, after, strict=True)]
+        """Cores that each pair uses while it has nothing to do. The others are frozen meanwhile: two
+        pairs that spin would share the cores, and each would seem busy when it has them alone."""
+        found = []
+        for pair in self._pairs:
+            for other in self._pairs:
+                if other is not pair:
+                    other.pause()
+            pair.resume()
+            before, started = pair.cpu_seconds(), time.monotonic()
+            time.sleep(LOOK_S)
+            found.append((pair.cpu_seconds() - before) / (time.monotonic() - started))
+        for pair in self._pairs:
+            pair.resume()
+        return found
 
     def _rest(self) -> None:
         """Wait until no engine works any more."""
@@ -233,7 +240,7 @@ def _compare_all(ours: Sequence[Series], other: str, series: Sequence[Series]) -
     against = [found for found in series if found.contender.name == other]
     compared = [one for one in ours if other in one.contender.against]
     found = [
-        _compare(what, tokens, one, against)
+        _compare(what, tokens, one, against, _bar(what, tokens, one.contender, other, series))
         for tokens in against[0].runs
         for what in ("handoff", "prefill")
         for one in compared
@@ -241,14 +248,35 @@ def _compare_all(ours: Sequence[Series], other: str, series: Sequence[Series]) -
     return found + [row for one in compared for row in _compare_receiving(one, against)]
 
 
-def _compare(what: str, tokens: int, ours: Series, against: Sequence[Series]) -> Comparison:
-    def sample(series: Sequence[Series]) -> Sample:
-        runs = [run for one in series for run in one.runs[tokens]]
-        return Sample(tuple(getattr(run, f"{what}_s") for run in runs)).scaled(1e3)
+def _bar(
+    what: str, tokens: int, ours: Contender, other: str, series: Sequence[Series]
+) -> float | None:
+    """What `ours` is held to beside `other`; None where nothing is asked."""
+    if what != "handoff":
+        return None
+    if ours.slowest:
+        measured = {found.contender.name for found in series} & set(ours.against)
+        medians = {
+            name: _sample(what, tokens, [f for f in series if f.contender.name == name]).median
+            for name in measured
+        }
+        if other != max(medians, key=medians.__getitem__):
+            return None
+    return ours.bar(other, tokens)
 
+
+def _sample(what: str, tokens: int, series: Sequence[Series]) -> Sample:
+    """A figure of all these series' runs, in milliseconds."""
+    runs = [run for one in series for run in one.runs[tokens]]
+    return Sample(tuple(getattr(run, f"{what}_s") for run in runs)).scaled(1e3)
+
+
+def _compare(
+    what: str, tokens: int, ours: Series, against: Sequence[Series], bar: float | None
+) -> Comparison:
     params: dict[str, Param] = {"prompt_tokens": tokens, **ours.contender.params}
-    bar = ours.contender.bar(against[0].contender.name, tokens) if what == "handoff" else None
-    return Comparison(what, params, sample([ours]), sample(against), "ms", bar)
+    sides = _sample(what, tokens, [ours]), _sample(what, tokens, against)
+    return Comparison(what, params, *sides, "ms", bar)
 
 
 def _compare_receiving(ours: Series, against: Sequence[Series]) -> list[Comparison]:

@@ -209,8 +209,8 @@ def _ours(
         {"codec": codec, "overlap": overlap, "engines": ", ".join(engines)},
         against,
         True,
-        pages,
-        tp,
+        pages=pages,
+        tp=tp,
     )
 
 
@@ -242,7 +242,8 @@ _OVER_LINK: Contenders = by_name(
     _ours("raw", {_PAGE_16.name: {}, _ALIKE.name: _UNLIKE}, tp=(2, 1)),
 )
 _LOCAL: Contenders = by_name(
-    _ours("raw", {_PAGE_16.name: {0: 1.00}}, transport="shm"),
+    _ours("raw", {_PAGE_16.name: _NO_SLOWER}, transport="shm"),
+    _ours("raw", {_PAGE_16.name: _NO_SLOWER}, overlap="layer", transport="shm"),
     _ours("int8", {_PAGE_16.name: {}}, transport="shm"),
 )
 
@@ -250,5 +251,6 @@ _BASELINES = by_name(_PAGE_16, _PAGE_1)
 LINK = LineUp("sglang", _BASELINES, _OVER_LINK, tuple(_OVER_LINK), SglangPair.of, _problem, True)
 """Over a link between two namespaces."""
 
-LOCAL = LineUp("sglang", _BASELINES, _LOCAL, ("shm raw",), SglangPair.of, _problem, True)
+_BY_DEFAULT = ("shm raw", "shm raw+layers")
+LOCAL = LineUp("sglang", _BASELINES, _LOCAL, _BY_DEFAULT, SglangPair.of, _problem, True)
 """On one machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from pd_connector.tools.bench.flow import BenchError, Run, together, two_steps
 from pd_connector.tools.bench.handoff.contender import Bars, Contender, by_name
@@ -49,6 +49,31 @@ def _on_one_machine(transport: str) -> Contender:
     return Contender(transport, "PDConnector", config, params, {BASELINE.name: {3500: 1.0}})
 
 
+def engine_of(
+    stage: PairSetup,
+    name: str,
+    role: Role,
+    connector: str,
+    config: Mapping[str, Any],
+    namespace: Namespace | None,
+) -> VllmEngine:
+    """One engine of a pair, not started."""
+    # An audit would take the first prompt of a run from what is measured.
+    ours = {"audit": "off"} if connector == "PDConnector" else {}
+    return VllmEngine(
+        stage.model,
+        role,
+        connector,
+        ours | dict(config),
+        name=name,
+        max_model_len=stage.max_model_len,
+        args=stage.args,
+        env=stage.env,
+        log_path=stage.logs / f"{name.replace(' ', '-')}.log",
+        namespace=namespace,
+    )
+
+
 class VllmPair(Pair):
     """Two vLLM engines."""
 
@@ -63,24 +88,9 @@ class VllmPair(Pair):
     def of(cls, contender: Contender, stage: PairSetup) -> Self:
         """Engines with this connector, not started."""
 
-        # An audit would take the first prompt of a run from what is measured.
-        ours = {"audit": "off"} if contender.connector == "PDConnector" else {}
-        config = ours | dict(contender.config)
-
         def engine(side: str, role: Role, namespace: Namespace | None) -> VllmEngine:
-            name = f"{contender.name} {side}"
-            return VllmEngine(
-                stage.model,
-                role,
-                contender.connector,
-                config,
-                name=name,
-                max_model_len=stage.max_model_len,
-                args=stage.args,
-                env=stage.env,
-                log_path=stage.logs / f"{name.replace(' ', '-')}.log",
-                namespace=namespace,
-            )
+            name, config = f"{contender.name} {side}", contender.config
+            return engine_of(stage, name, role, contender.connector, config, namespace)
 
         producer, consumer = stage.namespaces or (None, None)
         prefill = engine("prefill", "kv_producer", producer)
@@ -128,7 +138,7 @@ def _problem() -> str:
     return ""
 
 
-_OVER_LINK = by_name(
+_FIXED = by_name(
     _over_link("raw", "off", _RAW),
     _over_link("fp8_e4m3", "off", _HALF),
     _over_link("int8", "off", _HALF),
@@ -136,9 +146,10 @@ _OVER_LINK = by_name(
     _over_link("fp8_e4m3", "auto", _STREAMED),
     _over_link("int8", "auto", _STREAMED),
 )
+_OVER_LINK = by_name(*_FIXED.values(), _over_link("auto", "off", {}))
 _LOCAL = by_name(*map(_on_one_machine, ("shm", "tcp", "nixl")))
 
-LINK = LineUp("vllm", by_name(BASELINE), _OVER_LINK, tuple(_OVER_LINK), VllmPair.of, _problem, True)
+LINK = LineUp("vllm", by_name(BASELINE), _OVER_LINK, tuple(_FIXED), VllmPair.of, _problem, True)
 """Over a link between two namespaces."""
 
 LOCAL = LineUp("vllm", by_name(BASELINE), _LOCAL, ("shm",), VllmPair.of, _problem, False)

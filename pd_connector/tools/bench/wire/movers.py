@@ -15,7 +15,7 @@ from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.tools.bench.wire.cache import WireCache
-from pd_connector.transport.nixl.library import import_nixl
+from pd_connector.transport.nixl.library import import_nixl, persistently
 
 if TYPE_CHECKING:
     from pd_connector.tools.bench.gpu.cache import GpuCache
@@ -26,6 +26,7 @@ TIMEOUT_S = 120.0
 _IDENTITY = b"wire"
 _ENGINE = "bench"
 _BUFFER_BYTES = 1 << 20
+_WAIT_S = 0.1
 
 
 class MoveError(PDConnectorError):
@@ -105,7 +106,10 @@ class Ours(Mover):
         while not (ended := self._agent.outcomes()):
             if time.monotonic() > deadline:
                 raise MoveError(f"nothing has ended within {TIMEOUT_S:g} s")
+            # As the worker of an engine with nothing else to do. Until the agent has the load, there
+            # is nothing to wait for.
             time.sleep(POLL_S)
+            self._agent.wait_for_outcome(_WAIT_S)
         (finished,) = ended
         assert isinstance(finished, Finished)
         if finished.cause is not None:
@@ -132,7 +136,8 @@ class PagePerDescriptor(Mover):
         self._cache = cache
         self._bases = [layer.data_ptr() for layer in cache.layers]
         settings = api.nixl_agent_config(num_threads=4, capture_telemetry=True)
-        self._nixl = api.nixl_agent(f"{role}-{os.getpid()}-{time.monotonic_ns()}", settings)
+        name = f"{role}-{os.getpid()}-{time.monotonic_ns()}"
+        self._nixl = persistently(lambda: api.nixl_agent(name, settings))
         regions = [(base, cache.nbytes // len(self._bases), 0, "") for base in self._bases]
         self._registered = self._nixl.register_memory(regions, "DRAM", ["UCX"])
         self._lists: list[Any] = []

