@@ -7,6 +7,7 @@
 | `backend.py` | what Ray asks a connector: a replica's address, and the two requests of a handoff |
 | `servers.py` | the two deployments of `build_pd_app`: what they do when the other side is not there |
 | `ingress.py` | the deployment that clients talk to: a second chance where a decode replica dies |
+| `carried.py` | which requests one transfer can carry |
 | `binding.py` | how long a request waits for a prefill replica |
 | `published.py` | how the address of an engine comes into its replica's process |
 

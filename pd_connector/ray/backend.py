@@ -32,6 +32,7 @@ from pd_connector.protocol.params import (
     parse_address,
     prefill_params,
 )
+from pd_connector.ray.carried import why_alone
 from pd_connector.ray.published import PublishedAddress
 
 logger = logging.getLogger("ray.serve")
@@ -41,10 +42,13 @@ _NODE = "ray_node_id"
 _NOT_FOR_PREFILL: Mapping[str, Any] = {
     "best_of": None,
     "echo": False,
+    "logprob_token_ids": None,
     "logprobs": None,
     "min_tokens": 0,  # more than the one token that a prefill generates is an error
     "n": 1,
     "prompt_logprobs": None,
+    "return_prompt_text": None,
+    "return_token_ids": None,
     "structured_outputs": None,
     "top_logprobs": None,
     "use_beam_search": False,
@@ -74,7 +78,6 @@ class PDConnectorBackend(BaseConnectorBackend):
             ConfigError: a config key of `kv_connector_extra_config` is wrong; its name is in the
                 message.
         """
-        replica = serve.get_replica_context().replica_id
         transfer = self.kv_transfer_config
         extra = transfer.get("kv_connector_extra_config") or {}
         transfer["kv_connector_extra_config"] = extra
@@ -83,14 +86,21 @@ class PDConnectorBackend(BaseConnectorBackend):
         if not named and (self.config.key or self.config.insecure):
             extra["host"] = ray.util.get_node_ip_address()
             self.config = Config.load(extra)
-        # Replicas share one config, so an id that it has is no engine's own.
-        name = transfer.get("engine_id") or replica.deployment_id.name
-        self._engine_id = transfer["engine_id"] = f"{name}-{replica.unique_id}"
-        self._node_id = ray.get_runtime_context().get_node_id()
+        self._engine_id = transfer["engine_id"] = self._own_name(transfer.get("engine_id"))
+        if ray.is_initialized():
+            self._node_id = ray.get_runtime_context().get_node_id()
         self._published = PublishedAddress()
         extra["address_file"] = self._published.path
         if not self.llm_config.engine_kwargs.get("worker_extension_cls"):
             self.llm_config.update_engine_kwargs(worker_extension_cls=WORKER_EXTENSION)
+
+    def _own_name(self, given: str | None) -> str:
+        """An engine id that no other engine has. Replicas share one config, so an id in it is not
+        enough. Ray's tests make engines in replicas that have no id: theirs ends by chance."""
+        replica = getattr(serve.get_replica_context(), "replica_id", None)
+        if replica is None:
+            return f"{given or 'engine'}-{self._get_unique_suffix()}"
+        return f"{given or replica.deployment_id.name}-{replica.unique_id}"
 
     def replica_metadata(self) -> dict[str, Any]:
         """The address of this replica's engine, for decode replicas.
@@ -108,7 +118,7 @@ class PDConnectorBackend(BaseConnectorBackend):
         for field, value in _NOT_FOR_PREFILL.items():
             if hasattr(shaped, field):
                 setattr(shaped, field, value)
-        wanted = self.address_of(peer) is not None
+        wanted = self._producer_for(request, peer) is not None
         shaped.kv_transfer_params = prefill_params(self._transfer(request)) if wanted else None
         return shaped
 
@@ -117,10 +127,15 @@ class PDConnectorBackend(BaseConnectorBackend):
     ) -> Any:
         """The client's request, with the place where its prompt's KV will be."""
         shaped = request.model_copy(deep=True)
-        address = self.address_of(peer)
+        address = self._producer_for(request, peer)
         found = None if address is None else decode_params(address, self._transfer(request))
         shaped.kv_transfer_params = found
         return shaped
+
+    def _producer_for(self, request: Any, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
+        """Where this request's KV is fetched; None: the decode engine computes the prompt. Ray's own
+        decode server asks for every request, also for those that one transfer cannot carry."""
+        return self.address_of(peer) if why_alone(request) is None else None
 
     def address_of(self, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
         """Where a prefill replica's engine is reached from here; None where it cannot be, which is

@@ -29,6 +29,7 @@ from ray.serve.metrics import Counter
 
 from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.binding import BindingPatience
+from pd_connector.ray.carried import why_alone
 
 logger = logging.getLogger("ray.serve")
 
@@ -192,31 +193,14 @@ class ConcurrentDecode:
         self._outcomes.inc(1, tags={"outcome": outcome})
 
 
-def why_alone(request: Any) -> str | None:
-    """Why one transfer cannot carry this request's KV; None if it can."""
-    if any((getattr(request, name, None) or 1) > 1 for name in ("n", "best_of")):
-        return "several_answers"
-    if getattr(request, "use_beam_search", False):
-        return "beam_search"
-    # Logprobs of the prompt come from computing it, which received KV replaces.
-    if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
-        return "prompt_logprobs"
-    if isinstance(request, ChatCompletionRequest):
-        return None
-    prompt = request.prompt
-    if getattr(request, "prompt_embeds", None) is not None or not prompt:
-        return "no_tokens"
-    several = isinstance(prompt, list) and len(prompt) > 1
-    return "batch" if several and not all(type(token) is int for token in prompt) else None
-
-
 async def _why_failed(response: AsyncIterator[Any]) -> str | None:
     """Read a prefill's answer to its end; returns why it failed, or None."""
     try:
         async for chunk in response:
             if isinstance(chunk, ErrorResponse):
                 return str(chunk.error.message)
-    except Exception as error:  # the replica died, or its node did
+    except (Exception, asyncio.CancelledError) as error:
+        # The replica died, or its node did, or Serve cancelled it because its client has gone.
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
 
@@ -257,13 +241,18 @@ async def _leases_end(engine: Any) -> None:
     """Wait until no decode replica fetches KV of this engine."""
     config = serve.get_replica_context()._deployment_config
     end = time.monotonic() + _SHARE_OF_SHUTDOWN * config.graceful_shutdown_timeout_s
+    told = False
     while time.monotonic() < end:
         try:
-            if not any(await engine.collective_rpc("outgoing_transfers")):
-                return
+            left = max(await engine.collective_rpc("outgoing_transfers"), default=0)
         except Exception as error:  # the engine has died, or has a worker extension without this
             logger.warning("stopping without knowing what is still to be fetched: %r", error)
             return
+        if not left:
+            return
+        if not told:
+            told = True
+            logger.info("stopping when decode replicas have fetched KV: transfers left: %d", left)
         await asyncio.sleep(_POLL_S)
     logger.warning(
         "stopping although decode replicas have not fetched all KV: they compute the rest"

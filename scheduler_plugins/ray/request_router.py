@@ -7,6 +7,7 @@ decode replicas, in each decode replica for prefill replicas. Each knows what it
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from random import Random
@@ -24,6 +25,8 @@ from scheduler_plugins.router.policies import registry
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.prompt.body import BadRequestError
 from scheduler_plugins.router.prompt.describe import SESSION_HEADER
+
+logger = logging.getLogger("ray.serve")
 
 _FIELDS = ("prompt", "messages", "cache_salt", "max_completion_tokens", "max_tokens", "user")
 _PREFIXES = {"Prefill:": Role.PREFILL, "Decode:": Role.DECODE}
@@ -72,6 +75,9 @@ class PolicyRequestRouter(RequestRouter):
                 time.monotonic(),
             )
         except BadRequestError:  # the engine will say what is wrong with it
+            return [candidate_replicas]
+        except Exception:  # Serve would log it, and the request would wait without end
+            logger.exception("the policy failed: any replica may have the request")
             return [candidate_replicas]
         if chosen is None:
             return []

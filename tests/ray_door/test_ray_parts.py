@@ -20,8 +20,8 @@ from pd_connector.protocol.peers import Peer, Source
 from pd_connector.ray.app import build_pd_app
 from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.binding import BindingPatience
+from pd_connector.ray.carried import why_alone
 from pd_connector.ray.published import NoAddressError, PublishedAddress
-from pd_connector.ray.servers import why_alone
 
 KEY = "0123456789abcdef" * 4
 ADDRESS = ProducerAddress(
@@ -83,6 +83,16 @@ def test_two_requests_do_not():
 def test_what_a_client_says_of_transfers_is_dropped():
     asked = request(kv_transfer_params={"do_remote_prefill": True, "remote_host": "evil"})
     decode = backend().prepare_decode_request(request=asked, peer=None, prefill_response=None)
+    assert decode.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"n": 2}, {"echo": True}])
+def test_what_one_transfer_cannot_carry_gets_none(fields):
+    """Ray's own decode server asks for such requests, too. Two prompts under one name would be refused."""
+    asked = request(**fields)
+    prefill = backend().prepare_prefill_request(request=asked, peer=peer())
+    decode = backend().prepare_decode_request(request=asked, peer=peer(), prefill_response=None)
+    assert prefill.kv_transfer_params is None
     assert decode.kv_transfer_params is None
 
 

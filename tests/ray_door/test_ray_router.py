@@ -160,6 +160,38 @@ def test_a_call_that_is_no_client_request_is_routed_too():
     assert chosen(router(policy="cache_aware"), pending(None)) in NAMES
 
 
+def test_a_policy_that_fails_leaves_serve_all_replicas(caplog):
+    """Serve catches what a router raises, and then the request waits without end."""
+    found = router(policy="cache_aware")
+
+    def fails(*_):
+        raise ZeroDivisionError("a policy's error")
+
+    found._fleet._policy.decide = fails
+    body = CompletionRequest(model="m", prompt="x")
+    assert chosen(found, pending(body)) in NAMES
+    assert "a policy's error" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers"),
+    [
+        ({"cache_salt": "\ud800"}, {}),
+        ({"prompt": "\ud800"}, {}),
+        ({"prompt": []}, {}),
+        ({"prompt": [[]]}, {}),
+        ({"max_tokens": 0}, {}),
+        ({"max_tokens": None}, {"X-Request-Timeout-Ms": "soon"}),
+        ({}, {"x-request-timeout-ms": "\u0663"}),
+        ({}, {"X-Session-Id": "\ud800" * 10_000}),
+        ({}, {"": ""}),
+    ],
+)
+def test_no_request_breaks_it(fields, headers):
+    body = CompletionRequest.model_construct(model="m", **{"prompt": "x", **fields})
+    assert chosen(router(policy="cache_aware"), pending(body, headers=headers)) in NAMES
+
+
 def test_a_policy_that_there_is_not_is_refused_by_name():
     with pytest.raises(ConfigError, match="fastest"):
         router(policy="fastest")

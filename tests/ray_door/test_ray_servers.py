@@ -82,7 +82,7 @@ class Prefill:
         if self.answer is HANG:
             self.engine.kv_comes.set()
             await self.goes_on.wait()
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         if self.answer == "done":
             self.engine.kv_comes.set()
@@ -134,6 +134,7 @@ def test_both_engines_are_asked_at_the_same_time():
     "answer",
     [
         ConnectionError("the replica died"),
+        asyncio.CancelledError(),
         ErrorResponse(error=ErrorInfo(message="no room", type="x", code=400)),
     ],
 )
@@ -238,6 +239,23 @@ def test_a_client_that_hangs_up_before_the_first_token_leaves_nothing():
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        await decode.check_nothing_left()
+
+    asyncio.run(run())
+
+
+def test_a_prefill_that_serve_cancels_after_its_client_has_gone_leaves_its_place():
+    """Serve cancels what a cancelled request has sent to other replicas."""
+
+    async def run():
+        decode = Decode(answer=HANG)
+        prefill = decode._prefill_handle
+        answer = decode._pd_handle_request(CompletionRequest(model="m", prompt="hello"))
+        assert await anext(answer) == f"{KV} 0"
+        prefill.answer = asyncio.CancelledError()
+        await answer.aclose()
+        assert prefill.reserved == 1
+        prefill.goes_on.set()
         await decode.check_nothing_left()
 
     asyncio.run(run())
