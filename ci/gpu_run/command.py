@@ -8,7 +8,6 @@ bench also fails where a bar is missed); 3: steps are left for another call.
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 
 from gpu_run.places import STATE, environment
@@ -36,9 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{step.name:16} {step.limit_s:4.0f} s  {step.why}")
         return 0
     state = options.state / "rehearsal" if options.rehearse else options.state
-    if options.afresh:
-        shutil.rmtree(state, ignore_errors=True)
     record = Record(state, options.out)
+    if options.afresh:
+        record.forget([step.name for step in steps])
     env = environment(state, options.site)
     runner = Runner(state, record, env, options.rehearse, lambda line: print(line, flush=True))
     left = runner.run(steps, 60 * options.budget_min)
@@ -87,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder with further packages, such as vLLM and NIXL; may be repeated",
     )
-    parser.add_argument("--afresh", action="store_true", help="forget the results so far")
+    parser.add_argument(
+        "--afresh",
+        action="store_true",
+        help="forget the results so far; with --only, of those steps",
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,12 @@ class Record:
     def done(self, name: str) -> bool:
         """Whether a step has a result that needs no second try."""
         return name in self.results and self.results[name].state in DONE
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the results of some steps, which are run again; those of others stay."""
+        for name in names:
+            self.results.pop(name, None)
+        self._write()
 
     def put(self, name: str, result: Result, log: Path | None = None) -> None:
         """Keep a step's result, and the end of its output."""

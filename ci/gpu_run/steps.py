@@ -10,8 +10,13 @@ BENCH = (PYTHON, "-m", "pd_kernels.bench")
 OURS = (PYTHON, "-m", "pd_connector.tools.cli")
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
-CORE = ("msgspec", "numpy", "xxhash")
-CONNECTOR = (*CORE, "zmq", "cryptography", "prometheus_client", "typer", "rich")
+KERNELS = ("torch", "triton")
+"""What the decode kernels need."""
+
+PAYLOADS = (*KERNELS, "msgspec", "numpy", "xxhash")
+"""What the transfer kernels need, which take a payload's format from pd_connector."""
+
+CONNECTOR = (*PAYLOADS, "zmq", "cryptography", "prometheus_client", "typer", "rich")
 NIXL = (*CONNECTOR, "nixl")
 VLLM = (*NIXL, "vllm")
 
@@ -29,7 +34,7 @@ class Step:
         command: program and arguments, run at the repository's root.
         rehearsal: the same on a machine without a GPU: on the CPU, or in Triton's interpreter.
         limit_s: seconds after which it is ended.
-        imports: modules beside torch and Triton without which it is not begun.
+        imports: modules without which it is not begun.
         program: a program on PATH without which it is not begun.
     """
 
@@ -38,7 +43,7 @@ class Step:
     command: Sequence[str]
     rehearsal: Sequence[str]
     limit_s: float
-    imports: Sequence[str] = CORE
+    imports: Sequence[str] = KERNELS
     program: str = ""
 
 
@@ -80,16 +85,17 @@ STEPS: Sequence[Step] = (
     Step(
         "decode-check",
         "decode kernels equal their references",
-        (*BENCH, "decode", "--check", "--cases", "40"),
+        (*BENCH, "decode", "--check", "--cases", "24"),
         _DECODE_TESTS,
-        150,
+        240,
     ),
     Step(
         "transfer-check",
         "transfer kernels equal their references",
-        (*BENCH, "transfer", "--check", "--cases", "40"),
+        (*BENCH, "transfer", "--check", "--cases", "30"),
         _TRANSFER_TESTS,
-        120,
+        180,
+        PAYLOADS,
     ),
     Step(
         "sanitizer",
@@ -97,21 +103,22 @@ STEPS: Sequence[Step] = (
         (*_SANITIZER, *BENCH, "transfer", "--check", "--cases", "4"),
         _TRANSFER_TESTS,
         120,
+        PAYLOADS,
         program="compute-sanitizer",
     ),
     Step(
         "mla",
-        "MLA beside FlashMLA, and both settings of its A/B switches (pairing, small_tiles, column_merge)",
+        "MLA beside FlashMLA, and both settings of its A/B switches (pairing, small_tiles, latent_codes, column_merge)",
         _decode("--only", "mla_decode"),
         _DECODE_TESTS,
-        180,
+        270,
     ),
     Step(
         "mla-gluon",
         "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
         (*_GLUON, *BENCH, "decode", "--cases", "24", "--json", JSON, "--only", "mla_decode"),
         (*PYTEST, "tests/kernels/test_mla_gluon.py"),
-        180,
+        240,
     ),
     Step(
         "transfer-quick",
@@ -119,6 +126,7 @@ STEPS: Sequence[Step] = (
         (*BENCH, "transfer", "--cases", "0", "--quick", "--json", JSON),
         _TRANSFER_TESTS,
         150,
+        PAYLOADS,
     ),
     Step(
         "paged-quick",
@@ -126,6 +134,13 @@ STEPS: Sequence[Step] = (
         _decode("--quick", "--only", "paged_decode"),
         _DECODE_TESTS,
         150,
+    ),
+    Step(
+        "host",
+        "what an eager call costs the host, and direct_launch on and off, with equal results",
+        _decode("--only", "host of a call"),
+        (*PYTEST, "tests/kernels/test_direct_launch.py"),
+        60,
     ),
     Step(
         "mixed-quick",
@@ -210,6 +225,7 @@ STEPS: Sequence[Step] = (
         (*BENCH, "transfer", "--cases", "60", "--json", JSON),
         _TRANSFER_TESTS,
         560,
+        PAYLOADS,
     ),
 )
 

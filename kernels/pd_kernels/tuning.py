@@ -5,6 +5,7 @@ Each field is an A/B switch. `python -m pd_kernels.bench` times both settings in
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -26,6 +27,9 @@ class Tuning:
         small_tiles: `mla_decode` with FP8 latents or more than 64 lines reads tiles of 32 tokens in
             six or eight stages, so that loads are under way during the products. Off: tiles of 64 tokens in
             three stages, where each turn of the loop waits for the loads that it has just begun.
+        latent_codes: `mla_decode` with FP8 latents and up to 32 lines multiplies codes as float16,
+            in rows of 16 or 32 lines. Off: codes are decoded to bfloat16 and written to shared
+            memory once more, rows are padded to 64 lines, and each product is waited for.
         half_codes: `paged_decode` multiplies FP8 codes as float16, one instruction for two codes.
             Off: as bfloat16, which takes two conversions more for each pair.
         gluon: `mla_decode` with latents of 16 bits in pages of 64 tokens takes the Gluon kernel
@@ -33,8 +37,9 @@ class Tuning:
             kernel.
         packed_codes: gathers with a codec keep elements of 16 bits as words of two, whose
             magnitudes are compared, and which are coded, two at a time. Off: element by element.
-        direct_launch: a decode kernel that was launched before is launched without Triton's search
-            for it. Off, until it has run on a GPU: with it, twice the time on the host.
+        direct_launch: a call with a plan whose shapes, strides, dtypes and alignments an earlier
+            call had is launched as that one was (`direct.py`). Off, until it has run on a GPU:
+            checked, prepared and searched for by Triton each time.
         mixed_steps: in vLLM, steps with prefill chunks and decodes take `mixed_attention`, in one
             launch a layer. Off, until it has run on a GPU: `paged_decode`, then the stock backend.
     """
@@ -42,11 +47,18 @@ class Tuning:
     pairing: bool = True
     column_merge: bool = True
     small_tiles: bool = True
+    latent_codes: bool = True
     half_codes: bool = True
     gluon: bool = False
     packed_codes: bool = True
     direct_launch: bool = False
     mixed_steps: bool = False
+
+    @functools.cached_property
+    def code(self) -> int:
+        """All settings as bits of a number, which is compared sooner than they are."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return sum(on << place for place, on in enumerate(values))
 
     @classmethod
     def of(cls, told: str) -> "Tuning":

@@ -18,7 +18,7 @@ from gpu_run.places import ROOT, describe_project, environment
 from gpu_run.processes import members_of, run_limited
 from gpu_run.record import LOG, REPORT, RESULTS, Record
 from gpu_run.runner import Runner
-from gpu_run.steps import JSON, STEPS, Step, chosen
+from gpu_run.steps import JSON, KERNELS, PAYLOADS, STEPS, VLLM, Step, chosen
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -101,6 +101,24 @@ def test_a_second_call_goes_on_where_the_first_ended(
     assert again.run(steps, budget_s=0) == ["slow"]
 
 
+def test_a_step_is_run_again_without_losing_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong is mended while the GPU is there."""
+    told = tmp_path / "told"
+    steps = [step(name, f"open({str(told)!r}, 'a').write({name!r})") for name in ("a", "b")]
+    monkeypatch.setattr(
+        command, "chosen", lambda only: [one for one in steps if not only or one.name in only]
+    )
+    state = ["--state", str(tmp_path / "state")]
+    assert command.main(state) == 0
+    assert command.main([*state, "--afresh", "--only", "b"]) == 0
+    assert told.read_text() == "abb"
+    assert set(Record(tmp_path / "state").results) == {"a", "b"}
+    assert command.main([*state, "--afresh"]) == 0
+    assert told.read_text() == "abbab"
+
+
 def test_a_run_that_is_killed_has_kept_its_results(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; import test_gpu_run as t;"
@@ -155,6 +173,29 @@ def test_the_command_names_unknown_steps_and_lists_all(capsys: pytest.CaptureFix
     assert [one.name for one in chosen(["mla", "probe"])] == ["probe", "mla"]
     told = {part for one in STEPS for part in (*one.command, *one.rehearsal)}
     assert not [part for part in told if part.startswith("tests/") and not (ROOT / part).exists()]
+
+
+@pytest.mark.parametrize(
+    ("modules", "needed"),
+    [
+        (("decode", "decode_check"), KERNELS),
+        (("decode", "decode_check", "transfer", "transfer_check"), PAYLOADS),
+    ],
+)
+def test_benches_need_no_more_than_their_steps_say(
+    modules: Sequence[str], needed: Sequence[str]
+) -> None:
+    """A borrowed GPU's host may have torch and Triton and little else."""
+    absent = sorted(set(VLLM) - set(needed) - {"numpy"})  # Triton itself takes numpy where it is
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}));"
+        f"import pd_kernels.bench.__main__; from pd_kernels.bench import {', '.join(modules)}"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def rehearse(only: str, folder: Path) -> subprocess.CompletedProcess[str]:

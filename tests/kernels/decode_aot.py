@@ -2,8 +2,8 @@
 """Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of
 them.
 
-A program of its own, as kernel_aot.py: `python decode_aot.py [part of a name]` prints JSON; without
-a name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only
+A program of its own, as kernel_aot.py: `python decode_aot.py [name or part of one ...]` prints JSON;
+without a name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only
 names its target.
 """
 
@@ -109,6 +109,7 @@ def counts(kernel: Any) -> dict[str, int]:
         "product waits": sorted(map(int, re.findall(r"wgmma\.wait_group\S* (\d+)", ptx))),
         "hardware waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass)),
         "loop instructions": loop.count("\n"),
+        "wide loop stores": len(re.findall(r"\bSTS\.128\b", loop)),
         "spills in the loop": len(re.findall(INSTRUCTIONS["spills"], loop)),
         "loop loads": sum(widths),
         "wide loop loads": sum(width for width in widths if width == 16),
@@ -268,6 +269,9 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
     "mla, 16 heads, fp8": functools.partial(mla_call, 16, coded=True),
+    "mla, 16 heads, fp8 as bfloat16": functools.partial(
+        tuned_call, functools.partial(mla_call, 16, coded=True), latent_codes=False
+    ),
     "mla, 128 heads, unpaired": functools.partial(
         tuned_call, functools.partial(mla_call, 128), pairing=False
     ),
@@ -288,6 +292,8 @@ MORE: dict[str, Callable[[], Launched]] = {
     "paged, dim 256": functools.partial(paged_call, dim=256),
     "paged, page 256, soft cap": functools.partial(paged_call, page=256, score=soft_cap(30.0)),
     "mla, 128 heads, page 16, fp8": functools.partial(mla_call, 128, page=16, coded=True),
+    "mla, 32 heads, page 16, fp8": functools.partial(mla_call, 32, page=16, coded=True),
+    "mla, 16 heads, fp8, 2 queries": functools.partial(mla_call, 16, 2, coded=True),
     "mla, 24 heads, page 16": functools.partial(mla_call, 24, page=16),
 }
 """Like those, so that not every test run compiles them."""
@@ -295,16 +301,18 @@ MORE: dict[str, Callable[[], Launched]] = {
 
 def main() -> None:
     found: dict[str, Any] = {}
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name, call in (KERNELS | MORE if wanted else KERNELS).items():
-        if wanted in name:
-            kernel, launched = compiled(call)
-            found[name] = {
-                **report(kernel, 32 * kernel.metadata.num_warps),
-                **counts(kernel),
-                "tile bytes": launched.tile,
-                "programs": launched.programs,
-            }
+    known = KERNELS | MORE
+    wanted = [name for told in sys.argv[1:] for name in known if name == told] or [
+        name for told in sys.argv[1:] for name in known if told in name
+    ]
+    for name in wanted or KERNELS:
+        kernel, launched = compiled(known[name])
+        found[name] = {
+            **report(kernel, 32 * kernel.metadata.num_warps),
+            **counts(kernel),
+            "tile bytes": launched.tile,
+            "programs": launched.programs,
+        }
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
 
 

@@ -4,6 +4,7 @@ instructions that kernels name, and, before Triton 3.9, fused multiply-adds, whi
 What cannot be mended is named: numpy 2.5."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -48,23 +49,42 @@ def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
 
 def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) -> Any:
     """The PTX instructions that kernels name."""
-    first, second = (each.data for each in values)
+    given = [each.data for each in values]
+    if "cvt.rn.f16x2.e4m3x2" in asm:
+        handles = [interpreter.TensorHandle(each, tl.float16) for each in _two_halves(asm, *given)]
+    else:
+        words, dtype = _of_two(asm, *given)
+        handles = [interpreter.TensorHandle(words.reshape(given[0].shape), dtype)]
+    return SimpleNamespace(get_result=lambda place: handles[place])
+
+
+def _two_halves(asm: str, words: Any) -> list[Any]:
+    """Of each two words, which a register holds, the codes that the instruction's selector names:
+    its lowest digit is the byte that comes first."""
+    selector = re.search(r"prmt\.b32 sorted, \$2, 0, 0x([0-7]{4});", asm)
+    assert selector, asm
+    order = [int(digit) for digit in reversed(selector[1])]
+    codes = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 4)[:, order]
+    halves = convert_float(np.ascontiguousarray(codes), tl.float8e4nv, tl.float16, None)
+    found = halves.view(np.float16).reshape(-1, 2, 2)
+    return [found[:, part].reshape(words.shape) for part in range(2)]
+
+
+def _of_two(asm: str, first: Any, second: Any) -> tuple[Any, Any]:
+    """Results of instructions that take two operands."""
     name = asm.split()[0]
     if name == "max.u16x2":
         words = [
             np.ascontiguousarray(each, np.int32).ravel().view(np.uint16) for each in (first, second)
         ]
-        found, dtype = np.maximum(*words).view(np.int32), tl.int32
-    elif name == "cvt.rn.satfinite.e4m3x2.f32":
+        return np.maximum(*words).view(np.int32), tl.int32
+    if name == "cvt.rn.satfinite.e4m3x2.f32":
         codes = [
             convert_float(np.float32(each), tl.float32, tl.float8e4nv, None).astype(np.uint16)
             for each in (first, second)
         ]
-        found, dtype = (codes[0] | codes[1] << 8).view(np.int16), tl.int16
-    else:
-        raise NotImplementedError(f"{asm}: say in kernel_traps.py what it computes")
-    handle = interpreter.TensorHandle(found.reshape(first.shape), dtype)
-    return SimpleNamespace(get_result=lambda _: handle)
+        return (codes[0] | codes[1] << 8).view(np.int16), tl.int16
+    raise NotImplementedError(f"{asm}: say in kernel_traps.py what it computes")
 
 
 _one_by_one = interpreter.ReduceOps.generic_reduce

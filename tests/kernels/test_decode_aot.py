@@ -17,6 +17,7 @@ REGISTERS = 65_536  # of a multiprocessor
 SHARED = 227 * 1024  # of a multiprocessor, for all programs, each of which costs 1 KiB more
 COMMAND = Path(__file__).with_name("decode_aot.py")
 MANY_HEADS = "mla, 128 heads"
+FEW_CODED = "mla, 16 heads, fp8"
 KERNELS = [
     "paged",
     "paged, page 64, window and mods",
@@ -28,14 +29,18 @@ KERNELS = [
     MANY_HEADS,
     "mla, 128 heads, fp8",
     "mla, 128 heads, page 16",
-    "mla, 16 heads, fp8",
+    FEW_CODED,
+    "mla, 16 heads, fp8 as bfloat16",
     "mla, 128 heads, unpaired",
     "paged, dim 256, 8 queries, fp8",
     "paged, dim 80",
     "paged, jagged",
     "paged, listed tiles",
 ]
-PLANNED_PRODUCTS = [KERNELS[4], *KERNELS[6:-3]]
+PLANNED_PRODUCTS = [
+    *("paged, 8 queries", "paged, dim 256, 8 queries, fp8", "mla, 16 heads, 4 queries"),
+    *("mla, 16 heads, fp8 as bfloat16", *(name for name in KERNELS if MANY_HEADS in name)),
+]
 """Kernels with rows of 64 lines, which asynchronous products (wgmma) take."""
 
 EXPOSED = ("paged, 8 queries", "paged, dim 256, 8 queries, fp8")
@@ -114,6 +119,18 @@ def test_fp8_codes_are_read_in_wide_words_and_converted_once(
     assert words["loop instructions"] < 0.7 * plain["loop instructions"]
     assert words["loop instructions"] < 2 * kernels["paged"]["loop instructions"]
     assert plain["threads"] * plain["wide loop loads"] < plain["tile bytes"]
+
+
+def test_fp8_latents_of_few_lines_are_not_written_once_more(
+    kernels: dict[str, dict[str, Any]],
+) -> None:
+    """As bfloat16 (the other setting of `Tuning.latent_codes`) the codes of a tile go back to
+    shared memory as matrices for 64 lines, and each product is waited for."""
+    words, plain = kernels[FEW_CODED], kernels["mla, 16 heads, fp8 as bfloat16"]
+    assert words["product waits"] == []
+    assert len(plain["product waits"]) > 4
+    assert words["wide loop stores"] == 0
+    assert 16 * plain["threads"] * plain["wide loop stores"] >= plain["tile bytes"]
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *MIXED])

@@ -24,6 +24,7 @@ from pd_kernels.bench import (
     decode_baselines,
     decode_cases,
     decode_check,
+    host,
     merging,
     mixed,
 )
@@ -57,6 +58,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "DOCUMENTS", ([300, 200], 100))
     monkeypatch.setattr(decode, "SHARDED", [60, 40])
     monkeypatch.setattr(decode, "MLA_CASES", {"ragged": ([70, 3], 16, 2)})
+    monkeypatch.setattr(host, "LENGTHS", [40, 3])
+    monkeypatch.setattr(host, "host_seconds", once)
+    monkeypatch.setattr(host, "BAR_S", 1.0)
     for module in (decode, merging):
         monkeypatch.setattr(module, "copies", lambda _: 2)
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e12)
@@ -181,9 +185,12 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "mean of paged_decode / FlexAttention": 1,
         "column_merge: on / off": 2,
         "half_codes: on / off": 2,
-        "small_tiles: on / off": 1,
+        "latent_codes: on / off": 1,
+        "direct_launch: on / off": 2,
+        "host of a call / bar": 2,
     }
-    assert all(row.ratio == 1 for row in rows if row.unit == "us")
+    timed = [row for row in rows if row.unit == "us" and not row.name.endswith("bar")]
+    assert all(row.ratio == 1 for row in timed)
     printed = capsys.readouterr().out
     assert printed.count("not run: FlashInfer (ModuleNotFoundError") == 1
     assert printed.count("not run: sgl-flash-mla (ModuleNotFoundError") == 1
@@ -194,7 +201,7 @@ def test_only_the_cases_that_are_asked_for_are_measured() -> None:
     rows = list(decode.measure_decode(quick=True, only=["mla_decode", "fp8"]))
     assert {(row.name, row.params["cache"]) for row in rows} == {
         ("mla_decode", "fp8"),
-        ("small_tiles: on / off", "fp8"),
+        ("latent_codes: on / off", "fp8"),
     }
     assert list(decode.measure_decode(quick=True, only=["no such case"])) == []
 
@@ -225,7 +232,8 @@ def test_a_case_of_ours_that_raises_is_a_row_and_not_the_end(
     }
     assert [row.name for row in rows if row.ok] == [
         *("mixed_attention / two launches", "mixed_attention: SM-aware / by number"),
-        *("mla_decode", "planning / mla_decode", "mla_decode", "small_tiles: on / off"),
+        *("direct_launch: on / off", "host of a call / bar") * 2,
+        *("mla_decode", "planning / mla_decode", "mla_decode", "latent_codes: on / off"),
     ]
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [set(row) for row in written] == [set(Comparison.__annotations__)] * len(rows)

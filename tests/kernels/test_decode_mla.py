@@ -79,6 +79,28 @@ def test_a_wrong_scale_is_noticed() -> None:
     assert error(found, by_reference(batch)[0]) > 2 * BOUND
 
 
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize(("least", "growth"), [(1e-12, 1.0), (1e-6, 1e3), (1e5, 1e-4)])
+def test_fp8_scales_of_any_magnitude(heads: int, least: float, growth: float) -> None:
+    """Weights are float16, which holds neither 1e-12 nor 1e5: the largest scale so far is taken out
+    of them, in each tile anew."""
+    batch = mla_batch([200, 130], heads, coded=True)
+    assert batch.words
+    scales = batch.cache.view(torch.float32)[..., 128:132]
+    for row, page in enumerate(batch.table[:, :4].tolist()):
+        for place, number in enumerate(page[: -(-int(batch.lengths[row]) // 64)]):
+            scales[number] *= least * growth**place
+    largest = float(scales.nan_to_num().max())
+    check(dataclasses.replace(batch, scale=batch.scale / (448 * largest)), workers=3)
+
+
+def test_pages_of_codes_that_are_not_aligned_are_refused() -> None:
+    batch = mla_batch([90], coded=True)
+    wide = torch.zeros(3, 64 * 656 + 8, dtype=torch.uint8)[:, : 64 * 656].unflatten(1, (64, 656))
+    with pytest.raises(ValueError, match=r"cache: pages and tokens \(41992, 656\) bytes apart"):
+        dataclasses.replace(batch, cache=wide).check_kernel()
+
+
 def test_codes_are_near_what_they_stand_for() -> None:
     """The tests of FP8 use the layout that FlashMLA has."""
     batch, coded = mla_batch([64]), mla_batch([64], coded=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pd_kernels.bench import __main__ as command
-from pd_kernels.bench import decode_cases, timing
+from pd_kernels.bench import decode, decode_cases, decode_check, timing
 from pd_kernels.bench.decode_goals import geometric_means
 from pd_kernels.bench.report import Comparison, duration, guarded
 
@@ -81,8 +81,8 @@ def test_its_exit_code_says_what_became_of_it(
     rows = [duration("paged_decode / FlexAttention", {"page": 16}, us / 1e6, 2e-6, 1.0)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(command, "check_decode", lambda *_: problems)
-    monkeypatch.setattr(command, "measure_decode", lambda *_: iter(rows))
+    monkeypatch.setattr(decode_check, "check_decode", lambda *_: problems)
+    monkeypatch.setattr(decode, "measure_decode", lambda *_: iter(rows))
     assert command.main(["decode"]) == code
     printed = capsys.readouterr().out
     assert printed.startswith("a GPU, torch ")

@@ -14,7 +14,6 @@ from decode_batches import FP8, by_kernel, by_reference, error, mla_batch, paged
 from test_decode_schedule import pieces
 
 from pd_kernels.attention import decode_plan, operators, paged_decode, plan_paged_decode
-from pd_kernels.attention.launch import direct_launch
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.work_partition import partition, tile_counts
@@ -23,7 +22,7 @@ from pd_kernels.tuning import Tuning, tuned, tuning
 BOUND = 5e-3
 ELSEWHERE = {"gluon", "packed_codes", "mixed_steps", "direct_launch"}
 """Switches that have tests of their own: test_mla_gluon.py, test_transfer_numerics.py,
-test_backend_mixed.py, and below."""
+test_backend_mixed.py, test_direct_launch.py."""
 
 SWITCHES = tuple(name for name in Tuning.__dataclass_fields__ if name not in ELSEWHERE)
 
@@ -40,7 +39,8 @@ def test_both_settings_equal_the_reference(name: str, on: bool) -> None:
     batches = {
         "pairing": mla_batch([200, 0, 70], heads=40, queries=2),
         "column_merge": paged_batch([300, 40], heads=8, kv_heads=2, dim=80),
-        "small_tiles": mla_batch([150, 70], coded=True),
+        "small_tiles": mla_batch([150, 70], heads=40, coded=True),
+        "latent_codes": mla_batch([150, 0, 70], heads=24, coded=True),
         "half_codes": paged_batch([200, 0, 45], dim=80, cache=FP8, key_scale=0.7, value_scale=1.3),
     }
     batch = batches[name]
@@ -102,51 +102,6 @@ def test_a_call_is_checked_once_and_again_when_anything_it_depends_on_changes(
     with pytest.raises(ValueError, match="lengths"):
         paged_decode(*given[:4], batch.lengths[:1])
     assert len(checked) == 5, "what has failed is checked again"
-
-
-class Found:
-    """Stands for a function of Triton's, and for what it compiles."""
-
-    arg_names = ("query", "workers", "TILE")
-
-    def __init__(self) -> None:
-        self.searched: list[dict[str, Any]] = []
-        self.direct: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*ordered: Any, **named: Any) -> "Found":
-            if named:
-                self.searched.append(named)
-            else:
-                self.direct.append((grid, *ordered))
-            return self
-
-        return run
-
-
-def test_a_kernel_that_was_launched_before_is_not_searched_for_again() -> None:
-    """But for what Triton would compile anew: another dtype, alignment or number, or constants that
-    the key tells."""
-    found = Found()
-    query = torch.zeros(64, dtype=torch.bfloat16)
-
-    def launched(query: torch.Tensor, workers: int, key: str, on: bool = True) -> int:
-        given = {"query": query, "workers": workers}
-        with tuned(direct_launch=on):
-            direct_launch(found, (key,), 5, given, {"TILE": 64, "num_warps": 4})
-        return len(found.searched)
-
-    assert launched(query, 7, "a") == 1
-    assert launched(query.clone(), 7, "a") == 1
-    ((grid, _, *rest),) = found.direct
-    assert (grid, rest) == ((5, 1, 1), [7, 64])
-    assert found.searched[0] == {"query": query, "workers": 7, "TILE": 64, "num_warps": 4}
-    assert launched(query.half(), 7, "a") == 2
-    assert launched(query[1:], 7, "a") == 3
-    assert launched(query, 8, "a") == 4
-    assert launched(query, 7, "b") == 5
-    assert launched(query, 7, "a", on=False) == 6
-    assert len(found.direct) == 1
 
 
 def test_a_batch_of_one_sequence_is_compiled_as_others_are() -> None:

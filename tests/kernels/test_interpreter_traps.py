@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from pd_kernels.attention.paged_codes import two_halves
 from pd_kernels.transfer.numerics import near_quotient
 
 
@@ -44,6 +45,24 @@ def divide(value, divisor, target, COUNT: tl.constexpr):
     place = tl.arange(0, COUNT)
     x, y = tl.load(value + place), tl.load(divisor + place)
     tl.store(target + place, near_quotient(x, y, tl.div_rn(1.0, y)))
+
+
+@triton.runtime.interpreter.InterpretedFunction
+def take_apart(source, low, high, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    even, odd = two_halves(tl.load(source + place))
+    tl.store(low + place, even)
+    tl.store(high + place, odd)
+
+
+def test_words_of_two_codes_are_taken_apart() -> None:
+    """By the instructions that the kernel names, for all words: with its selector of bytes."""
+    words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    low, high = (torch.empty(1 << 16, dtype=torch.float16) for _ in range(2))
+    take_apart[(1,)](words, low, high, COUNT=1 << 16)
+    codes = words.view(torch.uint8).view(torch.float8_e4m3fn).half().view(-1, 2)
+    for found, wanted in zip((low, high), codes.unbind(1), strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 NUMBERS = torch.cat(

@@ -88,6 +88,11 @@ class DecodeCall:
         )
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether a kernel takes the call, and not the reference."""
+        return bool(self.query.is_cuda)
+
+    @property
     def kv_heads(self) -> int:
         raise NotImplementedError
 

@@ -7,7 +7,8 @@ new partition at each replay.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -42,6 +43,7 @@ class DecodePlan:
         weights: float32 `[paired, workers, 2, height]`, the base-2 log-sum-exp of each line of the
             partials.
         mask: the tiles that a mask mod leaves; None if all are read.
+        launches: `DirectLaunch`es of calls with this plan, by their keys.
     """
 
     rows: RowShape
@@ -52,6 +54,7 @@ class DecodePlan:
     partials: torch.Tensor
     weights: torch.Tensor
     mask: TileMask | None = None
+    launches: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(

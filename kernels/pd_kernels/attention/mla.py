@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.direct import DirectLaunch, allocated, direct_key, keep, known_launch
 from pd_kernels.attention.mla_call import LATENT, MlaCall
-from pd_kernels.attention.mla_kernel import launch_mla
+from pd_kernels.attention.mla_kernel import launch_mla, score_factor
 from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
 from pd_kernels.attention.reference import reference_mla_decode
 
@@ -65,11 +66,18 @@ def mla_decode(
         >>> mla_decode(q, cache, table, torch.tensor([100]), scale=192**-0.5).shape
         torch.Size([1, 16, 512])
     """
+    tensors, asked = (q, cache, block_table, lengths), (return_lse, return_partials)
+    key = direct_key(plan, tensors, out, causal, *asked)
+    if known := known_launch(plan, key):
+        out, lse = allocated(q, LATENT, out, *asked)
+        target = (out, out if lse is None else lse, lengths)
+        known(q, block_table, lengths, target, cache, score_factor(scale))
+        return out if lse is None else (out, lse)
     results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
     by_query_out, by_query_lse = results.by_query
     scratch, rows = planned(plan)
-    run(
+    made = run(
         query=with_queries(q),
         cache=cache,
         table=block_table,
@@ -81,6 +89,7 @@ def mla_decode(
         scale=scale,
         causal=causal,
     )
+    keep(plan, key, made)
     return results.returned
 
 
@@ -118,9 +127,9 @@ def _run(
     rows: list[int],
     scale: float,
     causal: bool,
-) -> None:
+) -> DirectLaunch | None:
     batch = MlaCall(query, cache, table, lengths, scale, causal)
-    attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
+    return attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
 
 
 _operator = operator("mla_decode", _run)

@@ -34,12 +34,15 @@ model: 7.5 us, and 1.5 us for 32 tokens). A partial costs little, because many p
 merge. Not yet measured on a GPU."""
 
 
-def config_of(lines: int, coded: bool) -> KernelConfig:
+def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
     """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet
     tuned on a GPU."""
     # A long row of 16 lines is split among all workers: 16 parts would leave most of them idle.
     columns = max(128, LATENT * lines // MAX_HEIGHT) if tuning().column_merge else LATENT
     columns = min(LATENT, triton.next_power_of_2(columns))
+    if words:
+        tile, stages = (64, 5) if lines <= 16 else (32, 7)
+        return KernelConfig(tile, 8, stages, 1, 32, 1, columns)
     if coded or lines > MAX_HEIGHT:  # bound by products or decoding more than by memory
         if tuning().small_tiles:
             return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
@@ -82,6 +85,11 @@ class MlaCall(DecodeCall):
         return bool(self.cache.dtype == torch.uint8)
 
     @property
+    def words(self) -> bool:
+        """Whether the kernel reads FP8 codes as words of two, see `mla_codes`."""
+        return self.coded and tuning().latent_codes and self.lines <= MAX_HEIGHT // 2
+
+    @property
     def gluon(self) -> bool:
         """Whether the Gluon kernel takes the call: it is chosen (`Tuning.gluon`), the GPU is a
         Hopper, and the cache is one that the TMA can read in tiles of 64 tokens."""
@@ -99,12 +107,14 @@ class MlaCall(DecodeCall):
     @property
     def height(self) -> int:
         """Lines of a row, padded. Always 64 for wgmma, which the Gluon kernel takes, and an FP8
-        cache: only then does the compiler load its codes asynchronously."""
-        return MAX_HEIGHT if self.coded or self.gluon else super().height
+        cache that is decoded to bfloat16: only then does the compiler load its codes
+        asynchronously."""
+        wide = self.gluon or (self.coded and not self.words)
+        return MAX_HEIGHT if wide else super().height
 
     @property
     def config(self) -> KernelConfig:
-        config = config_of(self.lines, self.coded)
+        config = config_of(self.lines, self.coded, self.words)
         return config._replace(tile=GLUON_TILE) if self.gluon else config
 
     def check(self) -> None:
@@ -121,7 +131,8 @@ class MlaCall(DecodeCall):
 
     def check_kernel(self) -> None:
         super().check_kernel()
-        if self.coded and (self.cache.stride(1) % 16 or self.cache.data_ptr() % 16):
+        strides = self.cache.stride()[:2]
+        if self.coded and (any(each % 16 for each in strides) or self.cache.data_ptr() % 16):
             raise ValueError(
-                f"cache: tokens {self.cache.stride(1)} bytes apart, must be aligned to 16 bytes"
+                f"cache: pages and tokens {strides} bytes apart, must be aligned to 16 bytes"
             )

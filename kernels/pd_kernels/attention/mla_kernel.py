@@ -14,9 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
+from pd_kernels.attention.mla_codes import attend_latent_codes
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
+from pd_kernels.attention.paged_tile import tile_tokens
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
 from pd_kernels.attention.split_merge import (
     GROUP,
@@ -58,6 +61,7 @@ def latent_attention(
     QUERY: tl.constexpr,  # strides of query, head
     CACHE: tl.constexpr,  # strides of page, token
     CODED: tl.constexpr,  # FlashMLA's FP8 layout
+    ATTEND: tl.constexpr,  # the loop over tiles: `attend_latents` or `attend_latent_codes`
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows
@@ -77,14 +81,9 @@ def latent_attention(
             place = number // SHAPE[GROUP] * QUERY[0] + number % SHAPE[GROUP] * QUERY[1]
             place = (place + sequence.to(tl.int64) * query_stride)[:, None]
             exists = (number < SHAPE[LINES])[:, None]
-            column, rope = tl.arange(0, _SLICE)[None, :], tl.arange(0, _ROPE)[None, :]
-            own = query + place
-            result_0, result_1, result_2, result_3, top, total = _attend(
-                tl.load(own + column, mask=exists, other=0.0),
-                tl.load(own + _SLICE + column, mask=exists, other=0.0),
-                tl.load(own + 2 * _SLICE + column, mask=exists, other=0.0),
-                tl.load(own + 3 * _SLICE + column, mask=exists, other=0.0),
-                tl.load(own + 4 * _SLICE + rope, mask=exists, other=0.0),
+            results, top, total = ATTEND(
+                own=query + place,
+                exists=exists,
                 cache=cache,
                 pages=table + sequence.to(tl.int64) * table_stride,
                 position=length - QUERIES + number // SHAPE[GROUP],
@@ -99,6 +98,7 @@ def latent_attention(
                 CODED=CODED,
                 STAGES=STAGES,
             )
+            result_0, result_1, result_2, result_3 = results
             share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
             # Read again instead of kept during the loop, whose products take nearly all registers.
@@ -116,12 +116,9 @@ def latent_attention(
 
 
 @triton.jit
-def _attend(
-    lines_0,
-    lines_1,
-    lines_2,
-    lines_3,
-    lines_rope,
+def attend_latents(
+    own,
+    exists,
     cache,
     pages,
     position,
@@ -139,20 +136,25 @@ def _attend(
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
 
     Args:
-        lines_0, ..., lines_3, lines_rope: slices of the queries, `[HEIGHT, 128]`; the last one
-            `[HEIGHT, 64]`.
+        own: where each line's query begins, `[HEIGHT, 1]`.
+        exists: which of the lines there are, `[HEIGHT, 1]`.
         pages: the sequence's row of the block table.
-        position: place of each line's query in the sequence.
+        position: place of each line's query in the sequence, `[HEIGHT]`.
         length: tokens of the sequence.
 
     Returns:
-        result_0, ..., result_3: slices of the weighted sum of latents, not normalised, float32
+        results: four slices of the weighted sum of latents, not normalised, float32
             `[HEIGHT, 128]`.
         top, total: the largest score (base 2) and the sum of weights of each line, float32
             `[HEIGHT]`.
     """
-    HEIGHT: tl.constexpr = lines_0.shape[0]
-    rope = tl.arange(0, _ROPE)[None, :]
+    HEIGHT: tl.constexpr = exists.shape[0]
+    column, rope = tl.arange(0, _SLICE)[None, :], tl.arange(0, _ROPE)[None, :]
+    lines_0 = tl.load(own + column, mask=exists, other=0.0)
+    lines_1 = tl.load(own + _SLICE + column, mask=exists, other=0.0)
+    lines_2 = tl.load(own + 2 * _SLICE + column, mask=exists, other=0.0)
+    lines_3 = tl.load(own + 3 * _SLICE + column, mask=exists, other=0.0)
+    lines_rope = tl.load(own + 4 * _SLICE + rope, mask=exists, other=0.0)
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
     total = tl.zeros((HEIGHT,), tl.float32)
     result_0 = tl.zeros((HEIGHT, _SLICE), tl.float32)
@@ -160,15 +162,7 @@ def _attend(
     result_2 = tl.zeros((HEIGHT, _SLICE), tl.float32)
     result_3 = tl.zeros((HEIGHT, _SLICE), tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
-        token = tile * TILE + tl.arange(0, TILE)
-        inside = token < length
-        if PAGE % TILE == 0:
-            page = tl.load(pages + tile // (PAGE // TILE)).to(tl.int64)
-            base = cache + (page * CACHE[0] + tile % (PAGE // TILE) * (TILE * CACHE[1]))
-            tokens = base + (tl.arange(0, TILE) * CACHE[1])[:, None]
-        else:
-            page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
-            tokens = cache + (page * CACHE[0] + token % PAGE * CACHE[1])[:, None]
+        tokens, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
         mask = inside[:, None]
         latent_0 = _latents(tokens, mask, 0, CODED, lines_0.dtype)
         latent_1 = _latents(tokens, mask, 1, CODED, lines_0.dtype)
@@ -193,7 +187,7 @@ def _attend(
         result_1 = tl.dot(share, latent_1, result_1 * before[:, None])
         result_2 = tl.dot(share, latent_2, result_2 * before[:, None])
         result_3 = tl.dot(share, latent_3, result_3 * before[:, None])
-    return result_0, result_1, result_2, result_3, top, total
+    return (result_0, result_1, result_2, result_3), top, total
 
 
 @triton.jit
@@ -208,14 +202,24 @@ def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.
     return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
 
 
+FRESH = ("cache", "scale")
+"""Arguments of this kernel that each call has its own of; see `DirectLaunch`."""
+
+
+def score_factor(scale: float) -> float:
+    """By which the kernel multiplies scores."""
+    return float(scale * LOG2E)
+
+
 def own_arguments(batch: MlaCall) -> dict[str, Any]:
     """The arguments that only this kernel takes, by the names of its parameters."""
     return {
         "cache": batch.cache,
-        "scale": batch.scale * LOG2E,
+        "scale": score_factor(batch.scale),
         "PAGE": batch.cache.shape[1],
         "CACHE": batch.cache.stride()[:2],
         "CODED": batch.coded,
+        "ATTEND": attend_latent_codes if batch.words else attend_latents,
     }
 
 
@@ -225,12 +229,13 @@ def launch_mla(
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
     phases: Phases = ONE_LAUNCH,
-) -> None:
+) -> DirectLaunch | None:
     """Run `mla_decode` by this kernel, or by the Gluon kernel where that is chosen
-    (`MlaCall.gluon`); the arguments are those of `launch`."""
+    (`MlaCall.gluon`); arguments and result are those of `launch`."""
     if batch.gluon:
         from pd_kernels.attention.mla_gluon import launch_mla_gluon
 
         launch_mla_gluon(batch, out, lse, scratch)
-    else:
-        launch(latent_attention, batch, out, lse, scratch, phases, **own_arguments(batch))
+        return None
+    own = own_arguments(batch)
+    return launch(latent_attention, batch, out, lse, scratch, phases, FRESH, **own)

@@ -2,6 +2,7 @@
 """What `paged_decode` and `mla_decode` do alike around their kernels: outputs, plans, registration
 with torch."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,9 +10,12 @@ import torch
 
 from pd_kernels.attention.decode_call import DecodeCall
 from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.work_partition import NO_MOD, RowShape
 
 B = TypeVar("B", bound=DecodeCall)
+Launch = Callable[[B, torch.Tensor, torch.Tensor | None, list[torch.Tensor]], DirectLaunch | None]
+"""Launches a kernel for a call: `out`, `lse`, the plan's tensors."""
 
 
 def with_queries(q: torch.Tensor) -> torch.Tensor:
@@ -121,8 +125,8 @@ def attend(
     scratch: list[torch.Tensor],
     rows: list[int],
     reference: Callable[[B, torch.Tensor, torch.Tensor | None], None],
-    launch: Callable[[B, torch.Tensor, torch.Tensor | None, list[torch.Tensor]], None],
-) -> None:
+    launch: Launch[B],
+) -> DirectLaunch | None:
     """Check a call and run it: by the reference on a CPU, by the kernel on a GPU.
 
     Args:
@@ -130,6 +134,9 @@ def attend(
         out, lse: from `DecodeOutputs.by_query`; written.
         scratch, rows: from `planned`. Without a plan, one is made.
         reference, launch: how the two run it.
+
+    Returns:
+        By which calls alike may be launched; None if they cannot be.
 
     Raises:
         ValueError: the arguments are not supported, or the plan was made for other rows.
@@ -141,11 +148,13 @@ def attend(
             _checked.clear()
         _checked.add(key)
     wanted = lse if lse.numel() else None
-    if not batch.query.is_cuda:
+    if not batch.on_gpu:
         reference(batch, out, wanted)
     elif batch.query.numel():
         with torch.cuda.device(batch.query.device):
-            launch(batch, out, wanted, scratch or batch.plan().fill(batch.lengths).tensors)
+            scratch = scratch or batch.plan().fill(batch.lengths).tensors
+            return launch(batch, out, wanted, scratch)
+    return None
 
 
 _MOST_CHECKED = 4_096
@@ -160,15 +169,21 @@ def _check(batch: DecodeCall, rows: list[int]) -> None:
     made = RowShape(*rows) if rows else batch.rows
     if made not in (batch.rows, batch.rows._replace(mask=NO_MOD)):
         raise ValueError(f"plan for {made}: must be for {batch.rows}")
-    if batch.query.is_cuda and batch.query.numel():
+    if batch.on_gpu and batch.query.numel():
         batch.check_kernel()
 
 
-def operator(name: str, run: Callable[..., None]) -> Any:
-    """Register `run`, which writes its `out`, `lse` and `scratch` and returns nothing, for
-    `torch.compile`."""
+def operator(name: str, run: Callable[..., Any]) -> Any:
+    """Register `run`, which writes its `out`, `lse` and `scratch`, for `torch.compile`. What it
+    returns is dropped."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        run(*args, **kwargs)
+
+    # The operator's schema is read from it.
+    nothing.__signature__ = inspect.signature(run).replace(return_annotation=None)  # type: ignore[attr-defined]
     made = torch.library.custom_op(
-        f"pd_kernels::{name}", run, mutates_args=("out", "lse", "scratch")
+        f"pd_kernels::{name}", nothing, mutates_args=("out", "lse", "scratch")
     )
     made.register_fake(lambda *_: None)
     return made

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.direct import DirectLaunch, allocated, direct_key, keep, known_launch
 from pd_kernels.attention.mods import REGISTRY, Mod
 from pd_kernels.attention.operators import DecodeOutputs, Queries, attend, operator, planned
 from pd_kernels.attention.paged_call import PagedCall
-from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.paged_kernel import launch_paged, score_factor
 from pd_kernels.attention.reference import reference_paged_decode
 from pd_kernels.attention.work_partition import NO_MOD
 
@@ -91,12 +92,24 @@ def paged_decode(
         >>> torch.allclose(out[1, 0].float(), scores.softmax(0) @ v_cache[1, :5, 0].float(), atol=0.02)
         True
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]
+    tensors, asked = (q, k_cache, v_cache, block_table, lengths), (return_lse, return_partials)
+    key = direct_key(plan, tensors, out, causal, window, *numbers, *asked)
+    if known := known_launch(plan, key):
+        out, lse = allocated(q, q.shape[-1], out, *asked)
+        known(
+            *(q, block_table, lengths, (out, out if lse is None else lse, lengths)),
+            *(k_cache, v_cache, (lengths, lengths)),
+            *(score_factor(scale, k_scale, score_mod), float(v_scale)),
+        )
+        return out if lse is None else (out, lse)
     queries = Queries.of(q, plan)
     results = DecodeOutputs.of(q, q.shape[-1], out, return_lse, return_partials)
-    run = _operator if torch.compiler.is_compiling() else _run
     by_query_out, by_query_lse = results.by_query
     scratch, rows = planned(plan)
-    run(
+    run = _operator if torch.compiler.is_compiling() else _run
+    made = run(
         query=queries.lines,
         starts=queries.starts,
         most_queries=queries.most,
@@ -108,14 +121,15 @@ def paged_decode(
         lse=by_query_lse,
         scratch=scratch,
         rows=rows,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=scale,
         key_scale=k_scale,
         value_scale=v_scale,
         causal=causal,
         window=window,
-        score_mod=NO_MOD if score_mod is None else score_mod.number,
-        mask_mod=NO_MOD if mask_mod is None else mask_mod.number,
+        score_mod=numbers[0],
+        mask_mod=numbers[1],
     )
+    keep(plan, key, made)
     return results.returned
 
 
@@ -196,7 +210,7 @@ def _run(
     window: int,
     score_mod: int,
     mask_mod: int,
-) -> None:
+) -> DirectLaunch | None:
     batch = PagedCall(
         query=query,
         starts=starts,
@@ -213,7 +227,7 @@ def _run(
         score_mod=REGISTRY.get(score_mod),
         mask_mod=REGISTRY.get(mask_mod),
     )
-    attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
+    return attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
 
 
 _operator = operator("paged_decode", _run)

@@ -93,26 +93,39 @@ def attend_codes(
         there = (page * (VALUE[0] // 2) + within * (VALUE[1] // 2))[:, None] + column[None, :]
         # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
         value = tl.load(value_words + there, mask=mask, other=0)
-        score = tl.dot(even, tl.trans(_even(key)))
-        score = tl.dot(odd, tl.trans(_odd(key)), score) * unit[:, None]
+        key_even, key_odd = two_halves(key)
+        score = tl.dot(even, tl.trans(key_even))
+        score = tl.dot(odd, tl.trans(key_odd), score) * unit[:, None]
         score = visible_scores(
             score, token, inside, position, length, sequence, head, score_args, mask_args,
             CAUSAL, WINDOW, SCORE_MOD, MASK_MOD,
         )  # fmt: skip
         share, before, top, total = softmax_step(score, top, total, 1)
         share = share.to(tl.float16)
-        result_even = tl.dot(share, _even(value), result_even * before[:, None])
-        result_odd = tl.dot(share, _odd(value), result_odd * before[:, None])
+        value_even, value_odd = two_halves(value)
+        result_even = tl.dot(share, value_even, result_even * before[:, None])
+        result_odd = tl.dot(share, value_odd, result_odd * before[:, None])
     return tl.interleave(result_even, result_odd), top, total
 
 
 @triton.jit
-def _even(words):
-    """The codes in the low bytes of words, float16."""
-    return (words & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def two_halves(words):
+    """The codes in the low bytes of words (of even elements) and in the high bytes, float16 both.
 
-
-@triton.jit
-def _odd(words):
-    """The codes in the high bytes of words, float16."""
-    return (words >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    For each two words one instruction sorts the bytes, and one converts two codes.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 even, odd;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {even, odd}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }""",
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )

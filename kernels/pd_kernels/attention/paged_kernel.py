@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
+from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_codes import attend_codes
@@ -270,31 +272,41 @@ def attend_tiles(
     return result, top, total
 
 
+FRESH = ("keys", "values", "listed", "scale", "value_scale")
+"""Arguments of this kernel that each call has its own of; see `DirectLaunch`."""
+
+
+def score_factor(scale: float, key_scale: float, score: Mod | None) -> float:
+    """By which the kernel multiplies scores, before a score mod."""
+    return float(scale * key_scale * (1.0 if score else LOG2E))
+
+
 def launch_paged(
     batch: PagedCall,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
     phases: Phases = ONE_LAUNCH,
-) -> None:
-    """Run `paged_decode` by the kernel; the arguments are those of `launch`."""
+) -> DirectLaunch | None:
+    """Run `paged_decode` by the kernel; arguments and result are those of `launch`."""
     score, mask = batch.score_mod, batch.mask_mod
     tokens, tiles = scratch[4:] or (batch.lengths, batch.lengths)
-    launch(
+    return launch(
         paged_attention,
         batch,
         out,
         lse,
         scratch,
         phases,
+        FRESH,
         keys=batch.keys,
         values=batch.values,
         listed=(tokens, tiles),
         list_stride=tiles.stride(0),
         score_args=score.args if score else (),
         mask_args=mask.args if mask else (),
-        scale=batch.scale * batch.key_scale * (1.0 if score else LOG2E),
-        value_scale=batch.value_scale,
+        scale=score_factor(batch.scale, batch.key_scale, score),
+        value_scale=float(batch.value_scale),
         BLOCK=triton.next_power_of_2(batch.width),
         PAGE=batch.keys.shape[1],
         WINDOW=batch.window,

@@ -30,6 +30,24 @@ def token_places(pages, tile, token, inside, PAGE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
+def tile_tokens(
+    cache, pages, tile, length, PAGE: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr
+):
+    """Where the latents of a tile's tokens begin in a cache, `[TILE, 1]`; the tokens' numbers, and
+    which of them exist, `[TILE]`. CACHE: strides of page and token."""
+    token = tile * TILE + tl.arange(0, TILE)
+    inside = token < length
+    if PAGE % TILE == 0:
+        page = tl.load(pages + tile // (PAGE // TILE)).to(tl.int64)
+        base = cache + (page * CACHE[0] + tile % (PAGE // TILE) * (TILE * CACHE[1]))
+        tokens = base + (tl.arange(0, TILE) * CACHE[1])[:, None]
+    else:
+        page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
+        tokens = cache + (page * CACHE[0] + token % PAGE * CACHE[1])[:, None]
+    return tokens, token, inside
+
+
+@triton.jit
 def visible_scores(
     score,
     token,

@@ -19,7 +19,7 @@ from pd_kernels.attention import (
 )
 from pd_kernels.attention.decode_call import MAX_HEIGHT
 from pd_kernels.attention.mla_call import MlaCall
-from pd_kernels.bench import decode_baselines, decode_cases
+from pd_kernels.bench import decode_baselines, decode_cases, host
 from pd_kernels.bench.decode_cases import (
     FP8,
     LENGTHS,
@@ -141,6 +141,10 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
     sets = functools.partial(_sets, SHARDED, LLAMA, PAGES[0], BF16)
     rows = measure_merging(LLAMA, told, sets, paged_calls, seconds, REPLAYS)
     yield Case("merge_partials / paged_decode", told, rows)
+    layers = functools.partial(host.paged_layers, LLAMA)
+    for name, make in (("K and V", layers), ("MLA", host.latent_layers)):
+        told = {"cache": name}
+        yield Case(host.NAME, told, host.measure_host(told, make))
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
         lengths, count, queries = MLA_CASES[name]
         for cache in ("bfloat16", "fp8"):
@@ -244,7 +248,13 @@ def _latent(
     ours_s = seconds(calls, REPLAYS)
     yield throughput("mla_decode", params, read / ours_s / 1e9, copy / 1e9, None)
     many = heads * queries > MAX_HEIGHT
-    switches = {"pairing": many, "small_tiles": many or coded, "column_merge": len(lengths) == 1}
+    words = coded and heads * queries <= MAX_HEIGHT // 2
+    switches = {
+        "pairing": many,
+        "small_tiles": many or (coded and not words),
+        "latent_codes": words,
+        "column_merge": len(lengths) == 1,
+    }
     # Off where the kernel cannot run, or unless PD_KERNELS_TUNING says gluon=1: it has a step of its
     # own, so that a kernel that hangs costs no other figures.
     switches["gluon"] = MlaCall(*sets[0], SCALE, True).gluon

@@ -192,7 +192,7 @@ class _Kernel(NamedTuple):
     lengths: torch.Tensor
     shape: tuple[int, ...]
     reference: Callable[[torch.Tensor, torch.Tensor], None]
-    launch: Callable[[torch.Tensor, torch.Tensor], None]
+    launch: Callable[[torch.Tensor, torch.Tensor], object]
 
     def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate `out` and `lse`, filled with 7."""

@@ -2,6 +2,7 @@
 """Random cases of a check."""
 
 import random
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -11,8 +12,8 @@ Check = Callable[[random.Random], str]
 
 
 def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> list[str]:
-    """Run random cases, and return a line for each that failed. A case that raises does not stop
-    the others.
+    """Run random cases, and return a line for each that failed, which is also printed at once: a
+    run that is cut off has told what it saw. A case that raises does not stop the others.
 
     Args:
         checks: name of each check, how many cases it gets, and the check.
@@ -20,13 +21,23 @@ def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> list[str]:
     """
     found = []
     for name, count, check in checks:
-        for case in range(count):
-            chance = random.Random(seed * 100_003 + case)
-            torch.manual_seed(chance.randrange(1 << 30))
-            try:
-                wrong = check(chance)
-            except Exception as error:
-                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-            if wrong:
-                found.append(f"{name}, case {case} of seed {seed}: {wrong}")
+        began = time.monotonic()
+        wrong = [line for case in range(count) if (line := _problem(name, check, case, seed))]
+        found += wrong
+        seconds = time.monotonic() - began
+        print(f"{name}: {count} cases, {len(wrong)} wrong, {seconds:.0f} s", flush=True)
     return found
+
+
+def _problem(name: str, check: Check, case: int, seed: int) -> str:
+    chance = random.Random(seed * 100_003 + case)
+    torch.manual_seed(chance.randrange(1 << 30))
+    try:
+        wrong = check(chance)
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+    if not wrong:
+        return ""
+    told = f"{name}, case {case} of seed {seed}: {wrong}"
+    print(f"WRONG: {told}", flush=True)
+    return told

@@ -10,6 +10,11 @@ REPLAYS = 30
 CALLS = 16
 """Calls in a graph, at least: the launch of the graph, some microseconds, is shared among them."""
 
+LEAST_REPLAYS = 20
+ENOUGH_S = 1.0
+"""Replays that take longer than this together end at LEAST_REPLAYS: a borrowed GPU's minutes are
+few, and what takes long varies little."""
+
 PAST_L2_BYTES = 240 << 20
 """Bytes of all sets of buffers together, at least: four times the L2 of an H200."""
 
@@ -21,8 +26,8 @@ def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> fl
     """Median time of one call, in seconds.
 
     All calls are captured in one CUDA graph (several times if they are few), which is replayed
-    `replays` times: neither the host nor gaps between launches count. Each call should have buffers
-    of its own, see `copies`.
+    `replays` times, or fewer (`ENOUGH_S`): neither the host nor gaps between launches count. Each
+    call should have buffers of its own, see `copies`.
     """
     torch.cuda.synchronize()  # buffers were filled on another stream
     stream = torch.cuda.Stream()
@@ -43,8 +48,10 @@ def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> fl
         end.record()
         end.synchronize()
         if replay >= 3:
-            times.append(begin.elapsed_time(end) / 1e3 / len(captured))
-    return float(statistics.median(times))
+            times.append(begin.elapsed_time(end) / 1e3)
+        if len(times) >= LEAST_REPLAYS and sum(times) > ENOUGH_S:
+            break
+    return float(statistics.median(times)) / len(captured)
 
 
 def rounds(calls: int) -> int:

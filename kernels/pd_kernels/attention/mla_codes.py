@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The loop of `mla_decode` over FP8 latents, for rows of up to 32 lines.
+
+The plain loop decodes latents to bfloat16 before the products. The tensor cores of Hopper take such
+a matrix from shared memory only, and in 64 lines only: 16 heads are padded to 64, each tile is
+written once more, and each product is waited for. Here codes stay as they are: shared memory holds
+words of two codes, as in `paged_codes.py`, and a code becomes float16 exactly, by one conversion
+for two, on its way into a product.
+
+A scale belongs to a token and a slice of 128 codes. It is taken out of the products: scores of a
+slice are multiplied by it, and so are the weights of the slice's latents. These weights are float16,
+which holds no 1e-6. So they are divided by a power of two, the largest scale so far, which is kept
+like softmax's largest score.
+"""
+
+import triton
+import triton.language as tl
+
+from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE
+from pd_kernels.attention.online_softmax import softmax_step
+from pd_kernels.attention.paged_codes import half_lines, two_halves
+from pd_kernels.attention.paged_tile import tile_tokens
+
+_LATENT = tl.constexpr(LATENT)
+_ROPE = tl.constexpr(ROPE)
+_SLICE = tl.constexpr(LATENT // 4)
+_WORDS = tl.constexpr(LATENT // 8)  # of a slice
+_CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and their scales
+
+_LEAST = tl.constexpr(27 << 23)
+_MOST = tl.constexpr(227 << 23)
+"""2^-100 and 2^100 as bits of a float32: the range of the power of two."""
+
+_ONE = tl.constexpr(127 << 23)
+_ROOM = tl.constexpr(16384.0)
+"""Weights are at most 2 before they are multiplied by it, and float16 ends at 65504."""
+
+
+@triton.jit
+def attend_latent_codes(
+    own,
+    exists,
+    cache,
+    pages,
+    position,
+    length,
+    begin,
+    end,
+    scale,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CACHE: tl.constexpr,
+    CODED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend with the lines of a row to tiles `begin` to `end` of its sequence. Arguments and
+    results are those of `mla_kernel.attend_latents`; the cache is in FlashMLA's FP8 layout."""
+    HEIGHT: tl.constexpr = exists.shape[0]
+    rope, word = tl.arange(0, _ROPE)[None, :], tl.arange(0, _WORDS)[None, :]
+    lines_rope = tl.load(own + _LATENT + rope, mask=exists, other=0.0)
+    even_0, odd_0, unit_0 = _lines(own, exists, 0)
+    even_1, odd_1, unit_1 = _lines(own, exists, 1)
+    even_2, odd_2, unit_2 = _lines(own, exists, 2)
+    even_3, odd_3, unit_3 = _lines(own, exists, 3)
+    top = tl.full((HEIGHT,), float("-inf"), tl.float32)
+    total = tl.zeros((HEIGHT,), tl.float32)
+    power = tl.full((), _LEAST, tl.int32)
+    result_0 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_1 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_2 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_3 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_4 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_5 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_6 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_7 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    # Unlike in the other loops, what no turn changes is kept: otherwise queries, which registers
+    # have no room for, would be written to shared memory in each turn.
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        tokens, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
+        mask = inside[:, None]
+        words = tokens.to(tl.pointer_type(tl.int16)) + word
+        word_0 = tl.load(words, mask=mask, other=0)
+        word_1 = tl.load(words + _WORDS, mask=mask, other=0)
+        word_2 = tl.load(words + 2 * _WORDS, mask=mask, other=0)
+        word_3 = tl.load(words + 3 * _WORDS, mask=mask, other=0)
+        scales = tl.reshape(tokens + _LATENT, (TILE,)).to(tl.pointer_type(tl.float32))
+        scale_0 = tl.load(scales, mask=inside, other=0.0)
+        scale_1 = tl.load(scales + 1, mask=inside, other=0.0)
+        scale_2 = tl.load(scales + 2, mask=inside, other=0.0)
+        scale_3 = tl.load(scales + 3, mask=inside, other=0.0)
+        ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
+        score = tl.dot(lines_rope, tl.trans(tl.load(ropes, mask=mask, other=0.0)))
+        score += _product(even_0, odd_0, word_0) * (unit_0[:, None] * scale_0[None, :])
+        score += _product(even_1, odd_1, word_1) * (unit_1[:, None] * scale_1[None, :])
+        score += _product(even_2, odd_2, word_2) * (unit_2[:, None] * scale_2[None, :])
+        score += _product(even_3, odd_3, word_3) * (unit_3[:, None] * scale_3[None, :])
+        seen = inside[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= position[:, None])
+        score = tl.where(seen, score * scale, float("-inf"))
+        share, before, top, total = softmax_step(score, top, total, 1)
+
+        largest = tl.maximum(tl.abs(scale_0), tl.abs(scale_1))
+        largest = tl.maximum(tl.maximum(tl.abs(scale_2), tl.abs(scale_3)), largest)
+        largest = tl.max(largest, 0).to(tl.int32, bitcast=True) & 0x7F800000
+        largest = tl.minimum(tl.maximum(largest, power), _MOST)
+        before = before * tl.maximum(power - largest + _ONE, 0).to(tl.float32, bitcast=True)
+        before = before[:, None]
+        power = largest
+        inverse = (-power + 2 * _ONE).to(tl.float32, bitcast=True) * _ROOM
+        weight = (share * (scale_0 * inverse)[None, :]).to(tl.float16)
+        even, odd = two_halves(word_0)
+        result_0 = tl.dot(weight, even, result_0 * before)
+        result_1 = tl.dot(weight, odd, result_1 * before)
+        weight = (share * (scale_1 * inverse)[None, :]).to(tl.float16)
+        even, odd = two_halves(word_1)
+        result_2 = tl.dot(weight, even, result_2 * before)
+        result_3 = tl.dot(weight, odd, result_3 * before)
+        weight = (share * (scale_2 * inverse)[None, :]).to(tl.float16)
+        even, odd = two_halves(word_2)
+        result_4 = tl.dot(weight, even, result_4 * before)
+        result_5 = tl.dot(weight, odd, result_5 * before)
+        weight = (share * (scale_3 * inverse)[None, :]).to(tl.float16)
+        even, odd = two_halves(word_3)
+        result_6 = tl.dot(weight, even, result_6 * before)
+        result_7 = tl.dot(weight, odd, result_7 * before)
+    unit = power.to(tl.float32, bitcast=True) / _ROOM
+    results = (
+        tl.interleave(result_0, result_1) * unit,
+        tl.interleave(result_2, result_3) * unit,
+        tl.interleave(result_4, result_5) * unit,
+        tl.interleave(result_6, result_7) * unit,
+    )
+    return results, top, total
+
+
+@triton.jit
+def _lines(own, exists, number: tl.constexpr):
+    """A slice of the queries: its even and odd elements, float16 `[HEIGHT, 64]`, and by what each
+    line's scores must be multiplied, `[HEIGHT]`."""
+    column = number * _SLICE + tl.arange(0, _SLICE)[None, :]
+    lines, unit = half_lines(tl.load(own + column, mask=exists, other=0.0))
+    even, odd = tl.split(tl.reshape(lines, (exists.shape[0], _WORDS, 2)))
+    return even, odd, unit
+
+
+@triton.jit
+def _product(even, odd, words):
+    """Scores of a slice by its codes, without their scales, float32 `[HEIGHT, TILE]`."""
+    even_codes, odd_codes = two_halves(words)
+    score = tl.dot(even, tl.trans(even_codes))
+    return tl.dot(odd, tl.trans(odd_codes), score)
