@@ -8,36 +8,13 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from scheduler_plugins.admission.load import LoadReport
+from scheduler_plugins.admission.margin import Margin
 from scheduler_plugins.admission.predict import Prediction, Predictor
 from scheduler_plugins.qos.classes import QosClass, Slo, default_class
 
 MISSES = 0.01
 """Part of the predictions that reality may exceed. It is small, because sequences that decode together
 miss a promised TPOT together: when the margin is too small, a whole batch is lost."""
-_STEP = 0.05
-_NEAR = 0.3
-"""Predictions below this part of the promise never refuse a request, so nothing is learnt from them."""
-_MARGINS = (0.5, 1 / _NEAR)
-"""Bounds of a margin. A larger one would refuse the very requests from which it learns to shrink."""
-
-
-class _Margin:
-    """A factor for predictions, learnt so that reality exceeds 1 % of the products.
-
-    It follows the 99th percentile of reality / prediction in steps: up 5 % when that was exceeded, down
-    0.05 % when not. The ratio does not depend on the margin, so late answers cannot make it oscillate.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-
-    def learn(self, real_s: float, predicted_s: float, promised_ms: float | None) -> None:
-        if promised_ms is None or predicted_s * 1e3 < _NEAR * promised_ms:
-            return
-        exceeded = real_s > self.value * predicted_s
-        factor = 1 + _STEP * (1 - MISSES) if exceeded else 1 - _STEP * MISSES
-        low, high = _MARGINS
-        self.value = min(high, max(low, self.value * factor))
 
 
 class Decision(NamedTuple):
@@ -64,8 +41,8 @@ class AdmissionControl:
         self._classes = {one.name: one for one in classes}
         self._default = default_class(classes).name
         self._predictor = Predictor(classes=self._classes, by_cost=by_cost)
-        self._ttft = {name: _Margin() for name in self._classes}
-        self._tpot = {name: _Margin() for name in self._classes}
+        self._ttft = {name: Margin(MISSES) for name in self._classes}
+        self._tpot = {name: Margin(MISSES) for name in self._classes}
 
     def decide(self, report: LoadReport, qos: str, tokens: int, cached: int) -> Decision:
         """Admit or turn away a prompt of `tokens` tokens of which `cached` are in the cache.
@@ -92,14 +69,14 @@ class AdmissionControl:
     def first_token(self, qos: str, predicted: Prediction, ttft_s: float) -> None:
         """An admitted request, for which `predicted` was decided upon, got its first token."""
         name = self._name(qos)
-        self._ttft[name].learn(ttft_s, predicted.ttft_s, self._classes[name].slo.ttft_ms)
+        self._ttft[name].learn(ttft_s, predicted.ttft_s, self._classes[name].slo.ttft_s)
 
     def last_token(self, qos: str, predicted: Prediction, tpot_s: float) -> None:
         """It got its last token, at `tpot_s` per token after the first."""
         if not predicted.settled:
             return
         name = self._name(qos)
-        self._tpot[name].learn(tpot_s, predicted.tpot_s, self._classes[name].slo.tpot_ms)
+        self._tpot[name].learn(tpot_s, predicted.tpot_s, self._classes[name].slo.tpot_s)
 
     def _name(self, qos: str) -> str:
         return qos if qos in self._classes else self._default

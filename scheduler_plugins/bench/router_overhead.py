@@ -32,72 +32,97 @@ SPEEDS = ("50", "2")
 """Speeds of the mock engines that prefill and that decode: prompts take no time, and events come one by one, some milliseconds apart."""
 EVENTS = 200
 """Events of a long stream."""
-_COMMAND = [
-    sys.executable,
+_ROUTER = (
     "-c",
     "import sys; from scheduler_plugins.commands import main; sys.exit(main())",
-]
+)
+_BARE = ("-m", "scheduler_plugins.bench.bare_proxy")
+_RUNNING = r"(?<=Running on )http://\S+"
 _START_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 async def compare(requests: int, streams: int, rounds: int) -> list[Comparison]:
-    """Measure one worker and two in turn.
+    """Measure one worker, two, and a proxy that does nothing else, in turn.
 
     Args:
         requests: short ones of each round.
         streams: of `EVENTS` tokens, of each round.
     """
-    per_request: dict[int, list[float]] = {1: [], 2: []}
-    per_event: dict[int, list[float]] = {1: [], 2: []}
+    # By workers; 0 is the bare proxy.
+    per_request: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    per_event: dict[int, list[float]] = {0: [], 1: [], 2: []}
     for _ in range(rounds):
-        for workers in (1, 2):
-            async with _router(workers) as (url, keeper):
-                await _send(url, requests // 4, 1, stream=False)
-                begun = _cpu_s(keeper)
-                await _send(url, requests, 1, stream=False)
-                per_request[workers].append((_cpu_s(keeper) - begun) / requests)
-                begun = _cpu_s(keeper)
-                await _send(url, streams, 1, stream=True)
-                short_s = _cpu_s(keeper) - begun
-                begun = _cpu_s(keeper)
-                await _send(url, streams, EVENTS, stream=True)
-                long_s = _cpu_s(keeper) - begun
-                per_event[workers].append((long_s - short_s) / streams / (EVENTS - 1))
+        for workers in per_request:
+            async with _router(workers) if workers else _bare() as (url, pid):
+                request_s, event_s = await _costs(url, pid, requests, streams)
+            per_request[workers].append(request_s)
+            per_event[workers].append(event_s)
+    of_request = {n: Sample(tuple(found)).scaled(1e3) for n, found in per_request.items()}
+    of_event = {n: Sample(tuple(found)).scaled(1e6) for n, found in per_event.items()}
+    allowed = Sample((REQUEST_LIMIT_S * 1e3,)), Sample((EVENT_LIMIT_S * 1e6,))
+    bare: dict[str, str | int | float] = {"against": "a bare proxy"}
+    limit: dict[str, str | int | float] = {"against": "allowed"}
+    request, event = "CPU of a request of 4 KB", "CPU of a streamed event"
     found = []
-    for workers in (1, 2):
-        where: dict[str, str | int | float] = {"workers": workers, "against": "allowed"}
-        ours, events = Sample(tuple(per_request[workers])), Sample(tuple(per_event[workers]))
-        allowed, of_event = Sample((REQUEST_LIMIT_S * 1e3,)), Sample((EVENT_LIMIT_S * 1e6,))
+    for n in (1, 2):
+        where: dict[str, str | int | float] = {"workers": n}
         found += [
-            Comparison("CPU of a request of 4 KB", where, ours.scaled(1e3), allowed, "ms", 1.0),
-            Comparison("CPU of a streamed event", where, events.scaled(1e6), of_event, "us", 1.0),
+            Comparison(request, where | limit, of_request[n], allowed[0], "ms", 1.0),
+            Comparison(request, where | bare, of_request[n], of_request[0], "ms"),
+            Comparison(event, where | limit, of_event[n], allowed[1], "us", 1.0),
+            Comparison(event, where | bare, of_event[n], of_event[0], "us"),
         ]
-    one, two = (Sample(tuple(per_request[n])).scaled(1e3) for n in (1, 2))
     against: dict[str, str | int | float] = {"workers": 2, "against": "one worker"}
-    found.append(Comparison("CPU of a request of 4 KB", against, two, one, "ms", TWO_TO_ONE))
+    found.append(Comparison(request, against, of_request[2], of_request[1], "ms", TWO_TO_ONE))
     return found
+
+
+async def _costs(url: str, pid: int, requests: int, streams: int) -> tuple[float, float]:
+    """CPU seconds of a request, and of a streamed event."""
+    await _send(url, requests // 4, 1, stream=False)
+    begun = _cpu_s(pid)
+    await _send(url, requests, 1, stream=False)
+    request_s = (_cpu_s(pid) - begun) / requests
+    begun = _cpu_s(pid)
+    await _send(url, streams, 1, stream=True)
+    short_s = _cpu_s(pid) - begun
+    begun = _cpu_s(pid)
+    await _send(url, streams, EVENTS, stream=True)
+    return request_s, (_cpu_s(pid) - begun - short_s) / streams / (EVENTS - 1)
 
 
 @asynccontextmanager
 async def _router(workers: int) -> AsyncIterator[tuple[str, int]]:
     """A router in front of two mock engines: its URL, and the process that was started."""
     async with AsyncExitStack() as stack:
-        urls = []
-        for speed in SPEEDS:
-            mock = await stack.enter_async_context(_process("mock", "--speed", speed))
-            urls.append(await _url_in(mock.stdout, r"http://\S+"))
+        urls = [await stack.enter_async_context(_mock(speed)) for speed in SPEEDS]
         sides = ["--prefill", urls[0], "--decode", urls[1], "--port", "0"]
         router = await stack.enter_async_context(
-            _process("serve", *sides, "--workers", str(workers))
+            _process(*_ROUTER, "serve", *sides, "--workers", str(workers))
         )
-        yield await _url_in(router.stderr, r"(?<=Running on )http://\S+"), router.pid
+        yield await _url_in(router.stderr, _RUNNING), router.pid
+
+
+@asynccontextmanager
+async def _bare() -> AsyncIterator[tuple[str, int]]:
+    """The bare proxy in front of the mock engine that decodes."""
+    async with _mock(SPEEDS[1]) as url, _process(*_BARE, url) as proxy:
+        yield await _url_in(proxy.stderr, _RUNNING), proxy.pid
+
+
+@asynccontextmanager
+async def _mock(speed: str) -> AsyncIterator[str]:
+    async with _process(*_ROUTER, "mock", "--speed", speed) as mock:
+        yield await _url_in(mock.stdout, r"http://\S+")
 
 
 @asynccontextmanager
 async def _process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*_COMMAND, *arguments, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=pipe, stderr=pipe
+    )
     try:
         yield process
     finally:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
@@ -25,6 +26,16 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} {value}: must be a number of milliseconds > 0")
+
+    @property
+    def ttft_s(self) -> float:
+        """The same in seconds; infinite where it is not promised."""
+        return inf if self.ttft_ms is None else self.ttft_ms / 1e3
+
+    @property
+    def tpot_s(self) -> float:
+        """The same in seconds; infinite where it is not promised."""
+        return inf if self.tpot_ms is None else self.tpot_ms / 1e3
 
 
 class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

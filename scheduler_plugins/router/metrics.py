@@ -57,6 +57,18 @@ class Metrics:
             ["qos", "cause"],
             registry=self.registry,
         )
+        self.fellows = Gauge(
+            "pd_router:fellows",
+            "Other routers of the same engines that are heard (--fellows).",
+            registry=self.registry,
+        )
+        self.promise_margin = Gauge(
+            "pd_router:promise_margin",
+            "What predicted times to the first token are multiplied with before they are held to "
+            "what is promised.",
+            ["qos"],
+            registry=self.registry,
+        )
         self.waiting = Gauge(
             "pd_router:requests_waiting",
             "Requests that wait at the router for engines that have enough to do.",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
@@ -30,7 +29,6 @@ class Journey:
     def begin(cls, record: Served, qos: QosClass) -> Journey:
         """A request of this class arrives."""
         one = record.request
-        ttft_ms, tpot_ms = qos.slo.ttft_ms, qos.slo.tpot_ms
         asked = Request(
             one.id,
             one.tokens,
@@ -39,8 +37,8 @@ class Journey:
             one.arrival_s,
             one.qos,
             interactive=qos.interactive,
-            ttft_slo_s=inf if ttft_ms is None else ttft_ms / 1e3,
-            tpot_slo_s=inf if tpot_ms is None else tpot_ms / 1e3,
+            ttft_slo_s=qos.slo.ttft_s,
+            tpot_slo_s=qos.slo.tpot_s,
         )
         return cls(record, asked, one)
 

@@ -16,7 +16,7 @@ from pd_connector.tools.cli.bench_report import BAR_MISSED, exit_codes, report
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from scheduler_plugins.bench.routers import deaths as dying
 from scheduler_plugins.bench.routers import overload as overloaded
-from scheduler_plugins.bench.routers import rotations, scaled, truth
+from scheduler_plugins.bench.routers import rotations, scaled, truth, truth_engines
 from scheduler_plugins.bench.routers import two as doubled
 from scheduler_plugins.bench.routers.contenders import OURS, Ours, peers, version
 from scheduler_plugins.order.request import Waiting
@@ -92,33 +92,40 @@ def simulator_beside_live(
     policy: Policy = "conductor",
     requests: Requests = 1000,
     speed: Speed = 8.0,
+    engines: Annotated[
+        bool, typer.Option(help="Real vLLM engines, one of each side, instead of mocks.")
+    ] = False,
     json: Json = None,
 ) -> None:
     """The simulator beside our router: hit within 2 points, mean TTFT within 15 %.
 
     A request costs client, router and engines some milliseconds of real time, which count `speed` fold.
+    Real engines have the trace's lengths divided by 16, at 0.6 of what they can do, whatever the `speed`.
     """
     stderr = Console(stderr=True)
+    if engines:
+        with exit_codes(stderr), terminate_as_interrupt():
+            live, told = truth_engines.compare(trace, requests, policy, _say(stderr))
+        report(
+            [("allowed", truth.compared(f"1-{requests:,}", live, told))], _both(live, told), json
+        )
+        return
     with exit_codes(stderr), terminate_as_interrupt():
         recorded = _read(trace, requests)
         window = rotations.Window(0, len(recorded))
         run = rotations.measure(Ours(OURS, policy=policy), scaled.sent(recorded), [window], speed)
         (live,) = rotations.seen([run], [window])
         (told,) = truth.simulated(recorded, policy, [range(len(recorded))])
-    notes = [
-        f"{name}: mean TTFT {one.ttft_s:.3f} s, hit {one.hit:.3f}"
-        for name, one in (("live", live), ("simulated", told))
-    ]
     rows = truth.compared(window.name, live, told)
-    report([("allowed", rows)], [*notes, _played(speed)], json)
+    report([("allowed", rows)], [*_both(live, told), _played(speed)], json)
 
 
 @app.command("overload")
 def twice_the_load(
     trace: Trace,
-    requests: Requests = 1500,
+    requests: Requests = 2500,  # with fewer, those that are let in are served before queues are long
     rounds: Rounds = 3,
-    speed: Speed = 5.0,
+    speed: Speed = 3.0,
     json: Json = None,
 ) -> None:
     """Twice what the engines can do, with promises of TTFT and TPOT beside letting everybody in."""
@@ -136,9 +143,9 @@ def twice_the_load(
 def two_routers(
     trace: Trace,
     policy: Policy = "conductor",
-    requests: Requests = 1500,
+    requests: Requests = 1000,
     rounds: Rounds = 3,
-    speed: Speed = 15.0,
+    speed: Speed = 5.0,  # routers tell each other every 50 ms of real time
     json: Json = None,
 ) -> None:
     """Two routers in front of the same engines at 0.8 of what these can do, beside one."""
@@ -189,6 +196,13 @@ def _read(
 
 def _say(console: Console) -> Callable[[str], None]:
     return partial(console.print, markup=False, highlight=False, soft_wrap=True)
+
+
+def _both(live: truth.Seen, told: truth.Seen) -> list[str]:
+    return [
+        f"{name}: mean TTFT {one.ttft_s:.3f} s, hit {one.hit:.3f}"
+        for name, one in (("live", live), ("simulated", told))
+    ]
 
 
 def _played(speed: float) -> str:

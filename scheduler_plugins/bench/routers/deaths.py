@@ -36,7 +36,7 @@ def measure(
 ) -> Deaths:
     """Play the requests, and kill an engine each `every_s` real seconds meanwhile: prefill and decode
     engines in turn, never two at once."""
-    with cluster(contender, speed) as running:
+    with cluster([contender], speed) as running:
         before = running.router.metrics()
         killed, outcomes = asyncio.run(
             _play(

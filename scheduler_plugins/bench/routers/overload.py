@@ -68,7 +68,7 @@ def compare(requests: Sequence[Sent], rounds: int, speed: float, say: Say) -> li
     for _ in range(rounds):
         for promises in (True, False):
             name = "promises" if promises else "lets everybody in"
-            with cluster(Promising(name, promises=promises, speed=speed), speed) as running:
+            with cluster([Promising(name, promises=promises, speed=speed)], speed) as running:
                 found = asyncio.run(play([running.router.base_url], requests, speed))
             runs[promises].append(found)
             refused = sum(one.status == REFUSED for one in found)

@@ -73,8 +73,10 @@ class Cluster(NamedTuple):
 
 
 @contextmanager
-def cluster(contender: Contender, speed: float, routers: int = 1) -> Iterator[Cluster]:
-    """Fresh engines with empty caches and routers before them; all ended afterwards."""
+def cluster(contenders: Sequence[Contender], speed: float) -> Iterator[Cluster]:
+    """Fresh engines with empty caches, as the first contender needs them, and the contenders'
+    routers before them; all ended afterwards."""
+    contender = contenders[0]
     logs = log_folder()
     costs, profile = logs / "costs.json", logs / "profile.json"
     save(costs, scaled.costs())
@@ -88,7 +90,8 @@ def cluster(contender: Contender, speed: float, routers: int = 1) -> Iterator[Cl
 
     prefill, decode = mocks("p", contender.prefill), mocks("d", contender.decode)
     fronts = [
-        contender.router(prefill, decode, profile, logs / f"router{n}.log") for n in range(routers)
+        one.router(prefill, decode, profile, logs / f"router{n}.log")
+        for n, one in enumerate(contenders)
     ]
     services = [*prefill, *decode, *fronts]
     try:
@@ -115,7 +118,7 @@ def measure(
         BenchError: more than one in a hundred requests failed.
     """
     told: dict[int, Future[Found]] = {}
-    with ThreadPoolExecutor(1) as asking, cluster(contender, speed) as running:
+    with ThreadPoolExecutor(1) as asking, cluster([contender], speed) as running:
         edges = {edge for window in windows for edge in (window.first, window.end)}
 
         def note(number: int) -> None:

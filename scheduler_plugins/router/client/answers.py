@@ -125,6 +125,9 @@ class EventCutter:
 
     def feed(self, chunk: bytes) -> bytes:
         """The events that `chunk` completes, empty if none."""
+        if not self._held and chunk.endswith(b"\n\n"):  # what engines send, mostly
+            self._look_for_end(chunk)
+            return chunk
         data = self._held + chunk
         end = max((data.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in data), default=0)
         whole, self._held = data[:end], data[end:]
@@ -138,5 +141,6 @@ class EventCutter:
         return self._held if self.finished else b""
 
     def _look_for_end(self, data: bytes) -> None:
-        if data.strip():
-            self.finished = data[-40:].rstrip().endswith(b"[DONE]")
+        tail = data[-40:].rstrip()
+        if tail or data.strip():
+            self.finished = tail.endswith(b"[DONE]")

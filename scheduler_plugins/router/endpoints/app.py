@@ -111,7 +111,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
             app[BACKEND].started(app[SHARED])
             await pool.start()
             if isinstance(pool, EnginePool):
-                async with exchanging_alone(config, pool):
+                async with exchanging_alone(config, pool, app[METRICS]):
                     yield
             else:
                 yield

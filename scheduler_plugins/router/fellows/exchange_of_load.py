@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from hashlib import blake2b
 from hmac import compare_digest
@@ -27,17 +27,22 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts, words_for
 from scheduler_plugins.router.fellows.memory import WORD_BYTES
 from scheduler_plugins.router.fellows.slots import EngineSlots
+from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.05
+TOGETHER_S = 0.005
+"""Messages that come within this time are shown together."""
 FORGOTTEN_S = 1.0
 """A router that says nothing for so long has ended, or cannot be reached."""
 QUIET_S = 0.5
 """Pause after which a router says again what has not changed."""
 _MOST_BYTES = 1 << 20
 _MAC_BYTES = 16
+SILENT_S = 10.0
+"""Routers that were named and not heard for so long are missed, with a line in the log."""
 MOST_FELLOWS = 256
 """Routers that are believed at a time."""
 
@@ -67,6 +72,7 @@ class Fellows:
         engines: Callable[[], Iterable[BackendEngine]],
         own: Callable[[BackendEngine], list[float]],
         key: str,
+        metrics: Metrics,
     ) -> None:
         """Begin nothing yet.
 
@@ -84,8 +90,11 @@ class Fellows:
         self._said: dict[str, list[float]] = {}
         self._said_s = 0.0
         self._heard: dict[str, _Heard] = {}
+        self._gauge = metrics.fellows
+        self._complete_s: float | None = None
+        self._missed = False
 
-    async def run(self, exchange: str, fellows: Iterable[str]) -> None:
+    async def run(self, exchange: str, fellows: Collection[str]) -> None:
         """Tell and listen until cancelled. Raises zmq.ZMQError: the address cannot be bound."""
         with zmq.asyncio.Context() as context:
             telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
@@ -99,42 +108,53 @@ class Fellows:
                 for address in fellows:
                     hearing.connect(address)
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._tell(telling))
+                    group.create_task(self._tell(telling, len(set(fellows))))
                     group.create_task(self._hear(hearing))
             finally:
                 telling.close()
                 hearing.close()
 
-    async def _tell(self, socket: zmq.asyncio.Socket) -> None:
+    async def _tell(self, socket: zmq.asyncio.Socket, named: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._slots.follow(self._engines())
             if (content := self.saying(loop.time())) is not None:
                 await socket.send(content)
             self.show(loop.time())
+            self.count(named, loop.time())
             await asyncio.sleep(EVERY_S)
 
     async def _hear(self, socket: zmq.asyncio.Socket) -> None:
+        loop, showing = asyncio.get_running_loop(), False
+
+        def show() -> None:
+            nonlocal showing
+            showing = False
+            self.show(loop.time())
+
         while True:
-            self.heard(await socket.recv(), asyncio.get_running_loop().time())
+            self.heard(await socket.recv(), loop.time())
+            if not showing:
+                showing = True
+                loop.call_later(TOGETHER_S, show)
 
     def saying(self, now_s: float) -> bytes | None:
         """The next message; None: nothing is new."""
         engines = {}
         for engine in self._engines():
             counts = self._own(engine)
-            counts[Count.OPEN] = (
-                0.0  # an engine that leaves this router waits for its requests only
-            )
-            since_s, counts[Count.BUSY_SINCE_S] = counts[Count.BUSY_SINCE_S], 0.0
+            # An engine that leaves this router waits for its requests only.
+            counts[Count.OPEN] = 0.0
+            # An engine whose last prompt has ended is told of, too: when that was says since when
+            # the next prompt is computed, which may be another router's.
             if any(counts):
-                counts[Count.BUSY_SINCE_S] = max(0.0, now_s - since_s)
                 engines[f"{engine.role} {engine.url}"] = counts
         if engines == self._said and now_s - self._said_s < QUIET_S:
             return None
         self._said, self._said_s = engines, now_s
         self._number += 1
-        content = msgspec.msgpack.encode(InFlight(self._name, self._number, engines))
+        told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
+        content = msgspec.msgpack.encode(InFlight(self._name, self._number, told))
         return self._mac(content) + content
 
     def heard(self, message: bytes, now_s: float) -> None:
@@ -177,8 +197,35 @@ class Fellows:
             if slot is not None:
                 self._counts.put(FELLOWS_ROW, slot, sums)
 
+    def count(self, named: int, now_s: float) -> None:
+        """Say how many other routers are heard, and when that is fewer than were named."""
+        heard = len(self._heard)
+        self._gauge.set(heard)
+        if self._complete_s is None or heard >= named:
+            self._complete_s = now_s
+            if self._missed:
+                self._missed = False
+                logger.info("all %d other routers are heard again", named)
+        elif not self._missed and now_s - self._complete_s >= SILENT_S:
+            self._missed = True
+            logger.warning(
+                "%d of %d other routers are heard, and not all of them for %.0f s; the others' "
+                "requests are not seen here: their --exchange must be among the --fellows of this "
+                "router, and PD_ROUTER_KEY the same at all",
+                heard,
+                named,
+                SILENT_S,
+            )
+
     def _mac(self, content: bytes) -> bytes:
         return blake2b(content, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+def _with_age(counts: list[float], now_s: float) -> list[float]:
+    """The counts as they are sent: with how long ago the time was, because clocks differ."""
+    told = list(counts)
+    told[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
+    return told
 
 
 @asynccontextmanager
@@ -188,6 +235,7 @@ async def exchanging(
     slots: EngineSlots,
     pool: EnginePool,
     own: Callable[[BackendEngine], list[float]],
+    metrics: Metrics,
 ) -> AsyncIterator[None]:
     """Exchange in-flight work with other routers inside the block, if the settings name any.
 
@@ -197,7 +245,7 @@ async def exchanging(
     if not (config.exchange or config.fellows):
         yield
         return
-    fellows = Fellows(counts, slots, lambda: pool.engines, own, config.router_key)
+    fellows = Fellows(counts, slots, lambda: pool.engines, own, config.router_key, metrics)
     task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
     await asyncio.sleep(0)
     if task.done():
@@ -209,12 +257,16 @@ async def exchanging(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def exchanging_alone(config: RouterConfig, pool: EnginePool) -> AbstractAsyncContextManager[None]:
+def exchanging_alone(
+    config: RouterConfig, pool: EnginePool, metrics: Metrics
+) -> AbstractAsyncContextManager[None]:
     """The same for a router that is one process."""
     counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
-    return exchanging(
-        config, counts, EngineSlots(counts), pool, lambda engine: list(engine.load.counts())
-    )
+
+    def own(engine: BackendEngine) -> list[float]:
+        return list(engine.load.counts())
+
+    return exchanging(config, counts, EngineSlots(counts), pool, own, metrics)
 
 
 _DECODER = msgspec.msgpack.Decoder(InFlight)

@@ -38,7 +38,8 @@ async def next_attempt(
             Role.CPU_PREFILL: engines.cpu_prefill,
         }
         view = LiveView(by_role, shared.pool.prefixes, now)
-        asked = _asked(request, engines.prefill, engines.decode, now - arrived, begun)
+        margin = shared.margins.of(request.qos)
+        asked = _asked(request, engines.prefill, engines.decode, now - arrived, margin, begun)
         decision = shared.policy.decide(asked, view, now, shared.random)
         if isinstance(decision, Reject):
             shared.metrics.rejected.labels(request.qos, decision.cause).inc()
@@ -65,13 +66,17 @@ def _asked(
     prefill: Sequence[BackendEngine],
     decode: Sequence[BackendEngine],
     waited_s: float,
+    margin: float,
     begun: bool,
 ) -> Request:
-    """The request with what is still promised to it, as the policy is asked."""
+    """The request with what is still promised to it, as the policy is asked.
+
+    Predictions have to stay below the promise by `margin`, a factor.
+    """
     if begun:  # it was let in
         return request._replace(ttft_slo_s=inf, tpot_slo_s=inf)
     promised = kept_by(request, prefill, decode)
-    return promised._replace(ttft_slo_s=promised.ttft_slo_s - waited_s)
+    return promised._replace(ttft_slo_s=promised.ttft_slo_s / margin - waited_s)
 
 
 def _prefill_of(engines: AbleEngines, name: str | None) -> BackendEngine:

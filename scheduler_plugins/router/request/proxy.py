@@ -290,6 +290,6 @@ class ClientRequest:
             attempt.answering.circuit.succeeded()
             self._shared.pool.prefilled(attempt.answering, self._request.hashes)
             if self._streams and attempt.expected_s is not None:
-                self._shared.metrics.expected_first_token_s.observe(attempt.expected_s)
+                self._shared.came(self._request, attempt.expected_s, self._arrived)
 
         return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)

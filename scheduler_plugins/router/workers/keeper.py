@@ -243,7 +243,7 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
             if settings is not None:
                 await stack.enter_async_context(reloading(settings, keeper.use))
             await stack.enter_async_context(
-                exchanging(config, keeper.counts, keeper.slots, keeper.pool, keeper.sent)
+                exchanging(config, keeper.counts, keeper.slots, keeper.pool, keeper.sent, metrics)
             )
             tasks = [asyncio.create_task(keeper.tell(), name="tell the workers")]
             tasks += [

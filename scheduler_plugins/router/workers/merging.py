@@ -13,6 +13,8 @@ from scheduler_plugins.router.workers.messages import Family, Sample
 
 LAST_WORD = ("pd_router:engine_up", "pd_router:prefill_addressable")
 """What all processes say of the same thing: numbers of the last one, the keeper, are taken and not summed up."""
+LARGEST = ("pd_router:promise_margin",)
+"""What each process has learnt by itself: the largest of their numbers is shown."""
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -31,7 +33,7 @@ def families_of(registry: CollectorRegistry) -> tuple[Family, ...]:
 
 
 def merged(parts: Iterable[Sequence[Family]]) -> bytes:
-    """The sum of several processes' metrics in Prometheus' text format. The keeper's come last."""
+    """The metrics of several processes as one's, in Prometheus' text format. The keeper's come last."""
     known: dict[str, Family] = {}
     sums: dict[str, dict[_Key, float]] = {}
     for families in parts:
@@ -44,6 +46,8 @@ def merged(parts: Iterable[Sequence[Family]]) -> bytes:
                 key = sample.name, tuple(sorted(sample.labels.items()))
                 if sample.name.endswith("_created"):
                     found[key] = min(found.get(key, sample.value), sample.value)
+                elif family.name in LARGEST:
+                    found[key] = max(found.get(key, sample.value), sample.value)
                 else:
                     found[key] = found.get(key, 0.0) + sample.value
     return generate_latest(_Merged(known, sums))

@@ -119,15 +119,20 @@ class Publisher:
     last ones."""
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = "") -> None:
-        """Binds both; `replay_endpoint` empty: no replay."""
+        """Binds both; `replay_endpoint` empty: no replay. Raises zmq.ZMQError: one cannot be bound."""
         self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(100_000)
-        self._pub.bind(endpoint)
         self._replay = self._context.socket(zmq.ROUTER) if replay_endpoint else None
-        if self._replay is not None:
-            self._replay.bind(replay_endpoint)
+        try:
+            self._pub.bind(endpoint)
+            if self._replay is not None:
+                self._replay.bind(replay_endpoint)
+        except zmq.ZMQError:
+            # Left to the garbage collector with its sockets, a context keeps the collector waiting without end.
+            self.close()
+            raise
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = (
             self._replay.getsockopt_string(zmq.LAST_ENDPOINT) if self._replay is not None else ""

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.waits import until
 from typer.testing import CliRunner
 
+from pd_connector.tools.launch import Port
 from scheduler_plugins.bench.__main__ import app
-from scheduler_plugins.bench.routers import overload, rotations, scaled, truth
+from scheduler_plugins.bench.routers import overload, rotations, scaled, truth, two
 from scheduler_plugins.bench.routers.contenders import OURS, SGLANG, VLLM, Ours
 from scheduler_plugins.bench.routers.mocks import MockProcess
 from scheduler_plugins.bench.routers.rotations import Measured, Window
@@ -84,6 +86,19 @@ def test_promises_are_settings_that_the_router_takes() -> None:
         assert config.classes[0].slo.ttft_ms == ttft_ms
         assert len(config.prefill) == len(config.decode) == 1
         assert len(config.kv_events) == 2
+
+
+def test_two_routers_are_compared_that_hear_each_other() -> None:
+    with Port() as one_port, Port() as other_port:
+        ours = Ours(OURS, prefill=1, decode=1)
+        with rotations.cluster(two.in_touch(ours, [one_port, other_port]), 1.0) as running:
+            fronts = running.routers
+            until(
+                lambda: all(one.metrics().total("pd_router:fellows") == 1 for one in fronts),
+                "each router to hear the other",
+                60,
+            )
+    assert two.in_touch(ours, []) == [ours]
 
 
 def outcomes(ttft_s: float) -> list[Outcome]:

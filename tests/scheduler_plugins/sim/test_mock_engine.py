@@ -18,7 +18,13 @@ import zmq.asyncio
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.sim.mock.events import BlockRemoved, BlockStored, EventBatch, WatchedBlocks
+from scheduler_plugins.sim.mock.events import (
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Publisher,
+    WatchedBlocks,
+)
 from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids
 from scheduler_plugins.sim.mock.server import MockEngine
 from scheduler_plugins.sim.mock.settings import MockSettings
@@ -79,6 +85,22 @@ def test_answers_have_as_many_tokens_as_asked_and_say_what_was_cached() -> None:
             async with session.get(f"http://127.0.0.1:{mock.port}/metrics") as answer:
                 text = await answer.text()
             assert 'vllm:prefix_cache_hits_total{model_name="mock",engine="0"} 80' in text
+
+    run(scenario())
+
+
+def test_an_address_that_is_taken_leaves_no_socket_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    context = zmq.asyncio.Context
+    monkeypatch.setattr(zmq.asyncio, "Context", lambda: made.append(context()) or made[-1])
+
+    async def scenario() -> None:
+        first = Publisher("tcp://127.0.0.1:*")
+        for addresses in ((first.endpoint, ""), ("tcp://127.0.0.1:*", first.endpoint)):
+            with pytest.raises(zmq.ZMQError):
+                Publisher(*addresses)
+        assert [one.closed for one in made] == [False, True, True]
+        first.close()
 
     run(scenario())
 

@@ -14,7 +14,12 @@ from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
-from scheduler_plugins.router.fellows.exchange_of_load import FORGOTTEN_S, Fellows, InFlight
+from scheduler_plugins.router.fellows.exchange_of_load import (
+    FORGOTTEN_S,
+    SILENT_S,
+    Fellows,
+    InFlight,
+)
 from scheduler_plugins.router.fellows.memory import WORD_BYTES
 from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.metrics import Metrics
@@ -31,7 +36,7 @@ def router(key: str = "") -> tuple[Fellows, BackendEngine]:
     slots = EngineSlots(counts)
     slots.follow([engine])
     own = lambda one: list(one.load.counts())  # noqa: E731
-    return Fellows(counts, slots, lambda: [engine], own, key), engine
+    return Fellows(counts, slots, lambda: [engine], own, key, Metrics()), engine
 
 
 def test_what_one_router_sends_the_other_sees() -> None:
@@ -47,6 +52,25 @@ def test_what_one_router_sends_the_other_sees() -> None:
     assert theirs.in_flight == 0, "whoever leaves this router does not wait for others' requests"
     other.show(511.0 + FORGOTTEN_S + 0.1)
     assert theirs.prefills == 0, "a router that says nothing is gone"
+
+
+def test_a_prompt_of_ours_begins_when_the_last_one_of_the_other_router_ends() -> None:
+    (one, its), (other, theirs) = router(), router()
+
+    def tell(now_s: float) -> None:
+        for speaker, listener in ((one, other), (other, one)):
+            if message := speaker.saying(now_s):
+                listener.heard(message, now_s)
+                listener.show(now_s)
+
+    its.load.prefill_sent("a", 1000, 10.0, 100.0)
+    tell(100.0)
+    theirs.load.prefill_sent("b", 1000, 10.0, 105.0)
+    tell(105.0)
+    assert theirs.queued_s(105.0) == its.queued_s(105.0) == 15.0
+    its.load.prefill_ended("a", 110.0)
+    tell(110.0)
+    assert theirs.queued_s(112.0) == its.queued_s(112.0) == 8.0
 
 
 def test_a_router_says_nothing_twice_but_that_it_lives() -> None:
@@ -97,6 +121,27 @@ def test_a_fellow_that_lies_about_its_counts_is_not_believed() -> None:
         assert (theirs.context, theirs.open_requests) == (5, 1), lie
         one, its = router()
         other, theirs = router()
+
+
+def test_a_router_that_was_named_and_is_not_heard_is_missed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (one, _), (other, _) = router(), router()
+    for now_s in (100.0, 100.0 + SILENT_S - 1):
+        one.count(1, now_s)
+    assert not caplog.records
+    for now_s in (100.0 + SILENT_S, 100.0 + 2 * SILENT_S):
+        one.count(1, now_s)
+    (line,) = caplog.messages
+    assert "0 of 1 other routers" in line
+    assert "PD_ROUTER_KEY" in line
+    message = other.saying(200.0)
+    assert message is not None
+    one.heard(message, 200.0)
+    with caplog.at_level("INFO"):
+        one.count(1, 200.0)
+    assert caplog.messages[1:] == ["all 1 other routers are heard again"]
+    assert one._gauge.collect()[0].samples[0].value == 1
 
 
 def test_two_routers_over_the_network() -> None:

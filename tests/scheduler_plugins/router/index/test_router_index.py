@@ -2,6 +2,8 @@
 """What the live router knows of its engines' caches, and what that does to requests."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -59,12 +61,21 @@ def test_an_engine_that_restarted_is_not_expected_to_have_anything() -> None:
     run(scenario())
 
 
+@asynccontextmanager
+async def destroyed(context: zmq.asyncio.Context) -> AsyncIterator[None]:
+    """A context that is left to the garbage collector with its sockets keeps the collector waiting without end."""
+    try:
+        yield
+    finally:
+        context.destroy(linger=0)
+
+
 def test_kv_events_reach_the_index_and_health_says_so() -> None:
     async def scenario() -> None:
         context = zmq.asyncio.Context()
         events = context.socket(zmq.PUB)
         port = events.bind_to_random_port("tcp://127.0.0.1")
-        async with World(prefill=1) as world:
+        async with destroyed(context), World(prefill=1) as world:
             (engine,) = [one for one in world.engines if one.url == world.p[0].url]
             pool = world.app[SHARED].pool
             pool.caches.follow(engine, f"tcp://127.0.0.1:{port}", None)
@@ -90,7 +101,6 @@ def test_kv_events_reach_the_index_and_health_says_so() -> None:
             assert pool.caches.prefixes.match(prompt, [engine], 64, 0.0) == [4]
             cache = (await world.get("/health")).json["engines"][0]["cache"]
             assert cache == {"source": "events", "blocks": 4}, json.dumps(cache)
-        context.destroy(linger=0)
 
     run(scenario())
 
@@ -119,7 +129,7 @@ def test_a_request_for_one_engine_goes_to_the_rank_that_has_its_prompt(
             except zmq.ZMQError:
                 publishers[0].unbind(f"tcp://127.0.0.1:{port}")
         ids = list(range(600))
-        async with World(prefill=1) as world:
+        async with destroyed(context), World(prefill=1) as world:
             fake = world.d[0]
             ports = EventPorts(events=f"tcp://127.0.0.1:{port}")
             loads = (load_of(0), load_of(1))
@@ -153,7 +163,6 @@ def test_a_request_for_one_engine_goes_to_the_rank_that_has_its_prompt(
             assert fake.headers[-1].get("X-data-parallel-rank") == sent_to
             assert (await world.complete(prompt=ids)).status == 200
             assert "X-data-parallel-rank" not in fake.headers[-1]  # its KV comes from elsewhere
-        context.destroy(linger=0)
 
     run(scenario())
 
