@@ -25,12 +25,15 @@ from support.agents import (
 
 from pd_connector.agent.commands import Distrust, Drop
 from pd_connector.errors import Cause
+from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.peers import Peer, Source
 
 __all__ = ["ranks"]
 
 THEIRS, OURS = [1, 2, 3, 4], [9, 8, 7, 6]
+STAGES = (Shard(0, 1, 0, 1), Shard(1, 2, 0, 1))
+STAGES_OF_TWO = tuple(Shard(layer, layer + 1, rank, 2) for layer in range(2) for rank in range(2))
 
 
 def numbers(rank: Rank) -> None:
@@ -226,8 +229,8 @@ def test_changed_weights_have_to_pass_again(start: Any, ranks: Ranks) -> None:
     assert load(consumer, producer, "c", compares=True).cause is None
 
 
-@pytest.mark.parametrize(("sources", "destinations"), [(HALVES, (WHOLE,)), ((WHOLE,), HALVES)])
-def test_every_rank_compares_its_part(ranks: Ranks, sources: Any, destinations: Any) -> None:
+def engines(ranks: Ranks, sources: Any, destinations: Any) -> tuple[list[Rank], list[Rank]]:
+    """The ranks of a producer and of a consumer engine, which has computed what the producer has."""
     settings = LONG | TRANSPORTS["tcp"]
     producers = [
         ranks(settings, consumes=False, geometry=geometry_of(shard), shards=sources)
@@ -246,13 +249,27 @@ def test_every_rank_compares_its_part(ranks: Ranks, sources: Any, destinations: 
     ]
     for rank in producers:
         numbers(rank)
-    producers[-1].layers[0][2, -1] = 0  # the last head, in one page
-    for producer in producers:
-        offer(producer, "t")
     for consumer in consumers:
         computed(producers, consumer)
-        consumer.agent.submit(load_of(producers, "t", compares=True))
-    found = [consumer.loaded("t") for consumer in consumers]
+    return producers, consumers
+
+
+def load_by_all(
+    producers: Sequence[Rank], consumers: Sequence[Rank], transfer: str, **changes: Any
+) -> list[Finished]:
+    """Every rank of the consumer loads its part."""
+    for producer in producers:
+        offer(producer, transfer)
+    for consumer in consumers:
+        consumer.agent.submit(load_of(producers, transfer, **changes))
+    return [consumer.loaded(transfer) for consumer in consumers]
+
+
+@pytest.mark.parametrize(("sources", "destinations"), [(HALVES, (WHOLE,)), ((WHOLE,), HALVES)])
+def test_every_rank_compares_its_part(ranks: Ranks, sources: Any, destinations: Any) -> None:
+    producers, consumers = engines(ranks, sources, destinations)
+    producers[-1].layers[0][2, -1] = 0  # the last head, in one page
+    found = load_by_all(producers, consumers, "t", compares=True)
     assert [one.cause for one in found[:-1]] == [None] * (len(found) - 1)
     assert found[-1].cause == Cause.AUDIT
     assert "layer 0, page 1" in found[-1].detail
@@ -261,6 +278,48 @@ def test_every_rank_compares_its_part(ranks: Ranks, sources: Any, destinations: 
         assert consumer.gauge("distrusted_producers") == 0
         consumer.agent.submit(Distrust("engine", "a rank found it"))
         until(lambda: consumer.gauge("distrusted_producers"), "the other rank to follow")  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations"),
+    [
+        (STAGES, (WHOLE,)),
+        ((WHOLE,), STAGES),
+        (STAGES, STAGES),
+        (STAGES, HALVES),
+        (STAGES_OF_TWO, STAGES),
+    ],
+    ids=["2 to 1", "1 to 2", "2 to 2", "2 to TP 2", "2 of TP 2 to 2"],
+)
+def test_every_pipeline_stage_compares_its_layers(
+    ranks: Ranks, sources: Any, destinations: Any
+) -> None:
+    """What is wrong on one stage only is found by the ranks that hold its layers, and named by the
+    layer's number in the model. Adapters pass by themselves."""
+    producers, consumers = engines(ranks, sources, destinations)
+    for transfer, adapter in (("a", ""), ("b", "one")):
+        found = load_by_all(producers, consumers, transfer, compares=True, adapter=adapter)
+        assert [one.cause for one in found] == [None] * len(consumers)
+        compared = [one.comparison.pages for one in found if one.comparison is not None]
+        parts = max(1, sources[0].tp_size // destinations[0].tp_size)  # of a page's heads
+        layers = [len(consumer.layers) for consumer in consumers]
+        assert compared == [2 * 4 * parts * count for count in layers], "K and V of four pages"
+    for producer in producers:
+        if 1 in producer.layers:
+            producer.layers[1][3] *= 1.5
+    found = load_by_all(producers, consumers, "c", compares=True, adapter="one")
+    for consumer, one in zip(consumers, found, strict=True):
+        if 1 in consumer.layers:
+            assert one.cause == Cause.AUDIT
+            assert "layer 1, page 2" in one.detail
+        else:
+            assert one.cause is None
+    # Until the scheduler has told the others, only these refuse: a load needs all ranks.
+    found = load_by_all(producers, consumers, "d", compares=False)
+    assert [one.cause == Cause.AUDIT for one in found] == [1 in c.layers for c in consumers]
+    for consumer in consumers:
+        consumer.agent.submit(Distrust("engine", "a rank found it"))
+        until(lambda: consumer.gauge("distrusted_producers"), "every rank to follow")  # noqa: B023
 
 
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "int8"])

@@ -93,6 +93,8 @@ def test_a_client_that_leaves_before_the_transfer_frees_the_lease(pair: Pair) ->
     }
     with leaving_client(pair.d, prompt, cache_salt=salt, kv_transfer_params=params):
         wait_until(lambda: loading(pair), "the decode engine waits for the prefill")
+    # The prefill may be faster than the news that the client has left.
+    wait_until(lambda: not loading(pair), "the decode engine has heard that its client left")
     ours = {**TWO_STEP_PARAMS, "transfer_id": "left-before"}
     with delta(pair.p, "pd_connector:releases_total", cause="aborted") as freed:
         completion(pair.p, prompt, 1, cache_salt=salt, kv_transfer_params=ours)
