@@ -34,8 +34,9 @@ class LoadEnds:
         """What was watched begins to come, or will not come."""
         if held.cause is not None:
             self._telemetry.count("failed_transfers", cause=held.cause)
-            told = "no KV for request %s (%s): %s"
-            logger.log(self._outage.level, told, held.request, held.cause, held.detail)
+            if held.cause is not Cause.ABORTED:
+                told = "no KV for request %s (%s): %s"
+                logger.log(self._outage.level, told, held.request, held.cause, held.detail)
             self._outage.failed(held.cause, held.detail, now)
         self._report(held)
 

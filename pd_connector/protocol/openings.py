@@ -48,7 +48,7 @@ class Openings:
         """See `Producer.watch`."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
-            if self._past.has_ended(transfer) or self._past.is_unwanted(transfer):
+            if self._past.is_over(transfer):
                 return [_refusal(session, transfer, *self._past.why_not(transfer))]
             outgoing = self._transfers.known(transfer, now + self._config.lease_s)
         self._transfers.touch(session, outgoing)
@@ -64,7 +64,7 @@ class Openings:
         if (session, transfer) in self._draining:
             return [_refusal(session, transfer, Cause.DUPLICATE, "its last opening still ends")]
         if outgoing is None:
-            if not message.wait or self._past.has_ended(transfer):
+            if not message.wait or self._past.is_over(transfer):
                 return [_refusal(session, transfer, *self._past.why_not(transfer))]
             outgoing = self._transfers.known(transfer, now + self._config.lease_s)
         if session in outgoing.streams or outgoing.full(message.readers):

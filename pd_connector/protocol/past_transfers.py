@@ -18,11 +18,14 @@ class PastTransfers:
         self._unwanted: dict[str, tuple[Cause, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
 
-    def has_ended(self, transfer: str) -> bool:
-        return transfer in self._ended
+    def is_over(self, transfer: str) -> bool:
+        """Whether nothing comes of it: it has ended, or nobody wants it."""
+        return transfer in self._ended or transfer in self._unwanted
 
     def why_not(self, transfer: str) -> tuple[Cause, str]:
         """What to tell a consumer that asks for a transfer that is not here."""
+        if transfer in self._unwanted:
+            return self._unwanted[transfer][0], "it was cancelled before its prefill ended"
         if self._ended.get(transfer) is Cause.LEASE_EVICTED:
             return Cause.LEASE_EVICTED, "its pages were needed for others while it waited"
         if self._ended.get(transfer) is Cause.PREFILL_ENDED:  # its end has overtaken the question
@@ -47,8 +50,11 @@ class PastTransfers:
         self._ended.pop(transfer, None)
 
     def unwant(self, transfer: str, cause: Cause, until: float) -> None:
-        """Nobody wants it; remembered until this time."""
-        self._unwanted[transfer] = cause, until
+        """Nobody wants it; remembered until this time. Where that was known, the first cause and the
+        later time stand: vLLM announces a request whose client has left once more, and aborts it
+        again, so that nothing is kept for it."""
+        cause, until_now = self._unwanted.get(transfer, (cause, until))
+        self._unwanted[transfer] = cause, max(until, until_now)
         self._deadlines.set(transfer, until)
 
     def forget_unwanted(self, transfer: str) -> None:

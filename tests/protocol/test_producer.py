@@ -181,6 +181,22 @@ def test_a_cancel_before_the_pages_exist_frees_them_when_they_come(
     assert producer.transfers == 0
 
 
+def test_a_second_cancel_neither_hides_the_first_ones_reason_nor_is_remembered_less_long(
+    producer: Producer,
+):
+    """As vLLM does it: the request is announced again after its end, and aborted again."""
+    producer.watch(ONE, "t", 0.0)
+    producer.cancel(ONE, "t", Cause.ABORTED, 0.0)
+    assert producer.watch(ONE, "t", 0.0) == [
+        Reply(ONE, messages.Refuse("t", Cause.ABORTED, "it was cancelled before its prefill ended"))
+    ]
+    producer.cancel(ONE, "t", Cause.NOT_NEEDED, 0.0)
+    later = CONFIG.wait_timeout_s - 1
+    assert later > CONFIG.lease_s
+    producer.tick(later)
+    assert producer.offer(OFFER, later) == [Free("request", Cause.ABORTED)]
+
+
 def test_cancelled_is_said_when_the_last_write_has_ended(producer: Producer):
     producer.offer(OFFER, 0.0)
     producer.open(ONE, opening(slots=(0, 1)), ROUTES, 0.0)
