@@ -33,24 +33,23 @@ class LoadEnds:
     def held(self, held: Held, now: float) -> None:
         """What was watched begins to come, or will not come."""
         if held.cause is not None:
-            self._telemetry.count("failed_transfers", cause=held.cause)
-            if held.cause is not Cause.ABORTED:
-                told = "no KV for request %s (%s): %s"
-                logger.log(self._outage.level, told, held.request, held.cause, held.detail)
-            self._outage.failed(held.cause, held.detail, now)
+            told = "no KV for request %s (%s): %s"
+            self._failed(told, held.request, held.cause, held.detail, now)
         self._report(held)
 
     def finished(self, finished: Finished, now: float) -> None:
         """A load has ended, well or not."""
-        request, cause, detail = finished.request, finished.cause, finished.detail
-        if cause is None:
+        if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)
             self._outage.succeeded()
         else:
-            self._telemetry.count("failed_transfers", cause=cause)
-            if cause is not Cause.ABORTED:
-                told = "KV of request %s did not arrive (%s): %s"
-                logger.log(self._outage.level, told, request, cause, detail)
-            self._outage.failed(cause, detail, now)
+            told = "KV of request %s did not arrive (%s): %s"
+            self._failed(told, finished.request, finished.cause, finished.detail, now)
         self._report(finished)
+
+    def _failed(self, told: str, request: str, cause: Cause, detail: str, now: float) -> None:
+        self._telemetry.count("failed_transfers", cause=cause)
+        if cause is not Cause.ABORTED:
+            logger.log(self._outage.level, told, request, cause, detail)
+        self._outage.failed(cause, detail, now)
