@@ -30,7 +30,7 @@ from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
 from pd_connector.tools.launch import Client, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.netns import Namespace
-from pd_connector.tools.launch.sglang import SglangEngine
+from pd_connector.tools.launch.sglang import SglangEngine, SglangRole
 
 Kind = Literal["vLLM", "SGLang"]
 
@@ -123,24 +123,15 @@ class SglangSide(Side):
 
     def __init__(
         self,
-        role: Literal["prefill", "decode"],
+        role: SglangRole,
         stage: PairSetup,
         namespace: Namespace | None,
         name: str,
         peers: Sequence[str],
     ) -> None:
         config = {**_CONFIG, "overlap": "step", **({"peers": list(peers)} if peers else {})}
-        self.engine: SglangEngine = SglangEngine(
-            stage.model,
-            role,
-            extra_config=config,
-            max_tokens=stage.max_model_len + sglang.BESIDE_TOKENS,
-            name=name,
-            # The whole prompt in one step.
-            args=[*stage.args, "--chunked-prefill-size", str(2 * stage.max_model_len)],
-            env=stage.env,
-            log_path=stage.logs / f"{name.replace(' ', '-')}.log",
-            namespace=namespace,
+        self.engine: SglangEngine = sglang.engine_of(
+            stage, name, role, "pd_connector", config, namespace, stage.env
         )
 
     def whereabouts(self) -> Whereabouts:
@@ -154,14 +145,7 @@ class SglangSide(Side):
     def decode(
         self, prompt: Sequence[int], room: int, salt: str, where: Whereabouts
     ) -> tuple[float, str]:
-        first_at, text = 0.0, ""
-        body = self._body(prompt, room, salt, DECODED_TOKENS, where)
-        for event in self.client.stream("/generate", body):
-            if "error" in event:
-                raise BenchError(f"{self.engine.name} answers with an error: {event['error']}")
-            first_at = first_at or time.time()
-            text = event["text"]
-        return first_at, text
+        return sglang.decoded(self.engine, self._body(prompt, room, salt, DECODED_TOKENS, where))
 
     @staticmethod
     def _body(
@@ -200,7 +184,7 @@ class CrossPair(Pair):
         namespaces = stage.namespaces or (None, None)
         peers = [one.address for one in namespaces if one is not None]
 
-        def side(index: int, role: Literal["prefill", "decode"]) -> Side:
+        def side(index: int, role: SglangRole) -> Side:
             name, namespace = f"{contender.name} {role}", namespaces[index]
             if contender.kinds[index] == "vLLM":
                 return VllmSide(role, stage, namespace, name)
@@ -222,10 +206,7 @@ class CrossPair(Pair):
         return Run(prefilled - started, first_at - prefilled, text)
 
     def check(self) -> None:
-        grown = self._decode.engine.metrics().since(self._before)
-        if failures := {name: count for name in _FAILURES if (count := grown.total(name))}:
-            engine = self._decode.engine
-            raise BenchError(f"{engine.name}: {failures}; see {engine.log_path}")
+        self._check_none_failed(_FAILURES)
 
 
 def _whereabouts(engine: Service, told: object, port: int | None) -> Whereabouts:

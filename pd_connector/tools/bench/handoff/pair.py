@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pd_connector.tools.bench.flow import Run
+from pd_connector.tools.bench.flow import BenchError, Run
 from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.launch import Client, Samples, Service
@@ -102,6 +102,13 @@ class Pair(ABC):
         Raises:
             BenchError: it did not, so that its times are not those of a handoff.
         """
+
+    def _check_none_failed(self, names: Sequence[str]) -> None:
+        """Raises BenchError if one of these counters of the decode engine has grown since `begin`."""
+        decode = self.engines[1]
+        grown = decode.metrics().since(self._before)
+        if failures := {name: count for name in names if (count := grown.total(name))}:
+            raise BenchError(f"{decode.name}: {failures}; see {decode.log_path}")
 
     def decoding(self, prompt: Sequence[int]) -> AbstractContextManager[Sequence[float]]:
         """Within, the decode engine decodes one long answer; gives the times at which its tokens came,

@@ -25,7 +25,14 @@ from pd_connector.tools.bench.handoff.line_up import LineUp
 from pd_connector.tools.bench.handoff.nixl_host_memory import with_plugin
 from pd_connector.tools.bench.handoff.pair import Pair, PairSetup
 from pd_connector.tools.bench.model import kv_bytes_per_token
-from pd_connector.tools.launch.sglang import SglangEngine, sglang_on_cpu, sglang_python
+from pd_connector.tools.launch import Service
+from pd_connector.tools.launch.netns import Namespace
+from pd_connector.tools.launch.sglang import (
+    SglangEngine,
+    SglangRole,
+    sglang_on_cpu,
+    sglang_python,
+)
 
 NIXL_BACKEND = "nixl"
 MODEL_ID = "bench"
@@ -59,6 +66,52 @@ class SglangContender(Contender):
     tp: tuple[int, int] = (1, 1)
 
 
+def engine_of(
+    stage: PairSetup,
+    name: str,
+    role: SglangRole,
+    connector: str,
+    config: Mapping[str, Any],
+    namespace: Namespace | None,
+    env: Mapping[str, str],
+    *,
+    page_size: int = 16,
+    tp: int = 1,
+) -> SglangEngine:
+    """One engine of a pair, not started. It computes each prompt in one step."""
+    return SglangEngine(
+        stage.model,
+        role,
+        connector,
+        config,
+        page_size=page_size,
+        tp=tp,
+        max_tokens=stage.max_model_len + BESIDE_TOKENS,
+        name=name,
+        args=[*stage.args, "--chunked-prefill-size", str(2 * stage.max_model_len)],
+        env=env,
+        log_path=stage.logs / f"{name.replace(' ', '-')}.log",
+        namespace=namespace,
+    )
+
+
+def answer(engine: Service, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Events of an engine's answer that bring tokens. Raises BenchError: it answers with an error."""
+    for event in engine.client.stream("/generate", body):
+        if "error" in event:
+            raise BenchError(f"{engine.name} answers with an error: {event['error']}")
+        yield event
+
+
+def decoded(engine: Service, body: Mapping[str, Any]) -> tuple[float, str]:
+    """When an answer's first token came, in seconds of `time.time` (0: none came), and the text."""
+    first_at, text = 0.0, ""
+    for event in answer(engine, body):
+        first_at = first_at or time.time()
+        text = event["text"]
+    return first_at, text
+
+
 class SglangPair(Pair):
     """Two SGLang engines."""
 
@@ -86,23 +139,18 @@ class SglangPair(Pair):
         env = dict(stage.env)
         if not ours and sglang_on_cpu(sglang_python()):
             env |= with_plugin(stage.logs / "nixl-host-memory")
-        step = ["--chunked-prefill-size", str(2 * stage.max_model_len)]
 
-        def engine(index: int, role: Any) -> SglangEngine:
-            name = f"{contender.name} {role}"
-            return SglangEngine(
-                stage.model,
+        def engine(index: int, role: SglangRole) -> SglangEngine:
+            return engine_of(
+                stage,
+                f"{contender.name} {role}",
                 role,
                 contender.connector,
                 config,
+                namespaces[index],
+                env,
                 page_size=contender.pages[index],
                 tp=contender.tp[index],
-                max_tokens=stage.max_model_len + BESIDE_TOKENS,
-                name=name,
-                args=[*stage.args, *step],
-                env=env,
-                log_path=stage.logs / f"{name.replace(' ', '-')}.log",
-                namespace=namespaces[index],
             )
 
         return cls(contender, engine(0, "prefill"), engine(1, "decode"), stage.model)
@@ -112,10 +160,7 @@ class SglangPair(Pair):
         with ThreadPoolExecutor(1) as threads:
             started = time.time()
             prefilling = threads.submit(self._prefill.client.post, "/generate", body)
-            first_at, text = 0.0, ""
-            for event in self._answer(body):
-                first_at = first_at or time.time()
-                text = event["text"]
+            first_at, text = decoded(self._decode, body)
             prefilled = prefilling.result()["meta_info"]["prefill_finished_time"]
         if not first_at:
             raise BenchError(f"{self._decode.name} ended its answer without a token")
@@ -123,9 +168,7 @@ class SglangPair(Pair):
 
     def check(self) -> None:
         """A decode engine of SGLang computes no prompt: what did not come is a failed request."""
-        grown = self._decode.metrics().since(self._before)
-        if failures := {name: count for name in _FAILURES if (count := grown.total(name))}:
-            raise BenchError(f"{self._decode.name}: {failures}; see {self._decode.log_path}")
+        self._check_none_failed(_FAILURES)
 
     @contextmanager
     def decoding(self, prompt: Sequence[int]) -> Iterator[Sequence[float]]:
@@ -136,7 +179,7 @@ class SglangPair(Pair):
         def read() -> None:
             with ThreadPoolExecutor(1) as threads:
                 prefilling = threads.submit(self._prefill.client.post, "/generate", body)
-                for _ in self._answer(body):
+                for _ in answer(self._decode, body):
                     times.append(time.perf_counter())
                     begun.set()
                     if ended.is_set():
@@ -175,13 +218,6 @@ class SglangPair(Pair):
             "bootstrap_port": self._prefill.bootstrap_port,
             "bootstrap_room": random.getrandbits(62) + 1,
         }
-
-    def _answer(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events of the decode engine's answer that bring tokens."""
-        for event in self._decode.client.stream("/generate", body):
-            if "error" in event:
-                raise BenchError(f"{self._decode.name} answers with an error: {event['error']}")
-            yield event
 
 
 def _nixl(page_size: int) -> SglangContender:
