@@ -5,9 +5,7 @@ Every error names the config key, the value found, and what to do.
 """
 
 import difflib
-import ipaddress
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,6 +13,7 @@ import msgspec
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.hosts import is_loopback, is_peer_entry, is_wildcard, matches
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
@@ -23,7 +22,6 @@ CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
 file that holds one."""
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
-_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
@@ -152,7 +150,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             # Without a key it would be refused, where engines of one machine need none.
             open_to_others = bool(values.get("key")) or values.get("insecure") is True
             engine_host = environment.get(host_variable, "")
-            if open_to_others and not _is_wildcard(engine_host):
+            if open_to_others and not is_wildcard(engine_host):
                 values["host"] = engine_host
         try:
             config = msgspec.convert(values, cls)
@@ -176,7 +174,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def is_peer(self, host: str) -> bool:
         """Whether `host` is within `peers`. Names are not looked up."""
-        return any(_matches(host, entry) for entry in self.peers)
+        return any(matches(host, entry) for entry in self.peers)
 
     def _check(self) -> None:
         if self.key and (weakness := _weakness(self.key)):
@@ -185,11 +183,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"(config key `key` or variable {KEY_VARIABLE})"
             )
         for entry in self.peers:
-            if not _is_peer_entry(entry):
+            if not is_peer_entry(entry):
                 raise self._wrong(
                     "peers", f"{entry!r} is no network such as 10.0.0.0/8, no address and no name"
                 )
-        if _is_wildcard(self.host):
+        if is_wildcard(self.host):
             raise ConfigError(
                 f"host {self.host!r}: must be the name or address under which peers reach this "
                 "engine, not a wildcard (config key host)"
@@ -254,47 +252,6 @@ def _weakness(key: str) -> str:
     if key in (key + key)[1:-1]:
         return "that repeats itself"
     return ""
-
-
-def _is_peer_entry(entry: str) -> bool:
-    return _network(entry) is not None or bool(_NAME.fullmatch(entry))
-
-
-def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    try:
-        return ipaddress.ip_network(entry, strict=False)
-    except ValueError:
-        return None
-
-
-def _matches(host: str, entry: str) -> bool:
-    network = _network(entry)
-    if network is None:
-        name, entry = host.lower(), entry.lower()
-        return name.endswith(entry[1:]) if entry.startswith("*.") else name == entry
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address) in network
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback literal or `localhost`; other names are not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host in ("", "*")
 
 
 def _unknown_key(name: str, known: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import CODEC_GROUP, CODECS, Config, is_loopback
+from pd_connector.config import CODEC_GROUP, CODECS, Config
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.kv.coding import CODINGS
@@ -213,25 +213,6 @@ def test_the_engines_own_host_comes_before_loopback_where_other_machines_may_com
     environment["PD_CONNECTOR_HOST"] = "10.0.0.1"
     assert _load(environment, key=KEY).host == "10.0.0.1"
     assert _load(environment, key=KEY, host="10.0.0.2").host == "10.0.0.2"
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("localhost", True),
-        ("127.0.0.1", True),
-        ("127.255.0.3", True),
-        ("::1", True),
-        ("10.0.0.1", False),
-        ("0.0.0.0", False),
-        ("localhost.example", False),
-        ("127.0.0.1:80", False),
-        ("2130706433", False),
-        ("", False),
-    ],
-)
-def test_loopback_is_told_from_the_text_alone(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
 
 
 _json = st.recursive(

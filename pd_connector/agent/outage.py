@@ -4,8 +4,8 @@
 import logging
 from collections import Counter
 
-from pd_connector.config import is_loopback
 from pd_connector.errors import Cause
+from pd_connector.hosts import is_loopback
 from pd_connector.remedies import remedy, told
 
 logger = logging.getLogger("pd_connector.agent.outage")

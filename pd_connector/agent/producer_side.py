@@ -15,9 +15,9 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.resources import RankResources
-from pd_connector.config import is_loopback
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
+from pd_connector.hosts import is_loopback
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.protocol import messages

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host names, addresses and ZeroMQ endpoints."""
 
-import ipaddress
 import socket
 
 import zmq
+
+from pd_connector.hosts import numeric_address
 
 _POLLIN = int(zmq.POLLIN)  # operations on flags take microseconds
 
@@ -15,12 +16,11 @@ def numeric(host: str) -> str:
     Raises:
         OSError: the name does not resolve.
     """
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-        return str(found[0][4][0])
+    if (address := numeric_address(host)) is not None:
+        return str(address)
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
 
 
 def endpoint(host: str, port: int | str) -> str:

@@ -6,7 +6,6 @@ would stop every session; so it is given numeric addresses only, and names are l
 threads of their own.
 """
 
-import ipaddress
 import threading
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from collections.abc import Callable
 
 from pd_connector.control.addresses import numeric
 from pd_connector.errors import PDConnectorError
+from pd_connector.hosts import numeric_address
 
 _MOST_LOOKUPS = 4
 """At a time; each takes a thread until the name server has answered."""
@@ -28,12 +28,8 @@ class UnknownHostError(PDConnectorError):
 
 def canonical(host: str) -> str | None:
     """The one spelling of a numeric address; None for a name."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
+    address = numeric_address(host)
+    return None if address is None else str(address)
 
 
 class Resolver:

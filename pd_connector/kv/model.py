@@ -20,6 +20,8 @@ FINGERPRINT_BYTES = 16
 _LOCAL_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
 )
+# In them `dtype` says how numbers are quantised, and not what an engine computes in.
+_QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
 
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -200,13 +202,19 @@ def _by_layer(facts: ModelFacts) -> dict[int, LayerFacts]:
     return {number: each for each in facts.layers for number in each.layers}
 
 
-def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(config: Mapping[str, Any], dropped: frozenset[str] = _LOCAL_KEYS) -> dict[str, Any]:
     """A config without what says nothing of the KV, at any depth, and without nulls: engines write
     them for what is not there."""
+
+    def below(name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return _kept(value, frozenset() if name in _QUANTISATION_KEYS else dropped)
+
     return {
-        name: _kept(value) if isinstance(value, Mapping) else value
+        name: below(name, value)
         for name, value in config.items()
-        if name not in _LOCAL_KEYS and value is not None
+        if name not in dropped and value is not None
     }
 
 

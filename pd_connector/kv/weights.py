@@ -5,7 +5,7 @@ names, or how the tensors are spread over files.
 | file | sampled | full |
 |---|---|---|
 | safetensors | name, dtype and shape of every tensor, and bytes of every tensor | all bytes of every tensor |
-| `.bin`, `.pt`, `.pth` (zip archives of torch) | name, size and CRC-32 of every entry, as the archive has them | all bytes |
+| `.bin`, `.pt`, `.pth` (zip archives of torch) | name, size and CRC-32 of every entry, as the archive has them, and bytes of every entry | all bytes |
 | GGUF and others | size, and 4,096 samples of each file | all bytes |
 """
 
@@ -28,8 +28,15 @@ logger = logging.getLogger("pd_connector.kv.weights")
 FINGERPRINT_BYTES = 16
 _KINDS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """In this order: a folder that has files of several kinds is loaded from the first."""
+_KINDS_OF_FORMAT = {
+    "mistral": ("consolidated*.safetensors",),
+    "npcache": ("*.bin",),
+    "pt": ("*.pt",),
+}
+"""What engines load if told a format (`--load-format`) that is not their first choice."""
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "scheduler.pt"})
-_INDEX = "*.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
+_INDEX_OF_FORMAT = {"mistral": "consolidated.safetensors.index.json"}
 _MOST_HEADER_BYTES = 100 << 20
 _SAMPLE_BYTES = 1024
 _SAMPLES_PER_TENSOR = 4
@@ -38,6 +45,9 @@ _MOST_SAMPLES = 40_000
 _SAMPLES_PER_FILE = 4096
 _READERS = 8
 _BLOCK_BYTES = 8 << 20
+_LENGTHS_IN_ENTRY = 26
+"""Where the header before an entry of a zip archive has the lengths of its name and its extra field,
+the last of the header."""
 _MODULUS = 1 << (8 * FINGERPRINT_BYTES)
 
 
@@ -66,7 +76,9 @@ class _Tensor(NamedTuple):
         return f"{self.name}\0{self.dtype}\0{self.shape}\0".encode()
 
 
-def read_weights(path: Path, *, full: bool = False, cache: Path | None = None) -> Weights | None:
+def read_weights(
+    path: Path, *, full: bool = False, cache: Path | None = None, load_format: str = "auto"
+) -> Weights | None:
     """Fingerprint the weights at a path.
 
     Args:
@@ -74,6 +86,7 @@ def read_weights(path: Path, *, full: bool = False, cache: Path | None = None) -
         full: read all bytes, and not only samples. A terabyte takes minutes, once: see `cache`.
         cache: file that keeps fingerprints of whole files by device, inode, size and time of change;
             made if it is not there.
+        load_format: which of several kinds of files the engine loads.
 
     Returns:
         None where there are no weights.
@@ -82,33 +95,32 @@ def read_weights(path: Path, *, full: bool = False, cache: Path | None = None) -
         OSError: a file cannot be read.
         ValueError: a file is not what its name says.
     """
-    files = [path] if path.is_file() else weight_files(path)
+    files = [path] if path.is_file() else weight_files(path, load_format)
     if not files:
         return None
     sampled = _sum(_sampled(files))
     return Weights(sampled, _full(files, cache) if full else b"")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint's folder that hold the weights an engine loads."""
+def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
+    """The files of a checkpoint's folder that hold the weights an engine loads, told this format."""
     if not folder.is_dir():
         return []
-    for kind in _KINDS:
+    for kind in _KINDS_OF_FORMAT.get(load_format, _KINDS):
         found = sorted(file for file in folder.glob(kind) if file.name not in _NOT_WEIGHTS)
         if not found:
             continue
-        listed = _listed(folder) if kind == "*.safetensors" else set()
+        index = folder / _INDEX_OF_FORMAT.get(load_format, _INDEX)
+        listed = _listed(index) if kind.endswith(".safetensors") else set()
         return [file for file in found if file.name in listed] or found
     return []
 
 
-def _listed(folder: Path) -> set[str]:
+def _listed(index: Path) -> set[str]:
     """Names of the files in the index, if there is one: others beside them are other copies."""
-    names: set[str] = set()
-    for index in folder.glob(_INDEX):
-        with suppress(OSError, ValueError, AttributeError, TypeError):
-            names |= set(json.loads(index.read_text())["weight_map"].values())
-    return names
+    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        return set(json.loads(index.read_text())["weight_map"].values())
+    return set()
 
 
 def _sum(parts: Iterable[int]) -> bytes:
@@ -129,16 +141,25 @@ def _sampled(files: list[Path]) -> Iterator[int]:
         if file.suffix == ".safetensors":
             tensors += _tensors(file)
         elif zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                for entry in archive.infolist():
-                    name = entry.filename.partition("/")[2]  # without the archive's own name
-                    yield _digest(f"{name}\0{entry.file_size}\0{entry.CRC}".encode())
+            yield from _sampled_archive(file)
         else:
             size = file.stat().st_size
             yield _digest(str(size).encode(), *_samples_of(file, 0, size, _SAMPLES_PER_FILE))
     each = max(1, min(_SAMPLES_PER_TENSOR, _MOST_SAMPLES // max(1, len(tensors))))
     with ThreadPoolExecutor(_READERS, "pd-weights") as readers:
         yield from readers.map(lambda tensor: _sampled_tensor(tensor, each), tensors)
+
+
+def _sampled_archive(file: Path) -> Iterator[int]:
+    """Of each entry. Its CRC alone does not do: torch can be told to save without."""
+    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+        for entry in archive.infolist():
+            name = entry.filename.partition("/")[2]  # without the archive's own name
+            stream.seek(entry.header_offset + _LENGTHS_IN_ENTRY)
+            lengths: tuple[int, int] = struct.unpack("<HH", stream.read(4))
+            start = entry.header_offset + _LENGTHS_IN_ENTRY + 4 + sum(lengths)
+            samples = _samples_of(file, start, start + entry.compress_size, _SAMPLES_PER_TENSOR)
+            yield _digest(f"{name}\0{entry.file_size}\0{entry.CRC}".encode(), *samples)
 
 
 def _sampled_tensor(tensor: _Tensor, samples: int) -> int:
@@ -240,7 +261,8 @@ def _whole(file: Path) -> Iterator[int]:
 
 def _cache_key(file: Path) -> str:
     stat = file.stat()  # of the file itself where this is a link, as in Hugging Face's cache
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+    # The time of change, beside that of modification: this one cannot be set back.
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def _read_cache(cache: Path | None) -> dict[str, int]:

@@ -25,7 +25,8 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 )
 from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
 
-from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config, is_loopback
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
+from pd_connector.hosts import is_loopback
 from pd_connector.protocol.params import (
     ProducerAddress,
     decode_params,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pd_connector.config import Config
+from pd_connector.kv.checkpoint import read_config
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import (
     LayerFacts,
@@ -83,9 +84,8 @@ def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
     """`config.json` as it is on disk, with the operator's overrides; SGLang's own object where there is
     none. (That object has what SGLang adds to it.)"""
     overrides = json.loads(scheduler.server_args.json_model_override_args or "{}")
-    file = None if folder is None else folder / "config.json"
-    if file is not None and file.is_file():
-        known: dict[str, Any] = json.loads(file.read_text())
+    known = None if folder is None else read_config(folder)
+    if known is not None:
         return {**known, **overrides}
     found: dict[str, Any] = scheduler.model_config.hf_config.to_dict()
     return found
@@ -95,7 +95,7 @@ def _weights(scheduler: Any, folder: Path | None, *, full: bool) -> Weights | No
     if folder is None or scheduler.server_args.load_format == "dummy":
         return None
     try:
-        return read_weights(folder, full=full)
+        return read_weights(folder, full=full, load_format=scheduler.server_args.load_format)
     except (OSError, ValueError) as error:
         logger.warning("weights in %s cannot be hashed: %s", folder, error)
         return None

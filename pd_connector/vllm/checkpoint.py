@@ -2,13 +2,13 @@
 """Where vLLM's checkpoint and its config lie on this disk. A model may be named by a folder, a file, a
 repository, a repository and a quantisation (GGUF), or an address of an object store."""
 
-import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.kv.checkpoint import read_config as read_checkpoint_config
 from pd_connector.kv.weights import Weights, read_weights, weight_files
 
 if TYPE_CHECKING:
@@ -49,23 +49,27 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
     overrides = model.hf_overrides
     place = getattr(model, "hf_config_path", None) or model.model
     folder = Path(place) if Path(place).is_dir() else in_cache(place, model.revision)
-    file = None if folder is None else folder / "config.json"
-    if file is not None and file.is_file() and isinstance(overrides, Mapping | None):
+    if folder is not None and isinstance(overrides, Mapping | None):
         try:
-            return _overridden(json.loads(file.read_text()), overrides or {})
+            if (known := read_checkpoint_config(folder)) is not None:
+                return _overridden(known, overrides or {})
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read: %s", file, error)
+            logger.warning("the config in %s cannot be read: %s", folder, error)
     found: dict[str, Any] = model.hf_config.to_dict()
     return found
 
 
-def read_model_weights(model: "ModelConfig", *, full: bool) -> Weights | None:
+def read_model_weights(
+    model: "ModelConfig", *, full: bool, load_format: str = "auto"
+) -> Weights | None:
     """Fingerprints of the weights on disk; None where they are not there, or cannot be read."""
     path = weights_path(model.model, model.revision, getattr(model, "model_weights", "") or "")
     if path is None:
         return None
     try:
-        return read_weights(path, full=full, cache=_cache_home() / _CACHE)
+        if load_format == "auto" and any(path.glob("consolidated*.safetensors")):
+            load_format = "mistral"  # as vLLM decides
+        return read_weights(path, full=full, cache=_cache_home() / _CACHE, load_format=load_format)
     except (OSError, ValueError) as error:
         logger.warning("weights in %s cannot be hashed: %s", path, error)
         return None

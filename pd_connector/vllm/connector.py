@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.protocol.peers import Peer, Source
+from pd_connector.vllm.inputs import adapter_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
@@ -87,6 +88,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=vllm_config.parallel_config.world_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                adapters=adapter_settings(vllm_config),
             )
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config)

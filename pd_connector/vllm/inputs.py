@@ -2,6 +2,7 @@
 """What the KV of a prompt depends on beside its tokens: adapters, and images and the like, by content."""
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +15,16 @@ from pd_connector.kv.identity import adapter_files, adapter_fingerprint, token_f
 from pd_connector.vllm.checkpoint import in_cache
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 _MOST_INPUTS = 4096
 """Images and the like whose hashes are remembered."""
 
 
-_State = tuple[int, int, int]
-"""Inode, size and time of the last change of a file."""
+_State = tuple[int, int, int, int]
+"""Inode, size, and times of the last modification and the last change of a file. The latter cannot be
+set back."""
 
 
 class _Adapter(NamedTuple):
@@ -29,10 +32,33 @@ class _Adapter(NamedTuple):
     files: dict[Path, _State | None]  # as they were when they were read
 
 
-class RequestIdentity:
-    """Fingerprints of requests' prompts. Used by one thread."""
+def adapter_settings(vllm_config: "VllmConfig") -> str:
+    """Fingerprint of what an engine is told of adapters and their KV depends on; empty where it does
+    with them what they say."""
+    told = vllm_config.lora_config
+    if told is None:
+        return ""
+    plain = ("auto", str(vllm_config.model_config.dtype))
+    found = {
+        "target_modules": sorted(told.target_modules or ()),
+        "lora_dtype": "" if str(told.lora_dtype) in plain else str(told.lora_dtype),
+        "enable_tower_connector_lora": getattr(told, "enable_tower_connector_lora", False),
+        "enable_moe_shared_loras": getattr(told, "enable_moe_shared_loras", False),
+    }
+    found = {name: value for name, value in found.items() if value}
+    text = json.dumps(found, sort_keys=True).encode()
+    return "under " + hashlib.blake2b(text, digest_size=8).hexdigest() if found else ""
 
-    def __init__(self) -> None:
+
+class RequestIdentity:
+    """Fingerprints of requests' prompts. Used by one thread.
+
+    Args:
+        settings: what the engine is told of adapters (`adapter_settings`).
+    """
+
+    def __init__(self, settings: str = "") -> None:
+        self._settings = settings
         self._adapters: dict[tuple[int, str], _Adapter] = {}
         self._inputs: OrderedDict[str, str] = OrderedDict()
 
@@ -69,12 +95,15 @@ class RequestIdentity:
             folder = path if path.is_dir() else in_cache(str(lora.lora_path), None) or path
             files = {file: _state(file) for file in adapter_files(folder)}
             known = self._adapters[key] = _Adapter(adapter_fingerprint(folder), files)
-        for file, state in known.files.items():
-            if _state(file) not in (state, None):  # one that is gone cannot be read again either
+        elif not _unchanged(known):
+            files = {file: _state(file) for file in known.files}
+            if adapter_fingerprint(next(iter(files)).parent) != known.fingerprint:
                 raise OSError(
-                    f"{file} has changed since the adapter was loaded; unload the adapter, and load it again"
+                    f"{lora.lora_path} has changed since the adapter was loaded; unload the adapter, and "
+                    "load it again"
                 )
-        return f"{lora.lora_name} {known.fingerprint}"
+            self._adapters[key] = known._replace(files=files)
+        return f"{lora.lora_name} {known.fingerprint} {self._settings}".rstrip()
 
     def _input(self, feature: Any) -> str:
         """Hash of what the model is given for an image or the like: of what the engine's processor
@@ -92,13 +121,18 @@ class RequestIdentity:
         return self._inputs[known]
 
 
+def _unchanged(adapter: _Adapter) -> bool:
+    """Whether its files are untouched. One that is gone cannot be read again either."""
+    return all(_state(file) in (state, None) for file, state in adapter.files.items())
+
+
 def _state(file: Path) -> _State | None:
     """None for a file that is not there."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _content(data: Mapping[str, Any]) -> str:

@@ -57,7 +57,10 @@ def model_facts(
     served = read_config(model)
     dummy = vllm_config.load_config.load_format == "dummy"
     seed = model.seed if dummy else None
-    weights = None if dummy else read_model_weights(model, full=config.weights == "full")
+    weights = None
+    if not dummy:
+        full, load_format = config.weights == "full", str(vllm_config.load_config.load_format)
+        weights = read_model_weights(model, full=full, load_format=load_format)
     if dummy:
         sampled, whole = _made_up(seed), b""
     elif weights is not None:
@@ -74,6 +77,7 @@ def model_facts(
             served,
             dtype=str(model.dtype),
             quantization=None if "quantization_config" in served else _plain(model.quantization),
+            quantised_online=_told(getattr(model, "quantization_config", None)),
         ),
         weights=sampled,
         weights_full=whole,
@@ -127,6 +131,11 @@ def _made_up(seed: int | None) -> bytes:
 def _plain(quantization: str | None) -> str | None:
     """A quantisation method without the name of the kernel that a device has for it."""
     return None if quantization is None else str(quantization).removesuffix("_marlin")
+
+
+def _told(setting: object) -> str | None:
+    """An operator's setting as text; None where there is none."""
+    return None if setting is None else str(setting)
 
 
 def _draft(vllm_config: "VllmConfig") -> bytes:

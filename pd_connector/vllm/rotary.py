@@ -16,8 +16,11 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _LEVELS = 4
 """Owners that are asked for the rotation of a layer's keys: the attention block, and around it."""
-_POSITIONS = (1, 3, 17)
-"""At which the table that is in use is compared with what its parameters say."""
+_POSITIONS = (1, 17, 1024, 16384)
+"""At which the table that is in use is compared with what its parameters say. The farther, the smaller
+a difference of frequencies that shows; at the last of these float32 is good for 0.002."""
+_ROWS = 32
+"""First positions of a table that stand for it where its parameters do not."""
 _TOLERANCE = 0.02
 """Tables may be kept in bfloat16."""
 
@@ -55,7 +58,7 @@ def _text(module: torch.nn.Module) -> str:
             "the rotary table of %s is not what its parameters say: engines are compared by the table",
             type(module).__name__,
         )
-    return f"{type(module).__name__} {_table_text(module)}"
+    return f"{type(module).__name__} {_table_text(module, made)}"
 
 
 def _made_with(module: torch.nn.Module) -> dict[str, Any] | None:
@@ -69,6 +72,9 @@ def _made_with(module: torch.nn.Module) -> dict[str, Any] | None:
         told = dict(parameters or ())
         if dual_chunk is not None:
             told |= {"rope_type": "dual_chunk", "dual_chunk": dict(dual_chunk)}
+        if told.get("rope_type") == "yarn" and hasattr(module, "cache_max_position_num"):
+            # A multimodal YaRN of vLLM's stretches from as many positions as its table has.
+            told["original_max_position_embeddings"] = module.cache_max_position_num
         return {
             "head_size": head_size,
             "rotary_dim": rotary_dim,
@@ -85,10 +91,12 @@ def agrees(rotation: Rotation, module: torch.nn.Module) -> bool:
     if table is None:
         return True
     pairs = len(rotation.frequencies)
+    if len(table) <= _POSITIONS[0] or table.shape[-1] < 2 * pairs:
+        return False
     for position in _POSITIONS:
-        if position >= len(table) or table.shape[-1] < 2 * pairs:
-            return False
-        row = table[position].double()
+        if position >= len(table):
+            break
+        row = table[position].double().cpu()
         for sign, (function, part) in enumerate(
             ((math.cos, row[:pairs]), (math.sin, row[pairs : 2 * pairs]))
         ):
@@ -108,19 +116,24 @@ def _table(module: torch.nn.Module) -> torch.Tensor | None:
     buffers: Mapping[str, torch.Tensor] = dict(module.named_buffers(recurse=False))
     if (both := buffers.get("long_short_cos_sin_cache")) is not None:
         first = int(getattr(module, "original_max_position_embeddings", 0))
-        return (both[first:] if getattr(module, "use_long_rope", False) else both)[:32].cpu()
+        return both[first:] if getattr(module, "use_long_rope", False) else both[:first]
     table = buffers.get("cos_sin_cache")
-    return None if table is None or table.dim() != 2 else table[:32].cpu()
+    return None if table is None or table.dim() != 2 else table
 
 
-def _table_text(module: torch.nn.Module) -> str:
-    """A table as text; all that is known of a rotation whose parameters are not."""
+def _table_text(module: torch.nn.Module, made: Mapping[str, Any] | None) -> str:
+    """What is known of a rotation that its parameters do not define, as text.
+
+    Args:
+        made: what vLLM made the module with, if that is known.
+    """
     numbers = {
         name: value
         for name, value in vars(module).items()
         if isinstance(value, int | float | str) and not name.startswith("_") and name != "training"
     }
     table = _table(module)
-    rows = [] if table is None else table.double().flatten().tolist()
+    rows = [] if table is None else table[:_ROWS].double().flatten().tolist()
     rounded = [f"{number:.3f}" for number in rows]
-    return json.dumps({"numbers": numbers, "table": rounded}, sort_keys=True, default=str)
+    told = {"numbers": numbers, "made": made or {}, "table": rounded}
+    return json.dumps(told, sort_keys=True, default=str)

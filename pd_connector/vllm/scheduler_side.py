@@ -50,6 +50,7 @@ class SchedulerSide:
         ranks: of this engine.
         produces: whether requests may offer their KV.
         consumes: whether requests may fetch their KV.
+        adapters: what the engine is told of adapters (`inputs.adapter_settings`).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SchedulerSide:
         ranks: int,
         produces: bool,
         consumes: bool,
+        adapters: str = "",
     ) -> None:
         self.telemetry = Telemetry()
         self._config = config
@@ -71,7 +73,7 @@ class SchedulerSide:
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
         self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
-        self._identity = RequestIdentity()
+        self._identity = RequestIdentity(adapters)
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if config.overlap != "off" else None
         self._commands: list[Command] = []

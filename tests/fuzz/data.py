@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 from fuzz.script import Kind, Step
-from pd_connector.config import is_loopback
+from pd_connector.hosts import is_loopback
 from pd_connector.memory.pins import Pins
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.shm.address import ShmAddress

@@ -120,3 +120,14 @@ def test_a_config_counts_in_all_but_where_it_lies():
     assert config_fingerprint({**same, "text_config": {"rope_theta": 1e6}}, dtype="bf16") != base
     assert config_fingerprint(same, dtype="float32") != base
     assert config_fingerprint(same, dtype="bf16", quantization="fp8") != base
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_the_dtype_of_quantised_numbers_is_part_of_a_config(key: str, part: str) -> None:
+    def quantised(dtype: str, **more: object) -> bytes:
+        inputs = {"global_quant_config": {"input_tensors": {"dtype": dtype, **more}}}
+        return config_fingerprint({part: {key: inputs}} if part else {key: inputs})
+
+    assert quantised("int8") != quantised("fp8_e4m3")
+    assert quantised("int8", observer=None) == quantised("int8"), "engines write nulls"

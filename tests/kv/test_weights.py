@@ -129,10 +129,11 @@ def test_whole_files_are_read_once_for_as_long_as_they_stay_as_they_are(
     file = moved / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1000] ^= 1
+    before = file.stat()
     file.write_bytes(data)
-    os.utime(file, (1, 1))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert read_weights(moved, full=True, cache=cache) != first
-    assert read == [file]
+    assert read == [file], "although its time of modification was set back"
 
 
 @pytest.mark.parametrize("content", ["", "not JSON", "[]", '{"a": 7}'])
@@ -165,6 +166,53 @@ def test_every_byte_of_an_archive_of_torchs_counts(tmp_path: Path) -> None:
     changed[123_456] = 1
     file.write_bytes(archive({**entries, "data/1": bytes(changed)}))
     assert read_weights(tmp_path) != before
+
+
+@pytest.mark.parametrize("place", [0, 3, (1 << 20) - 1])
+def test_an_archive_without_checksums_is_told_by_its_bytes(tmp_path: Path, place: int) -> None:
+    """As torch writes one if told to compute no CRC."""
+
+    def written(changed: bytes, name: str) -> Path:
+        entries = {"data.pkl": b"names", "data/0": bytes(1 << 20), "data/1": changed}
+        plain = bytearray(archive(entries))
+        with zipfile.ZipFile(io.BytesIO(plain)) as read:
+            for entry in read.infolist():
+                crc = entry.CRC.to_bytes(4, "little")
+                for header, offset in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
+                    at = plain.find(header)
+                    while at >= 0:
+                        if plain[at + offset : at + offset + 4] == crc:
+                            plain[at + offset : at + offset + 4] = bytes(4)
+                        at = plain.find(header, at + 4)
+        file = tmp_path / name
+        file.write_bytes(plain)
+        return file
+
+    other = bytearray(1 << 20)
+    other[place] = 1
+    assert read_weights(written(bytes(1 << 20), "a.bin")) != read_weights(
+        written(bytes(other), "b.bin")
+    )
+
+
+def test_the_files_that_the_engine_loads_are_those_that_count(tmp_path: Path, folder: Path) -> None:
+    index = {"weight_map": dict.fromkeys(tensors(), "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save(folder, tensors(1), "consolidated.safetensors")
+    (folder / "model.pt").write_bytes(archive({"data/0": b"others"}))
+    (folder / "pytorch_model.bin").write_bytes(archive({"data/0": b"more"}))
+    names = {
+        load_format: [file.name for file in weight_files(folder, load_format)]
+        for load_format in ("auto", "safetensors", "mistral", "pt", "npcache")
+    }
+    assert names == {
+        "auto": ["model.safetensors"],
+        "safetensors": ["model.safetensors"],
+        "mistral": ["consolidated.safetensors"],
+        "pt": ["model.pt"],
+        "npcache": ["pytorch_model.bin"],
+    }
+    assert len({read_weights(folder, load_format=each) for each in names}) == 4
 
 
 def test_one_file_of_a_form_that_is_not_known_is_sampled(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from support.relay import Relay
 from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
 
-from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
+from pd_connector.hosts import is_loopback
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.tcp import TcpTransport, cipher, listening, receiving, transport
 from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, TcpAddress, read_address

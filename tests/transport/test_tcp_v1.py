@@ -11,9 +11,9 @@ import pytest
 import zmq
 from transport_ends import SLOT_BYTES, Arrival, End, drive, meet
 
-from pd_connector.config import is_loopback
 from pd_connector.control.keys import CurveKeys
 from pd_connector.errors import TransportError
+from pd_connector.hosts import is_loopback
 from pd_connector.transport.tcp_v1 import TcpV1Transport
 
 MakeEnd = Callable[..., End]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import zmq
 
-from pd_connector.config import is_loopback
 from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.hosts import is_loopback
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
 from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pd_connector.vllm.inputs import RequestIdentity
+from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
 
+LoRAConfig = pytest.importorskip("vllm.config.lora").LoRAConfig
 safetensors = pytest.importorskip("safetensors.torch")
 
 
@@ -93,11 +94,59 @@ def test_an_adapter_whose_files_have_changed_is_not_believed(tmp_path):
     assert identity.of(request(folder, number=2)) != before, "loaded again, as another"
 
 
+def test_an_adapter_that_was_changed_in_place_is_not_believed(tmp_path):
+    identity, folder = RequestIdentity(), adapter(tmp_path / "a")
+    identity.of(request(folder))
+    file = folder / "adapter_model.safetensors"
+    before, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(OSError, match="has changed since the adapter was loaded"):
+        identity.of(request(folder))
+
+
+def test_an_adapter_whose_files_were_only_touched_is_what_it_was(tmp_path):
+    identity, folder = RequestIdentity(), adapter(tmp_path / "a")
+    before = identity.of(request(folder))
+    for file in folder.iterdir():
+        file.touch()
+        file.chmod(0o600)
+    assert identity.of(request(folder)) == before
+
+
 def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path):
     identity, folder = RequestIdentity(), adapter(tmp_path / "a")
     before = identity.of(request(folder))
     shutil.rmtree(folder)
     assert identity.of(request(folder)) == before
+
+
+def test_what_the_engine_does_with_an_adapter_counts(tmp_path):
+    """As in `--lora-target-modules`."""
+
+    def settings(**told):
+        config = LoRAConfig(**told)
+        model = SimpleNamespace(dtype=torch.bfloat16)
+        return adapter_settings(SimpleNamespace(lora_config=config, model_config=model))
+
+    assert adapter_settings(SimpleNamespace(lora_config=None)) == ""
+    plain = settings()
+    assert plain == settings(lora_dtype=torch.bfloat16) == settings(max_loras=4, max_lora_rank=64)
+    folder = adapter(tmp_path / "a")
+    others = [
+        {"target_modules": ["o_proj"]},
+        {"target_modules": ["o_proj", "qkv_proj"]},
+        {"lora_dtype": torch.float32},
+        {"enable_tower_connector_lora": True},
+    ]
+    found = [
+        RequestIdentity(each).of(request(folder))
+        for each in (plain, *(settings(**o) for o in others))
+    ]
+    assert len(set(found)) == 1 + len(others)
+    assert settings(target_modules=["a", "b"]) == settings(target_modules=["b", "a"])
+    assert RequestIdentity(settings(**others[0])).of(request()) == of(), "of requests with one"
 
 
 def test_an_adapter_whose_files_are_not_there_is_an_error(tmp_path):

@@ -36,6 +36,18 @@ PARAMETERS = {
         "factor": 4.0,
         "original_max_position_embeddings": 256,
     },
+    "multimodal": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [8, 12, 12],
+    },
+    "multimodal yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mrope_section": [8, 12, 12],
+    },
     "longrope": {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -52,7 +64,7 @@ def made(parameters, dtype=torch.float32, longest=1024):
     config = VllmConfig()
     config.model_config = type("Model", (), {"max_model_len": longest})()
     with set_current_vllm_config(config):
-        return rotary_embedding.get_rope(64, 1024, True, dict(parameters), dtype)
+        return rotary_embedding.get_rope(64, 2048, True, dict(parameters), dtype)
 
 
 class Block(nn.Module):
@@ -124,3 +136,29 @@ def test_a_module_that_vllm_has_not_registered_is_told_by_its_table():
     module = made(PARAMETERS["default"])
     rotary_embedding._ROPE_DICT.clear()
     assert told(module).startswith("RotaryEmbedding {")
+
+
+@pytest.mark.parametrize("name", ["multimodal", "multimodal yarn"])
+def test_sections_count_whether_or_not_the_table_is_what_the_parameters_say(name):
+    def texts(change):
+        found = []
+        for sections in ([8, 12, 12], [12, 10, 10]):
+            module = made({**PARAMETERS[name], "mrope_section": sections})
+            module.cos_sin_cache[1:] *= change
+            found.append(told(module))
+        return found
+
+    known, by_table = texts(1.0), texts(1.5)
+    assert not known[0].startswith("MRotaryEmbedding")
+    assert by_table[0].startswith("MRotaryEmbedding"), "so that the test tests what it says"
+    assert known[0] != known[1]
+    assert by_table[0] != by_table[1]
+
+
+def test_a_small_difference_of_frequencies_shows_at_far_positions():
+    module = made(PARAMETERS["default"])
+    assert len(module.cos_sin_cache) > 1024
+    found = rotation_of(PARAMETERS["default"], dims=64, interleaved=False, max_positions=2048)
+    other = found._replace(frequencies=tuple(f * 1.0001 for f in found.frequencies))
+    assert rotary.agrees(found, module)
+    assert not rotary.agrees(other, module)

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
+from pd_connector.hosts import is_loopback
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.nixl.library import import_nixl, persistently

@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 
-from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
+from pd_connector.hosts import is_loopback
 from pd_connector.memory.device_bytes import DeviceBytes, Payload, address_of
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab

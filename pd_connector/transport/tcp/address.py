@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a peer's transport must know of this one. It travels over the control channel only."""
 
-import ipaddress
 from typing import Annotated
 
 import msgspec
 
 from pd_connector.errors import TransportError
+from pd_connector.hosts import numeric_address
 
 IDENTITY_BYTES = 16
 SECRET_BYTES = 32
@@ -50,11 +50,9 @@ def read_address(data: bytes) -> TcpAddress:
         address = msgspec.msgpack.decode(data, type=TcpAddress)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"tcp address of a peer cannot be read: {error}") from None
-    try:
-        ipaddress.ip_address(address.host)
-    except ValueError:
+    if numeric_address(address.host) is None:
         raise TransportError(
             f"tcp address of a peer: host {address.host!r} is not numeric, and names of peers are "
             "not looked up; the peer must tell a numeric address (its config key host)"
-        ) from None
+        )
     return address

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pd_connector.config import is_loopback
 from pd_connector.errors import TransportError
+from pd_connector.hosts import is_loopback
 from pd_connector.transport.base import Landed, Link, Transport, Written
 from pd_connector.transport.ucx.address import (
     OVERHEAD_BYTES,

@@ -3,13 +3,9 @@
 
 from collections.abc import Mapping
 
-from pd_connector.config import (
-    HOST_VARIABLE,
-    KEY_VARIABLE,
-    Config,
-    is_loopback,
-)
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import is_loopback
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
 

@@ -9,7 +9,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, is_loopback
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
+from pd_connector.hosts import is_loopback
 from pd_connector.remedies import outage_in, staged_in
 from pd_connector.tools.cli.checks.finding import Finding, Status
 

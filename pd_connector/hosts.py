@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host is, by its spelling alone: a numeric address, loopback, one within a network. Nothing is
+looked up.
+"""
+
+import ipaddress
+import re
+
+_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+"""Name or number of a network interface."""
+
+
+def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """A numeric address; None for anything else. One of IPv4 in IPv6's spelling is that of IPv4.
+
+    Python takes any text for the zone of an IPv6 address, and libzmq dials what follows a `;` in it. So
+    a zone must be what could be the name of an interface.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address.scope_id is not None and not _ZONE.fullmatch(address.scope_id):
+        return None
+    return address.ipv4_mapped or address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is a loopback address or `localhost`."""
+    address = numeric_address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for all addresses of a machine."""
+    address = numeric_address(host)
+    return host in ("", "*") if address is None else address.is_unspecified
+
+
+def is_peer_entry(entry: str) -> bool:
+    """Whether `entry` is a network, an address, or a name whose first part may be `*`."""
+    return _network(entry) is not None or bool(_NAME.fullmatch(entry))
+
+
+def matches(host: str, entry: str) -> bool:
+    """Whether `host` is, or lies within, the network, address or name `entry`."""
+    network = _network(entry)
+    if network is None:
+        name, entry = host.lower(), entry.lower()
+        return name.endswith(entry[1:]) if entry.startswith("*.") else name == entry
+    address = numeric_address(host)
+    return address is not None and address in network
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host is what its spelling says, and nothing that libzmq would read in it beside that."""
+
+import pytest
+
+from pd_connector.config import Config
+from pd_connector.control.resolver import canonical
+from pd_connector.hosts import is_loopback, is_wildcard, matches, numeric_address
+
+ZONES = (
+    "::1%lo]:0;[2001:db8::5",
+    "::1%lo;tcp://10.0.0.1",
+    "::1%a b",
+    "::1%lo/8",
+    "::1%" + "x" * 16,
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.255.0.3", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::1%lo", True),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("localhost.example", False),
+        ("127.0.0.1:80", False),
+        ("2130706433", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_told_from_the_text_alone(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+@pytest.mark.parametrize("host", ZONES)
+def test_a_zone_cannot_bring_in_a_second_address(host: str) -> None:
+    config = Config.load({"peers": ["::/0", "localhost"]}, {})
+    assert not config.is_peer(host)
+    assert not config.permits(host)
+    assert numeric_address(host) is None
+    assert canonical(host) is None, "libzmq is given numeric addresses only"
+
+
+def test_the_zone_of_an_interface_is_allowed() -> None:
+    assert str(numeric_address("fe80::1%eth0.7")) == "fe80::1%eth0.7"
+    assert matches("fe80::1%eth0", "fe80::/10")
+    assert not matches("fe80::1%eth0", "::1")
+
+
+@pytest.mark.parametrize(
+    ("host", "wildcard"),
+    [("*", True), ("", True), ("0.0.0.0", True), ("::", True), ("::1", False), ("host", False)],
+)
+def test_a_wildcard_is_no_address_to_be_reached_under(host: str, wildcard: bool) -> None:
+    assert is_wildcard(host) is wildcard
