@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 _DIGITS = 9
 """Significant digits that count: float32 has seven."""
-_STANDARD = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
+_STANDARD = frozenset(
+    {"default", "linear", "dynamic", "llama3", "yarn", "deepseek_yarn", "longrope"}
+)
 _NOT_DEFINING = frozenset({"type", "rope_type", "rope_theta"})
 
 
@@ -69,7 +71,7 @@ def rotation_of(
     base = float(parameters.get("rope_theta", 10000.0))
     rest = {name: value for name, value in parameters.items() if name not in _NOT_DEFINING}
     known = kind in _STANDARD and not (kind == "dynamic" and "alpha" in rest)
-    if not known or rest.get("use_fope"):
+    if not known or rest.get("use_fope") or rest.get("is_deepseek_v4"):
         told = {**rest, "rope_type": kind, "rope_theta": base, "max_positions": max_positions}
         return Rotation(dims, interleaved, (), 1.0, _json(told))
     plain = _frequencies(base, dims)
@@ -82,11 +84,13 @@ def rotation_of(
         plain = _llama3(rest, plain)
     elif kind == "yarn":
         plain, magnitude = _yarn(rest, base, dims, plain), _yarn_magnitude(rest)
+    elif kind == "deepseek_yarn":
+        plain, magnitude = _yarn(rest, base, dims, plain), _deepseek_magnitude(rest)
     elif kind == "longrope":
         factors = rest["long_factor" if long else "short_factor"]
         plain = [f / float(factor) for f, factor in zip(plain, factors, strict=True)]
         magnitude = _long_magnitude(rest, max_positions, long)
-    sections = {name: value for name, value in rest.items() if name.startswith("mrope")}
+    sections = {name: value for name, value in rest.items() if name.startswith("mrope") and value}
     return Rotation(dims, interleaved, tuple(plain), magnitude, _json(sections))
 
 
@@ -139,16 +143,27 @@ def _yarn(rest: Mapping[str, Any], base: float, dims: int, plain: Sequence[float
     return [scaled(pair, frequency) for pair, frequency in enumerate(plain)]
 
 
+def _growth(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
 def _yarn_magnitude(rest: Mapping[str, Any]) -> float:
     factor = float(rest["factor"])
-
-    def growth(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-
     if rest.get("attention_factor") is not None:
         return float(rest["attention_factor"])
     one, all_dims = rest.get("mscale"), rest.get("mscale_all_dim")
-    return growth(float(one)) / growth(float(all_dims)) if one and all_dims else growth(1.0)
+    if not one or not all_dims:
+        return _growth(factor, 1.0)
+    return _growth(factor, float(one)) / _growth(factor, float(all_dims))
+
+
+def _deepseek_magnitude(rest: Mapping[str, Any]) -> float:
+    factor, one, all_dims = (
+        float(rest.get(name, default))
+        for name, default in (("factor", 1), ("mscale", 1), ("mscale_all_dim", 0))
+    )
+    grown = _growth(factor, one) / _growth(factor, all_dims)
+    return grown * float(rest.get("attn_factor", 1))
 
 
 def _long_magnitude(rest: Mapping[str, Any], max_positions: int, long: bool) -> float:

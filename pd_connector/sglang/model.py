@@ -18,14 +18,15 @@ from pd_connector.kv.model import (
     config_fingerprint,
     rotation_fingerprint,
 )
-from pd_connector.kv.rotation import rotation_of
+from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.kv.weights import Weights, read_weights
 
 logger = logging.getLogger("pd_connector.sglang")
 
 _LABEL = "model/attention"
 _MOST_TEXT = 200
-_TABLE_POSITIONS = 32
+_STRETCHED = frozenset({"llama3", "yarn", "deepseek_yarn"})
+"""Rotations whose factor and original length SGLang takes for what they are where the config has none."""
 
 
 def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
@@ -106,7 +107,7 @@ def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]
     alike: dict[tuple[str, str], list[int]] = {}
     for number, attention, rotary in _layers(model):
         if shard.first_layer <= number < shard.stop_layer:
-            text = "" if rotary is None else _rotation_text(rotary)
+            text = "; ".join(_rotation_text(each) for each in rotary)
             alike.setdefault((_attention_text(attention), text), []).append(number)
     return tuple(
         LayerFacts(
@@ -120,8 +121,8 @@ def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]
     )
 
 
-def _layers(model: torch.nn.Module) -> Iterator[tuple[int, Any, torch.nn.Module | None]]:
-    """Number, attention and rotation of each layer; MLA has two attentions of one number."""
+def _layers(model: torch.nn.Module) -> Iterator[tuple[int, Any, list[torch.nn.Module]]]:
+    """Number, attention and rotations of each layer; MLA has two attentions of one number."""
     modules = dict(model.named_modules())
     seen: set[int] = set()
     for name, module in modules.items():
@@ -130,7 +131,7 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[int, Any, torch.nn.Module 
         seen.add(int(module.layer_id))
         block = modules[name.rpartition(".")[0]]
         rotary = [part for part in block.children() if "RotaryEmbedding" in type(part).__name__]
-        yield int(module.layer_id), module, rotary[0] if rotary else None
+        yield int(module.layer_id), module, rotary
 
 
 def _attention_text(attention: Any) -> str:
@@ -138,18 +139,31 @@ def _attention_text(attention: Any) -> str:
     return f"scale {attention.scaling:.6g}, soft cap {attention.logit_cap:.6g}, window {window}"
 
 
-def _rotation_text(rotary: Any) -> str:
-    """The plain rotation by its values, any other by the table that is in use."""
-    if type(rotary).__name__ == "RotaryEmbedding":
-        return rotation_of(
-            {"rope_type": "default", "rope_theta": rotary.base},
-            dims=int(rotary.rotary_dim),
-            interleaved=not rotary.is_neox_style,
-            max_positions=int(rotary.max_position_embeddings),
-        ).text
-    tables = {
-        name: [f"{number:.3f}" for number in table[:_TABLE_POSITIONS].double().flatten().tolist()]
-        for name, table in rotary.named_buffers(recurse=False)
-        if table.is_floating_point()
-    }
-    return f"{type(rotary).__name__} {json.dumps(tables, sort_keys=True)}"
+def _rotation_text(rotary: torch.nn.Module) -> str:
+    # SGLang's LongRoPE chooses its table by the positions of a whole batch: no values define it.
+    made = None if "LongRoPE" in type(rotary).__name__ else _made_with(rotary)
+    return rotation_text(rotary, made)
+
+
+def _made_with(rotary: Any) -> Made | None:
+    """The arguments that SGLang made the module with, from its own register of these."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    for key, known in factory._ROPE_DICT.items():
+        if known is not rotary:
+            continue
+        _, rotary_dim, max_position, base, is_neox_style, scaling, *rest = key
+        if len(rest) == 2 and rest[0] is not None:  # attention in dual chunks
+            return None
+        told = dict(scaling or ())
+        kind = told.get("rope_type", told.get("type", "default"))
+        if kind in _STRETCHED:
+            told.setdefault("factor", 1.0)
+            told.setdefault("original_max_position_embeddings", max_position)
+        parameters = {**told, "rope_type": kind, "rope_theta": base}
+        return Made(parameters, int(rotary_dim), not is_neox_style, int(max_position))
+    if type(rotary).__name__ != "RotaryEmbedding":
+        return None
+    plain = {"rope_type": "default", "rope_theta": rotary.base}
+    longest = int(rotary.max_position_embeddings)
+    return Made(plain, int(rotary.rotary_dim), not rotary.is_neox_style, longest)

@@ -13,12 +13,15 @@ import pytest
 pytest.importorskip("sglang.srt")
 
 import torch
+from sglang.srt.layers.rotary_embedding import base, factory
 
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem
-from pd_connector.sglang.model import model_facts
+from pd_connector.kv.rotation import rotation_of
+from pd_connector.sglang.model import _rotation_text, model_facts
 from pd_connector.tools.demo import MODEL_DIR
+from tests.support.rotations import PARAMETERS
 
 SHARD = Shard(0, 4, 0, 1)
 
@@ -132,3 +135,40 @@ def test_weights_that_are_not_on_disk_need_a_name_from_the_operator() -> None:
     named = [facts(made, model_id="mine") for made in dummies]
     assert model_problem(*named) == ""
     assert model_problem(named[0], msgspec.structs.replace(named[0], model_id="yours"))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules are made for the engine on CPUs, whatever was imported before."""
+    monkeypatch.setattr(base, "_is_cpu", True)
+
+
+def made(parameters: dict[str, Any], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A module as SGLang makes it."""
+    factory._ROPE_DICT.clear()
+    told = dict(parameters)
+    theta = told.pop("rope_theta")
+    scaling = None if told == {"rope_type": "default"} else told
+    return factory.get_rope(64, 64, 2048, theta, True, scaling, dtype)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["default", "large theta", "linear", "llama3", "yarn", "multimodal"]
+)
+def test_a_rotation_is_told_as_other_engines_tell_it(name: str, dtype: torch.dtype) -> None:
+    module = made(PARAMETERS[name], dtype)
+    meant = rotation_of(PARAMETERS[name], dims=64, interleaved=False, max_positions=2048)
+    assert len(meant.frequencies) == 32
+    assert _rotation_text(module) == meant.text
+    table = module.cos_sin_cache
+    assert isinstance(table, torch.Tensor)
+    table[1:] *= 1.5
+    assert _rotation_text(module).startswith(type(module).__name__), "told by its table"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_rotation_that_depends_on_the_batch_is_no_other_engines() -> None:
+    module = made(PARAMETERS["longrope"])
+    assert _rotation_text(module).startswith("Phi3LongRoPEScaledRotaryEmbedding")

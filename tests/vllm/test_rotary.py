@@ -10,52 +10,9 @@ rotary_embedding = pytest.importorskip("vllm.model_executor.layers.rotary_embedd
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from pd_connector.kv.rotation import rotation_of  # noqa: E402
+from pd_connector.kv.rotation_table import agrees, table_row  # noqa: E402
 from pd_connector.vllm import owners, rotary  # noqa: E402
-
-PARAMETERS = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "large theta": {"rope_type": "default", "rope_theta": 1e6},
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "dynamic": {
-        "rope_type": "dynamic",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "max_trained_positions": 256,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
-    "multimodal": {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "mrope_section": [8, 12, 12],
-    },
-    "multimodal yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-        "mrope_section": [8, 12, 12],
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + i / 100 for i in range(32)],
-        "long_factor": [1.0 + i for i in range(32)],
-        "original_max_position_embeddings": 256,
-    },
-}
+from tests.support.rotations import PARAMETERS  # noqa: E402
 
 
 def made(parameters, dtype=torch.float32, longest=1024):
@@ -86,18 +43,12 @@ def told(rotation):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_defining_values_are_those_of_vllms_table(name, dtype):
     module = made(PARAMETERS[name], dtype)
-    parameters = rotary._made_with(module)
-    found = rotation_of(
-        parameters["parameters"],
-        dims=64,
-        interleaved=False,
-        max_positions=parameters["max_position"],
-        long=getattr(module, "use_long_rope", False),
-    )
+    found = rotary._made_with(module).rotation
+    row = rotary._row(module) or table_row(module.cos_sin_cache)
     assert len(found.frequencies) == 32
-    assert rotary.agrees(found, module)
+    assert agrees(found, row)
     other = found._replace(frequencies=tuple(f * 1.5 for f in found.frequencies))
-    assert not rotary.agrees(other, module), "the check bites"
+    assert not agrees(other, row), "the check bites"
     assert told(module) == found.text
 
 
@@ -160,5 +111,5 @@ def test_a_small_difference_of_frequencies_shows_at_far_positions():
     assert len(module.cos_sin_cache) > 1024
     found = rotation_of(PARAMETERS["default"], dims=64, interleaved=False, max_positions=2048)
     other = found._replace(frequencies=tuple(f * 1.0001 for f in found.frequencies))
-    assert rotary.agrees(found, module)
-    assert not rotary.agrees(other, module)
+    assert agrees(found, table_row(module.cos_sin_cache))
+    assert not agrees(other, table_row(module.cos_sin_cache))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a rotation that an engine has loaded: its defining values if the table of cosines and
+sines in use is what they say, and otherwise what is known of it.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pd_connector.kv.rotation import Rotation, rotation_of
+
+logger = logging.getLogger("pd_connector.kv.rotation")
+
+Row = Callable[[int], Sequence[float] | None]
+"""Cosines, then sines, at a position of the table in use; None where the table ends before it."""
+
+_POSITIONS = (1, 17, 1024, 16384)
+"""At which a table is compared with what its parameters say. The farther, the smaller a difference of
+frequencies that shows; at the last of these float32 is good for 0.002."""
+_TOLERANCE = 0.02
+"""Tables may be kept in bfloat16."""
+_ROWS = 32
+"""First positions of a table that stand for it where its parameters do not."""
+
+
+class Made(NamedTuple):
+    """What an engine made a rotation with. See `rotation_of`."""
+
+    parameters: Mapping[str, Any]
+    dims: int
+    interleaved: bool
+    max_positions: int
+    long: bool = False
+
+    @property
+    def rotation(self) -> Rotation:
+        return rotation_of(
+            self.parameters,
+            dims=self.dims,
+            interleaved=self.interleaved,
+            max_positions=self.max_positions,
+            long=self.long,
+        )
+
+
+def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str:
+    """A rotation as every engine tells it.
+
+    Args:
+        module: the engine's, made of torch.
+        made: what it was made with; None if that is not known.
+        row: of its table, if it is not in the buffer `cos_sin_cache`.
+    """
+    row = row or table_row(dict(module.named_buffers(recurse=False)).get("cos_sin_cache"))
+    kind = type(module).__name__
+    if made is not None:
+        rotation = made.rotation
+        if not rotation.frequencies or agrees(rotation, row):
+            return rotation.text
+        logger.warning(
+            "the rotary table of %s is not what its parameters say: engines are compared by the table",
+            kind,
+        )
+    numbers = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and not name.startswith("_") and name != "training"
+    }
+    rows = [row(position) or () for position in range(_ROWS)]
+    told = {
+        "numbers": numbers,
+        "made": made._asdict() if made else {},
+        "table": [f"{number:.3f}" for each in rows for number in each],
+    }
+    return f"{kind} {json.dumps(told, sort_keys=True, default=str)}"
+
+
+def table_row(table: Any, first: int = 0, stop: int | None = None) -> Row:
+    """Rows of a tensor [position, cosines and sines], of which those from `first` to `stop` are in use.
+    None for a tensor: there is no table."""
+
+    def row(position: int) -> Sequence[float] | None:
+        if table is None or table.dim() != 2:
+            return None
+        if position >= (len(table) if stop is None else stop) - first:
+            return None
+        found: list[float] = table[first + position].double().tolist()
+        return found
+
+    return row
+
+
+def agrees(rotation: Rotation, row: Row) -> bool:
+    """Whether a table is the one that this rotation says; True where there is none."""
+    pairs = len(rotation.frequencies)
+    for position in _POSITIONS:
+        found = row(position)
+        if found is None:
+            continue
+        if len(found) < 2 * pairs:
+            return False
+        angles = [position * frequency for frequency in rotation.frequencies]
+        wanted = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
+        off = max(
+            abs(number - rotation.magnitude * unit)
+            for number, unit in zip(found, wanted, strict=False)
+        )
+        if not off <= _TOLERANCE * max(1.0, rotation.magnitude):
+            logger.debug("position %d is off by %g", position, off)
+            return False
+    return True
