@@ -71,7 +71,7 @@ class Comparison:
         self.largest: dict[Part, float] = {}
         self.pages = 0
         self.counterparts: tuple[Counterpart, ...] = ()
-        self._wrong: Problem | None = None
+        self._wrong: dict[int, str] = {}  # by layer
         self._sums: dict[tuple[int, Part], tuple[float, float, Tolerance]] = {}
 
     def add(self, route: Route, found: Iterable[Distance]) -> None:
@@ -87,9 +87,9 @@ class Comparison:
             key = one.layer, one.part
             apart, own, _ = self._sums.get(key, (0.0, 0.0, allowed))
             self._sums[key] = apart + one.apart, own + one.own, allowed
-            if self._wrong is None and not distance <= allowed.page:
+            if one.layer not in self._wrong and not distance <= allowed.page:
                 where = f"layer {one.layer}, page {one.pages[worst]}, {_name(one.part)}"
-                self._wrong = Cause.AUDIT, _differs(where, distance, allowed.page)
+                self._wrong[one.layer] = _differs(where, distance, allowed.page)
 
     def judge(self, counterparts: Iterable[Counterpart], routes: Iterable[Route]) -> Problem | None:
         """All has come: what is wrong with it, or why the comparison says nothing; None if all KV is
@@ -100,13 +100,13 @@ class Comparison:
             routes: of all of them.
         """
         self.counterparts = tuple(counterparts)
-        if self._wrong is not None:
-            return self._wrong
         for (layer, part), (apart, own, allowed) in self._sums.items():
             distance = relative(apart, own)
-            if not distance <= allowed.layer:
+            if layer not in self._wrong and not distance <= allowed.layer:
                 where = f"layer {layer}, all its pages together, {_name(part)}"
-                return Cause.AUDIT, _differs(where, distance, allowed.layer)
+                self._wrong[layer] = _differs(where, distance, allowed.layer)
+        if self._wrong:  # what comes after the first wrong layer may be wrong because of it
+            return Cause.AUDIT, self._wrong[min(self._wrong)]
         compared = {layer for layer, _ in self._sums}
         for route in routes:
             wanted = {n for n in route.layers if n < DRAFT_LAYERS} if can_compare(route) else set()

@@ -147,7 +147,7 @@ class Saboteur(Probe):
         elif kind == "layers":
             self._swap(layers)
             self._undo.append(lambda: self._swap(layers))
-        elif kind == "rotation":
+        elif kind == "rotation" and hasattr(layers[0], "self_attn"):  # or it is another stage's
             table = layers[0].self_attn.rotary_emb.cos_sin_cache
             right = table.clone()
             table.copy_(table.roll(7, 0))  # every position but the first is rotated as another one

@@ -5,6 +5,7 @@ would compute otherwise is found out, and answers are right all along."""
 from __future__ import annotations
 
 import itertools
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from harness import assert_same_logprobs, completion, fresh_salt, prefill_step, 
 from pairs import EnginePool, Pair, Setup
 from test_handoff import PAGE, prompt_of
 from test_models import MLA_ARGS
+from test_unlike import PIPELINE_PARALLEL
 from tiny_models import build
 from tools import TOLERANCE, delta, probe, probe_all
 
@@ -174,4 +176,32 @@ def test_unlike_engines_pass(engines: EnginePool, tmp_path, reference, kind, opt
     ranks = 2 if "decode_args" in options else 1
     assert pair.d.metrics().total(RECEIVED) == ranks
     assert audits(pair, "passed") == ranks
+    pair.assert_idle()
+
+
+STAGES = Setup.of(
+    audit="first",
+    session_timeout_s=3.0,
+    heartbeat_s=0.5,
+    args=["--worker-extension-cls", "probe.Saboteur"],
+    prefill_args=PIPELINE_PARALLEL.prefill_args,
+    both=True,
+)
+
+
+def test_a_stage_that_computes_wrongly_is_found_from_either_side(
+    engines: EnginePool, reference
+) -> None:
+    """Two pipeline stages and one rank, prefill on either: every rank audits the layers it holds."""
+    pair = engines.pair(STAGES)
+    for way, ranks in ((pair, 1), (pair.turned(), 2)):
+        audited(way, reference, "passed")
+        wait_until(lambda way=way, ranks=ranks: audits(way, "passed") == ranks, "all ranks", 20)
+        assert used(way, reference) == ranks
+        start_anew(way)
+        probe_all(way.p, "sabotage", "rotation")  # where it has two stages, of the first
+        audited(way, reference, "audit")
+        assert re.search(r"is wrong: layer [01],", way.d.log_tail(400))
+        assert used(way, reference) == 0
+        probe_all(way.p, "sabotage", "none")
     pair.assert_idle()

@@ -52,6 +52,16 @@ def test_what_is_a_little_wrong_everywhere_is_named_by_its_layer() -> None:
     assert detail.startswith("layer 0, all its pages together, K: KV is 0.08 apart")
 
 
+def test_the_first_wrong_layer_is_named_in_whatever_order_they_come() -> None:
+    """Later ones compute from what it gave them."""
+    later = Distance(1, VALUE, [4, 5], [0.01, 0.7], 0.0, 1.0)
+    page = Distance(0, KEY, [4, 5], [0.2, 0.0], 0.0, 1.0)
+    little = Distance(0, KEY, [4, 5], [0.08, 0.08], 0.08**2, 1.0)
+    for first in (page, little):
+        _, detail = judged(later, first)  # type: ignore[misc]
+        assert detail.startswith("layer 0,")
+
+
 @pytest.mark.parametrize("distance", [math.nan, math.inf])
 def test_what_is_no_distance_is_far(distance: float) -> None:
     assert judged(*right(0, 1), Distance(0, KEY, [0], [distance], distance, 1.0)) is not None
