@@ -22,7 +22,7 @@ frequencies that shows; at the last of these float32 is good for 0.002."""
 _TOLERANCE = 0.02
 """Tables may be kept in bfloat16."""
 _ROWS = 32
-"""First positions of a table that stand for it where its parameters do not."""
+"""First positions of tables that stand for them where parameters do not."""
 
 
 class Made(NamedTuple):
@@ -53,7 +53,8 @@ def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str
         made: what it was made with; None if that is not known.
         row: of its table, if it is not in the buffer `cos_sin_cache`.
     """
-    row = row or table_row(dict(module.named_buffers(recurse=False)).get("cos_sin_cache"))
+    buffers = dict(module.named_buffers(recurse=False))
+    row = row or table_row(buffers.get("cos_sin_cache"))
     kind = type(module).__name__
     if made is not None:
         rotation = made.rotation
@@ -68,12 +69,12 @@ def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str
         for name, value in vars(module).items()
         if isinstance(value, int | float | str) and not name.startswith("_") and name != "training"
     }
-    rows = [row(position) or () for position in range(_ROWS)]
-    told = {
-        "numbers": numbers,
-        "made": made._asdict() if made else {},
-        "table": [f"{number:.3f}" for each in rows for number in each],
+    tables = {
+        name: [f"{number:.3f}" for number in table[:_ROWS].double().flatten().tolist()]
+        for name, table in buffers.items()
+        if table.is_floating_point() and table.dim()
     }
+    told = {"numbers": numbers, "made": made._asdict() if made else {}, "tables": tables}
     return f"{kind} {json.dumps(told, sort_keys=True, default=str)}"
 
 

@@ -107,7 +107,7 @@ def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]
     alike: dict[tuple[str, str], list[int]] = {}
     for number, attention, rotary in _layers(model):
         if shard.first_layer <= number < shard.stop_layer:
-            text = "; ".join(_rotation_text(each) for each in rotary)
+            text = "; ".join(rotation_text(each, _made_with(each)) for each in rotary)
             alike.setdefault((_attention_text(attention), text), []).append(number)
     return tuple(
         LayerFacts(
@@ -139,12 +139,6 @@ def _attention_text(attention: Any) -> str:
     return f"scale {attention.scaling:.6g}, soft cap {attention.logit_cap:.6g}, window {window}"
 
 
-def _rotation_text(rotary: torch.nn.Module) -> str:
-    # SGLang's LongRoPE chooses its table by the positions of a whole batch: no values define it.
-    made = None if "LongRoPE" in type(rotary).__name__ else _made_with(rotary)
-    return rotation_text(rotary, made)
-
-
 def _made_with(rotary: Any) -> Made | None:
     """The arguments that SGLang made the module with, from its own register of these."""
     from sglang.srt.layers.rotary_embedding import factory
@@ -160,6 +154,8 @@ def _made_with(rotary: Any) -> Made | None:
         if kind in _STRETCHED:
             told.setdefault("factor", 1.0)
             told.setdefault("original_max_position_embeddings", max_position)
+        if kind == "longrope":  # SGLang's takes its table by all positions of a batch
+            kind = "longrope of a batch"
         parameters = {**told, "rope_type": kind, "rope_theta": base}
         return Made(parameters, int(rotary_dim), not is_neox_style, int(max_position))
     if type(rotary).__name__ != "RotaryEmbedding":

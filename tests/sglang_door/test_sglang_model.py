@@ -19,7 +19,8 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.kv.rotation import rotation_of
-from pd_connector.sglang.model import _rotation_text, model_facts
+from pd_connector.kv.rotation_table import rotation_text
+from pd_connector.sglang.model import _made_with, model_facts
 from pd_connector.tools.demo import MODEL_DIR
 from tests.support.rotations import PARAMETERS
 
@@ -161,14 +162,35 @@ def test_a_rotation_is_told_as_other_engines_tell_it(name: str, dtype: torch.dty
     module = made(PARAMETERS[name], dtype)
     meant = rotation_of(PARAMETERS[name], dims=64, interleaved=False, max_positions=2048)
     assert len(meant.frequencies) == 32
-    assert _rotation_text(module) == meant.text
+    assert rotation_text(module, _made_with(module)) == meant.text
     table = module.cos_sin_cache
     assert isinstance(table, torch.Tensor)
     table[1:] *= 1.5
-    assert _rotation_text(module).startswith(type(module).__name__), "told by its table"
+    assert rotation_text(module, _made_with(module)).startswith(type(module).__name__), (
+        "told by its table"
+    )
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_rotation_that_depends_on_the_batch_is_no_other_engines() -> None:
-    module = made(PARAMETERS["longrope"])
-    assert _rotation_text(module).startswith("Phi3LongRoPEScaledRotaryEmbedding")
+def test_a_rotation_that_depends_on_the_batch_is_told_by_its_parameters() -> None:
+    """And is that of no other engine."""
+    one = PARAMETERS["longrope"]
+    other = {**one, "long_factor": [factor + 1 for factor in one["long_factor"]]}
+    texts = [rotation_text(module, _made_with(module)) for module in map(made, (one, other))]
+    assert texts[0] != texts[1]
+    for long in (False, True):
+        meant = rotation_of(one, dims=64, interleaved=False, max_positions=2048, long=long)
+        assert meant.text not in texts
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_rotation_that_sglang_has_not_registered_is_told_by_its_tables() -> None:
+    texts = []
+    for name in ("yarn", "llama3", "longrope"):
+        module = made(PARAMETERS[name])
+        factory._ROPE_DICT.clear()
+        texts.append(rotation_text(module, _made_with(module)))
+        for table in module.buffers():
+            table[1:] *= 1.5
+        texts.append(rotation_text(module, _made_with(module)))
+    assert len(set(texts)) == 6
