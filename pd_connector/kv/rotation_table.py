@@ -16,9 +16,11 @@ logger = logging.getLogger("pd_connector.kv.rotation")
 Row = Callable[[int], Sequence[float] | None]
 """Cosines, then sines, at a position of the table in use; None where the table ends before it."""
 
-_POSITIONS = (1, 17, 1024, 16384)
-"""At which a table is compared with what its parameters say. The farther, the smaller a difference of
-frequencies that shows; at the last of these float32 is good for 0.002."""
+_NEAR = (1, 3, 17)
+"""Positions at which a table is compared with what its parameters say. It has to have them."""
+_FAR = (1024, 16384)
+"""More of them, if it has them. The farther, the smaller a difference of frequencies that shows; at the
+last of these float32 is good for 0.002."""
 _TOLERANCE = 0.02
 """Tables may be kept in bfloat16."""
 _ROWS = 32
@@ -95,12 +97,14 @@ def table_row(table: Any, first: int = 0, stop: int | None = None) -> Row:
 
 def agrees(rotation: Rotation, row: Row) -> bool:
     """Whether a table is the one that this rotation says; True where there is none."""
+    if row(0) is None:
+        return True
     pairs = len(rotation.frequencies)
-    for position in _POSITIONS:
+    for position in (*_NEAR, *_FAR):
         found = row(position)
-        if found is None:
-            continue
-        if len(found) < 2 * pairs:
+        if found is None and position in _FAR:
+            break
+        if found is None or len(found) < 2 * pairs:
             return False
         angles = [position * frequency for frequency in rotation.frequencies]
         wanted = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]

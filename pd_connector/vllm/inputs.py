@@ -29,7 +29,8 @@ set back."""
 
 class _Adapter(NamedTuple):
     fingerprint: str
-    files: dict[Path, _State | None]  # as they were when they were read
+    files: dict[Path, _State | None]  # as they were when they were read last
+    changed: bool = False  # since it was loaded
 
 
 def adapter_settings(vllm_config: "VllmConfig") -> str:
@@ -95,14 +96,15 @@ class RequestIdentity:
             folder = path if path.is_dir() else in_cache(str(lora.lora_path), None) or path
             files = {file: _state(file) for file in adapter_files(folder)}
             known = self._adapters[key] = _Adapter(adapter_fingerprint(folder), files)
-        elif not _unchanged(known):
+        elif not (known.changed or _untouched(known)):
             files = {file: _state(file) for file in known.files}
-            if adapter_fingerprint(next(iter(files)).parent) != known.fingerprint:
-                raise OSError(
-                    f"{lora.lora_path} has changed since the adapter was loaded; unload the adapter, and "
-                    "load it again"
-                )
-            self._adapters[key] = known._replace(files=files)
+            changed = adapter_fingerprint(next(iter(files)).parent) != known.fingerprint
+            known = self._adapters[key] = known._replace(files=files, changed=changed)
+        if known.changed:
+            raise OSError(
+                f"{lora.lora_path} has changed since the adapter was loaded; unload the adapter, and "
+                "load it again"
+            )
         return f"{lora.lora_name} {known.fingerprint} {self._settings}".rstrip()
 
     def _input(self, feature: Any) -> str:
@@ -121,7 +123,7 @@ class RequestIdentity:
         return self._inputs[known]
 
 
-def _unchanged(adapter: _Adapter) -> bool:
+def _untouched(adapter: _Adapter) -> bool:
     """Whether its files are untouched. One that is gone cannot be read again either."""
     return all(_state(file) in (state, None) for file, state in adapter.files.items())
 

@@ -14,6 +14,7 @@ pytest.importorskip("sglang.srt")
 
 import torch
 from sglang.srt.layers.rotary_embedding import base, factory
+from support.rotations import PARAMETERS
 
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
@@ -22,7 +23,6 @@ from pd_connector.kv.rotation import rotation_of
 from pd_connector.kv.rotation_table import rotation_text
 from pd_connector.sglang.model import _made_with, model_facts
 from pd_connector.tools.demo import MODEL_DIR
-from tests.support.rotations import PARAMETERS
 
 SHARD = Shard(0, 4, 0, 1)
 

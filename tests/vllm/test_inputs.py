@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pd_connector.vllm import inputs
 from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
 
 LoRAConfig = pytest.importorskip("vllm.config.lora").LoRAConfig
@@ -104,6 +105,23 @@ def test_an_adapter_that_was_changed_in_place_is_not_believed(tmp_path):
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(OSError, match="has changed since the adapter was loaded"):
         identity.of(request(folder))
+
+
+def test_the_files_of_an_adapter_that_has_changed_are_not_read_for_every_request(
+    tmp_path, monkeypatch
+):
+    identity, folder = RequestIdentity(), adapter(tmp_path / "a")
+    identity.of(request(folder))
+    changed(folder, scale=2.0)
+    read = []
+    fingerprint = inputs.adapter_fingerprint
+    monkeypatch.setattr(
+        inputs, "adapter_fingerprint", lambda path: (read.append(path), fingerprint(path))[1]
+    )
+    for _ in range(3):
+        with pytest.raises(OSError, match="has changed since the adapter was loaded"):
+            identity.of(request(folder))
+    assert read == [folder]
 
 
 def test_an_adapter_whose_files_were_only_touched_is_what_it_was(tmp_path):

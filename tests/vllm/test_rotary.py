@@ -7,12 +7,12 @@ from torch import nn
 
 rotary_embedding = pytest.importorskip("vllm.model_executor.layers.rotary_embedding")
 
+from support.rotations import PARAMETERS  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from pd_connector.kv.rotation import rotation_of  # noqa: E402
 from pd_connector.kv.rotation_table import agrees, table_row  # noqa: E402
 from pd_connector.vllm import owners, rotary  # noqa: E402
-from tests.support.rotations import PARAMETERS  # noqa: E402
 
 
 def made(parameters, dtype=torch.float32, longest=1024):
@@ -113,3 +113,12 @@ def test_a_small_difference_of_frequencies_shows_at_far_positions():
     other = found._replace(frequencies=tuple(f * 1.0001 for f in found.frequencies))
     assert agrees(found, table_row(module.cos_sin_cache))
     assert not agrees(other, table_row(module.cos_sin_cache))
+
+
+def test_a_table_that_lacks_the_first_positions_is_not_what_its_parameters_say():
+    table = made(PARAMETERS["default"]).cos_sin_cache
+    found = rotation_of(PARAMETERS["default"], dims=64, interleaved=False, max_positions=2048)
+    assert agrees(found, table_row(None))
+    assert agrees(found, table_row(table[:18]))
+    assert not agrees(found, table_row(table[:17]))
+    assert not agrees(found, table_row(table[:, :32]))

@@ -4,10 +4,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pd_connector.hosts import is_loopback
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
@@ -140,7 +140,7 @@ class RouterConfig:
             for url in getattr(self, side):
                 if url in others:
                     raise ValueError(f"{side} {url}: given for another side, too; name it once")
-        if self.admin_port is not None and not (self.admin_key or _is_loopback(self.admin_host)):
+        if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
                 f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
             )
@@ -178,7 +178,7 @@ class RouterConfig:
                 host = urlsplit(address).hostname or ""
                 if not address.startswith("tcp://") or not host:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
-                if not (self.router_key or _is_loopback(host)):
+                if not (self.router_key or is_loopback(host)):
                     raise ValueError(
                         f"{name} {address}: only loopback without a key; set PD_ROUTER_KEY at all routers"
                     )
@@ -199,13 +199,6 @@ class RouterConfig:
     def look_s(self) -> float:
         """How often a silent exchange looks whether its engine still lives."""
         return min(0.5, self.health_interval_s)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
