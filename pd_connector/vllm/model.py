@@ -20,7 +20,7 @@ from pd_connector.kv.model import (
 from pd_connector.vllm.checkpoint import read_config, read_model_weights
 from pd_connector.vllm.layers import CacheId, draft_names, identify
 from pd_connector.vllm.loaded import loaded_fingerprint
-from pd_connector.vllm.owners import model_of
+from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
 
 if TYPE_CHECKING:
@@ -191,6 +191,10 @@ def _attention_text(module: torch.nn.Module) -> str:
         parts.append("ALiBi")
     if getattr(module, "has_sink", False) or getattr(impl, "sinks", None) is not None:
         parts.append("sinks")
+    # Llama 4's queries grow with the position if --max-model-len is above 32,768, or if the generation
+    # config says so.
+    if getattr(next(owners(module), None), "attn_temperature_tuning", False):
+        parts.append("temperature tuning")
     return ", ".join(parts)
 
 
