@@ -55,6 +55,7 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
         ),
         weights=weights.sampled,
         weights_full=weights.full,
+        weights_fine=weights.fine,
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
     )

@@ -17,9 +17,10 @@ from pd_connector.kv.model import (
     config_fingerprint,
     rotation_fingerprint,
 )
+from pd_connector.kv.weights import Weights
+from pd_connector.memory.parameters import Loaded, loaded_fingerprint
 from pd_connector.vllm.checkpoint import read_config, read_model_weights
 from pd_connector.vllm.layers import CacheId, draft_names, identify
-from pd_connector.vllm.loaded import loaded_fingerprint
 from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
 
@@ -62,16 +63,13 @@ def model_facts(
         full, load_format = config.weights == "full", str(vllm_config.load_config.load_format)
         weights = read_model_weights(model, full=full, load_format=load_format)
     if dummy:
-        sampled, whole = _made_up(seed), b""
-    elif weights is not None:
-        sampled, whole = weights
-    else:
-        sampled, whole = b"", b""
+        weights = Weights(_made_up(seed))
     loaded = loaded_weights(vllm_config)
-    if not sampled:
+    if weights is None:
         logger.warning(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
         )
+        weights = Weights(b"")
     return ModelFacts(
         config=config_fingerprint(
             served,
@@ -79,9 +77,11 @@ def model_facts(
             quantization=None if "quantization_config" in served else _plain(model.quantization),
             quantised_online=_told(getattr(model, "quantization_config", None)),
         ),
-        weights=sampled,
-        weights_full=whole,
-        loaded=loaded,
+        weights=weights.sampled,
+        weights_full=weights.full,
+        weights_fine=weights.fine,
+        loaded=loaded.sampled,
+        loaded_fine=loaded.fine,
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         draft=_draft(vllm_config),
@@ -89,21 +89,21 @@ def model_facts(
     )
 
 
-def loaded_weights(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the parameters in memory; empty where the model cannot be reached, or where the
+def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
+    """Fingerprints of the parameters in memory; empty where the model cannot be reached, or where the
     engine moves experts from rank to rank as it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
-        return b""
+        return Loaded()
     for module in _modules(vllm_config).values():
         model = model_of(module)
-        return b"" if model is None else loaded_fingerprint(model)
-    return b""
+        return Loaded() if model is None else loaded_fingerprint(model)
+    return Loaded()
 
 
-def _what_then(loaded: bytes, config: Config) -> str:
+def _what_then(loaded: Loaded, config: Config) -> str:
     if config.model_id:
         return f"engines with model_id {config.model_id!r} are taken for the same"
-    if loaded:
+    if loaded.fine:
         return (
             "parameters in memory are compared instead, which needs the same parallelism on both "
             "sides, or the same model_id (config key model_id)"
