@@ -15,13 +15,13 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from pd_connector.kv.tensor_files import safetensors
-from pd_connector.kv.weight_samples import MODULUS, digest, sampled, total
+from pd_connector.kv.weight_samples import FINGERPRINT_BYTES, MODULUS, digest, sampled, total
 
 logger = logging.getLogger("pd_connector.kv.weights")
 
@@ -77,6 +77,18 @@ def read_weights(
         return None
     coarse, fine = sampled(files)
     return Weights(coarse, _full(files, cache) if full else b"", fine)
+
+
+def together(parts: Sequence[Weights]) -> Weights:
+    """Of a model that is loaded from several checkpoints, in this order."""
+    if len(parts) == 1:
+        return parts[0]
+    kinds = zip(*parts, strict=True)
+    return Weights(*(_digest_of(prints) if all(prints) else b"" for prints in kinds))
+
+
+def _digest_of(prints: Iterable[bytes]) -> bytes:
+    return digest(*prints).to_bytes(FINGERPRINT_BYTES, "little")
 
 
 def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:

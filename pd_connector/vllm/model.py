@@ -60,8 +60,12 @@ def model_facts(
     seed = model.seed if dummy else None
     weights = None
     if not dummy:
-        full, load_format = config.weights == "full", str(vllm_config.load_config.load_format)
-        weights = read_model_weights(model, full=full, load_format=load_format)
+        weights = read_model_weights(
+            model,
+            vllm_config.load_config,
+            full=config.weights == "full",
+            others=getattr(_model(vllm_config), "secondary_weights", ()),
+        )
     if dummy:
         weights = Weights(_made_up(seed))
     loaded = loaded_weights(vllm_config)
@@ -94,10 +98,8 @@ def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
     engine moves experts from rank to rank as it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return Loaded()
-    for module in _modules(vllm_config).values():
-        model = model_of(module)
-        return Loaded() if model is None else loaded_fingerprint(model)
-    return Loaded()
+    model = _model(vllm_config)
+    return Loaded() if model is None else loaded_fingerprint(model)
 
 
 def _what_then(loaded: Loaded, config: Config) -> str:
@@ -117,6 +119,12 @@ def _modules(vllm_config: "VllmConfig") -> dict[str, torch.nn.Module]:
     return {
         name: module for name, module in context.items() if hasattr(module, "get_kv_cache_spec")
     }
+
+
+def _model(vllm_config: "VllmConfig") -> torch.nn.Module | None:
+    """The model itself, if it can be reached."""
+    first = next(iter(_modules(vllm_config).values()), None)
+    return None if first is None else model_of(first)
 
 
 def _model_number(module: torch.nn.Module) -> int | None:
@@ -145,7 +153,8 @@ def _draft(vllm_config: "VllmConfig") -> bytes:
     if draft is None or speculative is None:
         return b""
     try:
-        weights = read_model_weights(draft, full=False)
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        weights = read_model_weights(draft, load, full=False)
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = config_fingerprint(read_config(draft), **told)
     except Exception as error:  # a draft is optional, whatever it is
