@@ -104,7 +104,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
     async with client_session(config) as session, watching_session(config) as watching:
         pool = app[BACKEND].pool(config, watching, app[METRICS])
         policy = create(config.policy, config.decode_policy)
-        tokens = PromptTokens(session, pool.all_up, config.tokenizer)
+        tokens = PromptTokens(session, pool.all_up, config.tokenizer, config.api_key)
         tracing = Tracing(config.otlp)
         app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens, tracing)
         try:
@@ -195,8 +195,9 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         response.headers[REQUEST_ID] = request_id
         return response, "bad_request"
     headers = passed_headers(request, request_id, shared.config)
-    client_request = ClientRequest(shared, request, headers, parsed)
+    client_request: ClientRequest | None = None
     try:
+        client_request = ClientRequest(shared, request, headers, parsed)
         with request.app[CONNECTIONS].serving(request):
             found = await _within(client_request, limit_s, request_id)
             client_request.trace.finish(found[1])
@@ -214,14 +215,15 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     except ClientGoneError as error:
         raise ClientGoneError(f"request {request_id}: {error}") from None
     except Exception:
-        if client_request.begun:
+        if client_request is not None and client_request.begun:
             raise  # aiohttp closes the connection: too late for any other answer
         logger.exception("request %s failed in the router", request_id)
         return error_response(
             f"request {request_id} failed in the router", "internal_error", 500
         ), "internal_error"
     finally:
-        client_request.trace.finish("failed")
+        if client_request is not None:
+            client_request.trace.finish("failed")
 
 
 async def _within(

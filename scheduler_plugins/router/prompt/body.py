@@ -64,6 +64,8 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         raise BadRequestError(f"the request body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequestError(f"the request body is {_kind(body)}: must be a JSON object")
+    # A field of the other endpoint says nothing: it must not be taken for the prompt.
+    body.pop("prompt" if path == CHAT else "messages", None)
     if path == CHAT:
         _check(body, "messages", "a list of messages", isinstance(body.get("messages"), list))
     else:

@@ -101,7 +101,8 @@ class ClientRequest:
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
                 raise
-            return await self.interrupt(str(error)), "interrupted"
+            logger.warning("request %s: %s", self._request_id, error)
+            return await self.interrupt("no engine could go on"), "interrupted"
 
     async def interrupt(self, why: str) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
@@ -129,7 +130,8 @@ class ClientRequest:
                     if self._goes_on(attempt, failure):
                         continue
                 if self._client.begun:
-                    why = f"a {attempt.answering.role} engine failed: {failure}"
+                    # The failure's own words may name the engine; the log has them.
+                    why = f"a {attempt.answering.role} engine failed ({failure.cause})"
                     return await self.interrupt(why), "interrupted"
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)

@@ -248,7 +248,7 @@ def test_a_stream_that_pauses_too_long_is_interrupted_and_a_long_one_is_not() ->
             assert (await world.complete(stream=True)).events[-1] == "[DONE]"
             world.d[0].behave = stream(1, then="hang")
             last = (await world.complete(stream=True)).events[-1]
-            assert "silent" in last["error"]["message"]
+            assert "idle_timeout" in last["error"]["message"]
 
     run(scenario())
 
