@@ -149,6 +149,11 @@ class EventCutter:
             self._look_for_end(whole)
         return whole
 
+    @property
+    def held(self) -> bytes:
+        """The beginning of an event."""
+        return self._held
+
     def rest(self) -> bytes:
         """What is left at the end of the stream: bytes only if they are an unclosed end mark."""
         self._look_for_end(self._held)

@@ -19,7 +19,7 @@ from scheduler_plugins.router.client.connections import (
     NoRoomError,
     Reservation,
 )
-from scheduler_plugins.router.client.doors import GUARDED, may_enter, passed_headers
+from scheduler_plugins.router.client.doors import is_guarded, may_enter, passed_headers
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
@@ -88,8 +88,8 @@ def create_app(
     app.cleanup_ctx.append(_engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: _reloading(app, settings))
-    app.router.add_post(body.COMPLETIONS, completions)
-    app.router.add_post(body.CHAT, completions)
+    for path in (body.COMPLETIONS, body.CHAT, *body.ONE_ENGINE):
+        app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
@@ -137,7 +137,7 @@ async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncItera
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error OpenAI's shape."""
     request.app[CONNECTIONS].headers_arrived(request)
-    if request.path.startswith(GUARDED) and not may_enter(request, request.app[CONFIG].client_key):
+    if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))
     try:
@@ -160,7 +160,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Both completion endpoints."""
+    """Both completion endpoints, and those that one engine serves."""
     known = request.app[METRICS]
     outcome = "internal_error"
     known.in_flight.inc()

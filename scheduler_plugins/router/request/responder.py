@@ -32,11 +32,19 @@ class Responder:
 
     Args:
         arrived: when its request came, on the event loop's clock.
+        end_mark: whether its stream must end with `[DONE]`.
     """
 
     def __init__(
-        self, client: Downstream, request_id: str, metrics: Metrics, arrived: float
+        self,
+        client: Downstream,
+        request_id: str,
+        metrics: Metrics,
+        arrived: float,
+        *,
+        end_mark: bool = True,
     ) -> None:
+        self._end_mark = end_mark
         self._client = client
         self._request_id = request_id
         self._metrics = metrics
@@ -128,8 +136,8 @@ class Responder:
             if cutter.finished:
                 await _to_its_end(answer)
                 break
-        rest = cutter.rest()
-        if not cutter.finished:
+        rest = cutter.rest() if self._end_mark else cutter.held
+        if self._end_mark and not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
         if rest:
             await client.begin(response)
