@@ -191,9 +191,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         limit_s = timeout_s(request.headers)
         parsed = body.parse(await _read(request, room), request.path)
     except body.BadRequestError as error:
-        response = error_response(str(error), "invalid_request_error", 400, error.param)
-        response.headers[REQUEST_ID] = request_id
-        return response, "bad_request"
+        return _bad_request(error, request_id), "bad_request"
     headers = passed_headers(request, request_id, shared.config)
     client_request: ClientRequest | None = None
     try:
@@ -214,9 +212,13 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         return response, "overloaded"
     except ClientGoneError as error:
         raise ClientGoneError(f"request {request_id}: {error}") from None
-    except Exception:
+    except Exception as error:
         if client_request is not None and client_request.begun:
             raise  # aiohttp closes the connection: too late for any other answer
+        if isinstance(error, RecursionError):  # the parser's stack was a little less deep
+            return _bad_request(
+                body.BadRequestError("the request body is nested too deeply"), request_id
+            ), "bad_request"
         logger.exception("request %s failed in the router", request_id)
         return error_response(
             f"request {request_id} failed in the router", "internal_error", 500
@@ -224,6 +226,12 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     finally:
         if client_request is not None:
             client_request.trace.finish("failed")
+
+
+def _bad_request(error: body.BadRequestError, request_id: str) -> web.Response:
+    response = error_response(str(error), "invalid_request_error", 400, error.param)
+    response.headers[REQUEST_ID] = request_id
+    return response
 
 
 async def _within(

@@ -70,6 +70,7 @@ class _Model(NamedTuple):
     folder: str  # of a tokenizer that may be used; empty: none
     agrees: bool  # whether an engine's own tokens were the same
     adapters: frozenset[str]
+    aliases: frozenset[str]  # names under which the engine serves the same model
 
 
 class PromptTokens:
@@ -118,6 +119,8 @@ class PromptTokens:
             return NOT_TOKENIZED
         named = body.get("model")
         adapter = named if isinstance(named, str) and named in model.adapters else ""
+        if named and not adapter and named not in model.aliases:
+            return NOT_TOKENIZED  # another engine's: its tokens are not ours
         prompt = asked.get("prompt")
         if isinstance(prompt, list):
             try:
@@ -155,16 +158,21 @@ class PromptTokens:
         base = next((one for one in listed if not one.get("parent")), None)
         if base is None or not isinstance(base.get("id"), str):
             return
-        adapters = frozenset(one["id"] for one in listed if one.get("parent") and "id" in one)
+        names = [one for one in listed if isinstance(one.get("id"), str)]
+        adapters = frozenset(one["id"] for one in names if one.get("parent"))
+        root = base.get("root")
+        aliases = frozenset(
+            one["id"] for one in names if not one.get("parent") and one.get("root") == root
+        )
         if self._model is not None and self._model.name == base["id"]:
-            self._model = self._model._replace(adapters=adapters)
+            self._model = self._model._replace(adapters=adapters, aliases=aliases)
             return
         folder, agrees = self._tokenizer or str(base.get("root") or ""), False
         if (Path(folder) / TOKENIZER_FILE).is_file():
             folder, agrees = await self._compared(folder, base["id"])
         else:
             folder = ""
-        self._model = _Model(base["id"], folder, agrees, adapters)
+        self._model = _Model(base["id"], folder, agrees, adapters, aliases)
 
     async def _compared(self, folder: str, model: str) -> tuple[str, bool]:
         """The folder, empty if an engine's tokens differ, and whether an engine's are the same."""

@@ -88,3 +88,17 @@ def test_a_header_that_is_given_twice_gives_no_class(order: tuple[str, str]) -> 
             assert world.d[0].headers[-1]["X-PD-Class"].split(".")[1] == "free"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("field", ["tools", "cache_salt", "prompt", "logit_bias"])
+def test_no_depth_of_nesting_is_too_much_for_one_part_of_the_router_alone(field: str) -> None:
+    async def scenario() -> None:
+        async with World() as world:
+            seen = set()
+            for depth in range(850, 1000):
+                nested = "[" * depth + "]" * depth
+                body = f'{{"model": "m", "prompt": "x", "{field}": {nested}}}'
+                seen.add((await world.post(COMPLETIONS, body.encode())).status)
+            assert seen == {200, 400}
+
+    run(scenario())

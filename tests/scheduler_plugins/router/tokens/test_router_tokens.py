@@ -190,6 +190,23 @@ def test_one_clients_bad_prompt_takes_the_tokens_from_nobody(model: Path) -> Non
     run(scenario())
 
 
+def test_prompts_for_another_model_keep_their_text(model: Path) -> None:
+    """Its engine would take one model's ids for the other's."""
+
+    async def scenario() -> None:
+        async with World(tokenizer=str(model)) as world:
+            for engine in world.p + world.d:
+                engine.tokenize = as_model(model)
+            await followed(world)
+            await knows(world, "tokenizer")
+            assert (await world.complete(model="another", prompt="hello world")).status == 200
+            assert world.d[0].bodies[-1]["prompt"] == "hello world"
+            assert (await world.complete(model="adapter", prompt="hello world")).status == 200
+            assert (await world.app[SHARED].tokens.of({"prompt": "hello"})).tokens is not None
+
+    run(scenario())
+
+
 def test_engines_with_a_key_tokenize_for_the_router() -> None:
     async def scenario() -> None:
         async with World(api_key="secret") as world:
