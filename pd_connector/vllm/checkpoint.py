@@ -20,6 +20,11 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _CACHE = "pd-connector/weights.json"
 _MISTRALS_WEIGHTS = "consolidated*.safetensors"
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _READ_FROM_DISK = frozenset(
     {
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
@@ -69,8 +74,7 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
     vLLM's own object where there is no such file. Beside it, under its name, `params.json`, where vLLM
     reads that instead."""
     overrides = model.hf_overrides
-    place = getattr(model, "hf_config_path", None) or model.model
-    folder = Path(place) if Path(place).is_dir() else in_cache(place, model.revision)
+    folder = _folder(getattr(model, "hf_config_path", None) or model.model, model.revision)
     if folder is not None and isinstance(overrides, Mapping | None):
         try:
             if (known := read_checkpoint_config(folder)) is not None:
@@ -81,6 +85,17 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
             logger.warning("the config in %s cannot be read: %s", folder, error)
     found: dict[str, Any] = model.hf_config.to_dict()
     return found
+
+
+def read_processor_files(model: "ModelConfig") -> dict[str, str]:
+    """What the checkpoint says of how images and the like are processed: the files' text by name."""
+    folder = _folder(model.model, model.revision)
+    files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
+    return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}
+
+
+def _folder(place: str, revision: str | None) -> Path | None:
+    return Path(place) if Path(place).is_dir() else in_cache(place, revision)
 
 
 def read_model_weights(

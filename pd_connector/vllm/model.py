@@ -25,7 +25,7 @@ from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -80,6 +80,7 @@ def model_facts(
             dtype=str(model.dtype),
             quantization=None if "quantization_config" in served else _plain(model.quantization),
             quantised_online=_told(getattr(model, "quantization_config", None)),
+            **_encoder(model),
         ),
         weights=weights.sampled,
         weights_full=weights.full,
@@ -144,6 +145,17 @@ def _plain(quantization: str | None) -> str | None:
 def _told(setting: object) -> str | None:
     """An operator's setting as text; None where there is none."""
     return None if setting is None else str(setting)
+
+
+def _encoder(model: "ModelConfig") -> dict[str, str | None]:
+    """What the operator says of the encoder of images and the like that changes what it makes of them."""
+    told = getattr(model, "multimodal_config", None)
+    rate = getattr(told, "video_pruning_rate", None)
+    method = getattr(told, "video_pruning_method", "evs")
+    return {
+        "encoder_attention": _told(getattr(told, "mm_encoder_attn_dtype", None)),
+        "video_pruning": f"{rate:g} by {method}" if rate else None,
+    }
 
 
 def _draft(vllm_config: "VllmConfig") -> bytes:
