@@ -2,6 +2,7 @@
 """Where vLLM's checkpoint and its config lie on this disk. A model may be named by a folder, a file, a
 repository, a repository and a quantisation (GGUF), or an address of an object store."""
 
+import hashlib
 import json
 import logging
 import os
@@ -92,6 +93,29 @@ def read_processor_files(model: "ModelConfig") -> dict[str, str]:
     folder = _folder(model.model, model.revision)
     files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
     return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}
+
+
+def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
+    """Fingerprint of the code that comes with a checkpoint, where vLLM runs the model by it
+    (`--trust-remote-code`); None where it does not.
+
+    Args:
+        served: the model's config.
+    """
+    if not model.trust_remote_code or not model.using_transformers_backend():
+        return None
+    told = [str(each) for each in (served.get("auto_map") or {}).values()]
+    elsewhere = {name.partition("--")[0] for name in told if "--" in name}
+    folders = {model.model: _folder(model.model, model.revision)}
+    folders |= {name: in_cache(name, model.code_revision) for name in sorted(elsewhere)}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, folder in folders.items():
+        if folder is None:
+            digest.update(f"\0{name} {model.code_revision}\0".encode())
+            continue
+        for file in sorted(folder.glob("*.py")):
+            digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _folder(place: str, revision: str | None) -> Path | None:

@@ -269,6 +269,11 @@ def load_config(extra: dict[str, Any]) -> Config:
 
 
 def _check_supported(vllm_config: "VllmConfig") -> None:
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # 0.31
+        raise ConfigError(
+            "calculate_kv_scales: vLLM would compute scales of the FP8 cache when it serves already, and peers "
+            "are told them when it starts; take a checkpoint that has scales, or leave the option out"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

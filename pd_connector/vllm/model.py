@@ -19,7 +19,7 @@ from pd_connector.kv.model import (
 )
 from pd_connector.kv.weights import Weights
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint
-from pd_connector.vllm.checkpoint import read_config, read_model_weights
+from pd_connector.vllm.checkpoint import read_config, read_model_weights, remote_code
 from pd_connector.vllm.layers import CacheId, draft_names, identify
 from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
@@ -80,6 +80,7 @@ def model_facts(
             dtype=str(model.dtype),
             quantization=None if "quantization_config" in served else _plain(model.quantization),
             quantised_online=_told(getattr(model, "quantization_config", None)),
+            code=remote_code(model, served),
             **_encoder(model),
         ),
         weights=weights.sampled,
