@@ -102,9 +102,11 @@ def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
     Args:
         served: the model's config.
     """
-    if not model.trust_remote_code or not model.using_transformers_backend():
+    by_transformers = getattr(model, "using_transformers_backend", lambda: True)
+    named = served.get("auto_map") or {}
+    if not named or not model.trust_remote_code or not by_transformers():
         return None
-    told = [str(each) for each in (served.get("auto_map") or {}).values()]
+    told = [str(each) for each in named.values()]
     elsewhere = {name.partition("--")[0] for name in told if "--" in name}
     folders = {model.model: _folder(model.model, model.revision)}
     folders |= {name: in_cache(name, model.code_revision) for name in sorted(elsewhere)}
