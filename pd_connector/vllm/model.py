@@ -223,8 +223,21 @@ def _attention_text(module: torch.nn.Module) -> str:
 def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
     """What the config says of rotation, where the layer's own module is not known; empty where it
     says nothing."""
-    told = {name: served[name] for name in _ROTARY_KEYS if served.get(name) is not None}
+    told = _of_rotation(served)
     if not told:
         return ""
     longest = vllm_config.model_config.max_model_len
     return json.dumps({**told, "max_model_len": longest}, sort_keys=True, default=str)
+
+
+def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of rotation, also in configs within it."""
+    told = {name: config[name] for name in _ROTARY_KEYS if config.get(name) is not None}
+    for name, value in config.items():
+        if (
+            name.endswith("_config")
+            and isinstance(value, Mapping)
+            and (found := _of_rotation(value))
+        ):
+            told[name] = found
+    return told
