@@ -186,6 +186,14 @@ def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
     return result
 
 
+def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    flushed = original(scheduler, *args, **options)
+    manager = _manager_of(scheduler)
+    if manager is not None:
+        manager.flushed()
+    return flushed
+
+
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """`GET /server_info` tells the engine's address for KV transfers, too."""
     told = original(scheduler, *args, **options)
@@ -232,5 +240,6 @@ _HOOKS = (
     ),
     _Hook(f"{_SCHEDULER}.run_batch", ("self", "batch"), _step),
     _Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
+    _Hook(f"{_SCHEDULER}.flush_cache", ("self",), _flush),
     _Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
 )

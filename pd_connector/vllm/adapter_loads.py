@@ -25,7 +25,7 @@ def watch_loads(identity: RequestIdentity) -> None:
 
     _watching.add(identity)
     if not hasattr(EngineCore.add_lora, _WATCHED):
-        EngineCore.add_lora = _watched(EngineCore.add_lora)  # type: ignore[method-assign]
+        EngineCore.add_lora = _watched(EngineCore.add_lora)
 
 
 def _watched(original: Callable[..., bool]) -> Callable[..., bool]:

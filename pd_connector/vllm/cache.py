@@ -195,8 +195,8 @@ def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
     mode = layer.spec.kv_quant_mode
     stored = getattr(layer.spec, "cache_dtype_str", None) or cache_dtype
     if mode is KVQuantMode.FP8_PER_TENSOR and stored in ("fp8", "fp8_e4m3"):
-        name = "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
-        return f"{name} scaled by head" if _scaled_by_head(layer, vllm_config) else name
+        codes = "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
+        return f"{codes} scaled by head" if _scaled_by_head(layer, vllm_config) else codes
     name = _DTYPE_NAMES.get(layer.spec.dtype)
     return name if mode is KVQuantMode.NONE and name else f"{stored}/{mode.name}"
 

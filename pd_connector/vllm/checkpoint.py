@@ -2,6 +2,7 @@
 """Where vLLM's checkpoint and its config lie on this disk. A model may be named by a folder, a file, a
 repository, a repository and a quantisation (GGUF), or an address of an object store."""
 
+import hashlib
 import json
 import logging
 import os
@@ -20,6 +21,11 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _CACHE = "pd-connector/weights.json"
 _MISTRALS_WEIGHTS = "consolidated*.safetensors"
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _READ_FROM_DISK = frozenset(
     {
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
@@ -69,8 +75,7 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
     vLLM's own object where there is no such file. Beside it, under its name, `params.json`, where vLLM
     reads that instead."""
     overrides = model.hf_overrides
-    place = getattr(model, "hf_config_path", None) or model.model
-    folder = Path(place) if Path(place).is_dir() else in_cache(place, model.revision)
+    folder = _folder(getattr(model, "hf_config_path", None) or model.model, model.revision)
     if folder is not None and isinstance(overrides, Mapping | None):
         try:
             if (known := read_checkpoint_config(folder)) is not None:
@@ -81,6 +86,42 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
             logger.warning("the config in %s cannot be read: %s", folder, error)
     found: dict[str, Any] = model.hf_config.to_dict()
     return found
+
+
+def read_processor_files(model: "ModelConfig") -> dict[str, str]:
+    """What the checkpoint says of how images and the like are processed: the files' text by name."""
+    folder = _folder(model.model, model.revision)
+    files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
+    return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}
+
+
+def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
+    """Fingerprint of the code that comes with a checkpoint, where vLLM runs the model by it
+    (`--trust-remote-code`); None where it does not.
+
+    Args:
+        served: the model's config.
+    """
+    by_transformers = getattr(model, "using_transformers_backend", lambda: True)
+    named = served.get("auto_map") or {}
+    if not named or not model.trust_remote_code or not by_transformers():
+        return None
+    told = [str(each) for each in named.values()]
+    elsewhere = {name.partition("--")[0] for name in told if "--" in name}
+    folders = {model.model: _folder(model.model, model.revision)}
+    folders |= {name: in_cache(name, model.code_revision) for name in sorted(elsewhere)}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, folder in folders.items():
+        if folder is None:
+            digest.update(f"\0{name} {model.code_revision}\0".encode())
+            continue
+        for file in sorted(folder.glob("*.py")):
+            digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _folder(place: str, revision: str | None) -> Path | None:
+    return Path(place) if Path(place).is_dir() else in_cache(place, revision)
 
 
 def read_model_weights(

@@ -19,13 +19,13 @@ from pd_connector.kv.model import (
 )
 from pd_connector.kv.weights import Weights
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint
-from pd_connector.vllm.checkpoint import read_config, read_model_weights
+from pd_connector.vllm.checkpoint import read_config, read_model_weights, remote_code
 from pd_connector.vllm.layers import CacheId, draft_names, identify
 from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -80,6 +80,8 @@ def model_facts(
             dtype=str(model.dtype),
             quantization=None if "quantization_config" in served else _plain(model.quantization),
             quantised_online=_told(getattr(model, "quantization_config", None)),
+            code=remote_code(model, served),
+            **_encoder(model),
         ),
         weights=weights.sampled,
         weights_full=weights.full,
@@ -146,6 +148,17 @@ def _told(setting: object) -> str | None:
     return None if setting is None else str(setting)
 
 
+def _encoder(model: "ModelConfig") -> dict[str, str | None]:
+    """What the operator says of the encoder of images and the like that changes what it makes of them."""
+    told = getattr(model, "multimodal_config", None)
+    rate = getattr(told, "video_pruning_rate", None)
+    method = getattr(told, "video_pruning_method", "evs")
+    return {
+        "encoder_attention": _told(getattr(told, "mm_encoder_attn_dtype", None)),
+        "video_pruning": f"{rate:g} by {method}" if rate else None,
+    }
+
+
 def _draft(vllm_config: "VllmConfig") -> bytes:
     """Fingerprint of the draft model; empty where there is none, or it is not on this disk."""
     speculative = vllm_config.speculative_config
@@ -210,8 +223,21 @@ def _attention_text(module: torch.nn.Module) -> str:
 def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
     """What the config says of rotation, where the layer's own module is not known; empty where it
     says nothing."""
-    told = {name: served[name] for name in _ROTARY_KEYS if served.get(name) is not None}
+    told = _of_rotation(served)
     if not told:
         return ""
     longest = vllm_config.model_config.max_model_len
     return json.dumps({**told, "max_model_len": longest}, sort_keys=True, default=str)
+
+
+def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of rotation, also in configs within it."""
+    told = {name: config[name] for name in _ROTARY_KEYS if config.get(name) is not None}
+    for name, value in config.items():
+        if (
+            name.endswith("_config")
+            and isinstance(value, Mapping)
+            and (found := _of_rotation(value))
+        ):
+            told[name] = found
+    return told

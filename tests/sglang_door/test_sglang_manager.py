@@ -96,7 +96,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             sliding_window_size=None,
             req_to_token_pool=SimpleNamespace(req_to_token=None),
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=None)),
+            tp_worker=SimpleNamespace(
+                model_runner=SimpleNamespace(lora_manager=None, model=torch.nn.Module())
+            ),
         )
         buffers = MetadataBuffers(4, 16, torch.float32, 0)
         queue = SimpleNamespace(

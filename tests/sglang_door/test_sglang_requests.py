@@ -76,6 +76,14 @@ def test_tokens_and_salt_are_who_the_kv_is_and_this_process_own_ids_are_not() ->
     assert fingerprint(req(), "a 7f") == token_fingerprint([1, 2, 3], adapter="a 7f")
 
 
+@pytest.mark.parametrize("name", ["input_embeds", "positional_embed_overrides"])
+def test_a_prompt_of_embeddings_is_not_told_by_the_token_ids_that_sglang_makes_up(
+    name: str,
+) -> None:
+    with pytest.raises(PDConnectorError, match=name):
+        fingerprint(req(**{name: [[0.5]]}), "")
+
+
 def loaded(**folders: Path) -> Adapters:
     """What a rank knows that has these adapters loaded, by SGLang's id."""
     refs = {
@@ -108,3 +116,18 @@ def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Pa
         loaded(x=tmp_path).name("x")
     with pytest.raises(PDConnectorError, match="not loaded"):
         Adapters(SimpleNamespace(lora_manager=None)).name("x")
+
+
+def test_an_adapter_counts_as_it_was_when_it_was_loaded(tmp_path: Path) -> None:
+    """SGLang keeps it in memory, whatever becomes of its files."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"before")
+    adapters = loaded(known=tmp_path, broken=tmp_path / "nowhere")
+    adapters.look()
+    before = adapters.name("known")
+    file.write_bytes(b"after")
+    adapters.look()
+    assert adapters.name("known") == before
+    assert loaded(again=tmp_path).name("again") != before
+    with pytest.raises(PDConnectorError, match="cannot be told by content"):
+        adapters.name("broken")

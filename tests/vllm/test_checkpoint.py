@@ -162,3 +162,28 @@ def test_without_a_file_the_config_is_vllms_own(tmp_path):
     assert checkpoint.read_config(model(tmp_path)) == {"from": "vLLM"}
     (tmp_path / "config.json").write_text("{}")
     assert checkpoint.read_config(model(tmp_path, lambda config: config)) == {"from": "vLLM"}
+
+
+def test_code_that_comes_with_a_checkpoint_counts_where_the_model_is_run_by_it(hub, tmp_path):
+    own = tmp_path / "model"
+    own.mkdir()
+    (own / "modeling_new.py").write_text("scale = 1")
+    served = {"auto_map": {"AutoModel": "org/name--modeling.New"}}
+
+    def told(trusts=True, by_transformers=True, revision=None):
+        made = model(
+            own,
+            trust_remote_code=trusts,
+            code_revision=revision,
+            using_transformers_backend=lambda: by_transformers,
+        )
+        return checkpoint.remote_code(made, served)
+
+    assert told(trusts=False) is None
+    assert told(by_transformers=False) is None, "vLLM has code of its own"
+    found = [told(), told(revision="not here"), told(revision="nor here")]
+    (own / "modeling_new.py").write_text("scale = 2")
+    found.append(told())
+    (hub / "modeling.py").write_text("scale = 3")
+    found.append(told())
+    assert len(set(found)) == 5
