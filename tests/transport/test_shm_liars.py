@@ -64,11 +64,12 @@ def test_chunks_for_a_consumer_that_hands_over_no_slab_are_not_piled_up(
     transport: ShmTransport, liar: Liar
 ):
     payload = memoryview(bytes(SLOT_BYTES))
-    with pytest.raises(TransportError, match="wait for the consumer's slab"):
-        for _ in range(100):
+    for _ in range(8):
+        transport.write(liar.link, b"header", payload, 0)
+        transport.poll()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="wait for the consumer's slab"):
             transport.write(liar.link, b"header", payload, 0)
-            transport.poll()
-    assert len(transport.poll()[0]) <= 8
 
 
 def test_a_consumer_that_has_hung_up_wakes_nobody(transport: ShmTransport, liar: Liar):
@@ -81,7 +82,7 @@ def test_a_consumer_that_has_hung_up_wakes_nobody(transport: ShmTransport, liar:
 def test_a_consumer_that_hands_over_something_else_is_told_no_more(
     transport: ShmTransport, liar: Liar
 ):
-    transport.write(liar.link, b"header", memoryview(b"payload"), 0)
+    transport.write(liar.link, b"header", memoryview(b"waits"), 0)
     socket.send_fds(liar.socket, [b"\0"], [0])
     assert not wakes(transport)
     with pytest.raises(TransportError, match="no slab as it announced"):
