@@ -160,26 +160,21 @@ class Connection:
                 raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
             undo.pop_all()
 
-    def receive(self) -> list[bytes]:
-        """Messages that wait. If there are `MAX_BATCH`, more may wait; otherwise ZeroMQ's descriptor
-        tells of the next one."""
+    def receive(self, most: int = MAX_BATCH) -> list[bytes]:
+        """Messages that wait, at most so many. If there are so many, more may wait; otherwise ZeroMQ's
+        descriptor tells of the next one."""
         arrived: list[bytes] = []
         try:  # mostly there is just one, so that nobody asks first whether there is one
-            while len(arrived) < MAX_BATCH:
+            while True:
                 frame = self.socket.recv(zmq.DONTWAIT, copy=False)
                 arrived.append(b"" if frame.more else frame.bytes)
                 while frame.more:
                     frame = self.socket.recv(copy=False)
-                if not readable(self.socket):
+                if len(arrived) >= most or not readable(self.socket):
                     break
         except zmq.Again:
             pass
         return arrived
-
-    @property
-    def readable(self) -> bool:
-        """Whether a message waits."""
-        return readable(self.socket)
 
     def lost(self) -> tuple[Cause, str] | None:
         """Why the connection is no more, or of no use, once that is so."""

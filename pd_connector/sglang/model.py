@@ -28,6 +28,14 @@ _MOST_TEXT = 200
 _STRETCHED = frozenset({"llama3", "yarn", "deepseek_yarn"})
 """Rotations whose factor and original length SGLang takes for what they are where the config has none."""
 
+_READ_FROM_DISK = frozenset(
+    {
+        *("auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
+        *("bitsandbytes", "gguf", "layered", "runai_streamer", "sharded_state"),
+    }
+)
+"""Load formats with which SGLang reads the files in the model's folder."""
+
 
 def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
     """Everything that peers compare of the model of this rank.
@@ -55,6 +63,7 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
         ),
         weights=weights.sampled,
         weights_full=weights.full,
+        weights_fine=weights.fine,
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
     )
@@ -69,8 +78,8 @@ def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
 
 
 def _folder(model: Any) -> Path | None:
-    """Where the checkpoint lies on this disk."""
-    if Path(model.model_path).is_dir():
+    """Where the checkpoint lies on this disk: a folder, or one file (GGUF)."""
+    if Path(model.model_path).exists():
         return Path(model.model_path)
     try:
         from huggingface_hub import snapshot_download
@@ -93,10 +102,11 @@ def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def _weights(scheduler: Any, folder: Path | None, *, full: bool) -> Weights | None:
-    if folder is None or scheduler.server_args.load_format == "dummy":
+    load_format = str(scheduler.server_args.load_format)
+    if folder is None or load_format not in _READ_FROM_DISK:
         return None
     try:
-        return read_weights(folder, full=full, load_format=scheduler.server_args.load_format)
+        return read_weights(folder, full=full, load_format=load_format)
     except (OSError, ValueError) as error:
         logger.warning("weights in %s cannot be hashed: %s", folder, error)
         return None

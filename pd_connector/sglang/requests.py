@@ -22,6 +22,14 @@ def room_problem(room: Any) -> str:
     return f"bootstrap_room {room!r}: must be a whole number from 1 to {MAX_ROOM}"
 
 
+def host_problem(host: Any) -> str:
+    """Why a decode engine cannot ask this host (`bootstrap_host`) for KV; empty where it can be tried.
+    SGLang makes an address of it, and what that raises would end the engine."""
+    if isinstance(host, str) and host:
+        return ""
+    return f"bootstrap_host {host!r}: must be the name or address of the prefill engine's host"
+
+
 def reject(req: Any, problem: str, scheduler: Any) -> None:
     """End a request that has not come into a queue, with status 400. It holds nothing yet."""
     from sglang.srt.disaggregation.utils import prepare_abort

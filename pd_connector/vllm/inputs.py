@@ -82,6 +82,10 @@ class RequestIdentity:
         """Name and content of a request's adapter; empty for none. Raises as `of`."""
         return self._adapter(request.lora_request) if request.lora_request else ""
 
+    def load(self, lora: Any) -> None:
+        """vLLM is about to load an adapter: take note of its content now. Raises as `of`."""
+        self._adapter(lora)
+
     def _adapter(self, lora: Any) -> str:
         """Name and content of an adapter. Its files are read once, unless vLLM is told to load it
         again under its number.
@@ -154,6 +158,11 @@ def _add(digest: "hashlib.blake2b", value: object) -> None:
         digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         digest.update(f"array {value.dtype} {value.shape}\0".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)}\0".encode())
+        for name in sorted(value, key=str):
+            digest.update(f"{name}\0".encode())
+            _add(digest, value[name])
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         digest.update(f"list {len(value)}\0".encode())
         for each in value:

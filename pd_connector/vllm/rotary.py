@@ -12,11 +12,14 @@ _LEVELS = 4
 
 
 def rotation_text(layer: torch.nn.Module) -> str | None:
-    """The rotation of a layer's keys; None where the layer's block has none that is known."""
+    """The rotation of a layer's keys: empty where its block says that it rotates nothing (every fourth of
+    Llama 4's), None where the block has none that is known."""
     for owner in _blocks(layer):
         found = {name: part for name, part in owner.named_children() if is_rotary(part)}
         if found:
             return "; ".join(_text(found[name]) for name in sorted(found))
+        if getattr(owner, "rotary_emb", owner) is None:
+            return ""
     return None
 
 

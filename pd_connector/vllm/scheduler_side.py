@@ -73,7 +73,7 @@ class SchedulerSide:
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
         self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
-        self._identity = RequestIdentity(adapters)
+        self.identity = RequestIdentity(adapters)
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if config.overlap != "off" else None
         self._commands: list[Command] = []
@@ -274,7 +274,7 @@ class SchedulerSide:
         """What its KV depends on, and its adapter; None where that is not known, and the request is
         computed here."""
         try:
-            return self._identity.of(request), self._identity.adapter(request)
+            return self.identity.of(request), self.identity.adapter(request)
         except OSError as error:
             detail = f"its adapter cannot be told by content: {error}"
             self._ignore(request, Cause.MODEL, detail)

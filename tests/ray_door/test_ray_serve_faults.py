@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -35,11 +36,10 @@ def load(rig, threads=2):
     stop = threading.Event()
 
     def run(n):
-        asked = 0
-        while not stop.wait(0.2):
+        for asked in itertools.count():
             assert len(ask(rig, f"{n} {asked} " + PROMPT[:400], 4).tokens) == 4
-            asked += 1
-        return asked
+            if stop.wait(2.0):
+                return
 
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(run, n) for n in range(threads)]
@@ -47,7 +47,8 @@ def load(rig, threads=2):
             yield
         finally:
             stop.set()
-        assert all(job.result() for job in running)
+        for job in running:
+            job.result()
 
 
 def sending(rig):
@@ -76,16 +77,36 @@ def end_at_once(rig, deployment, replica):
     )
 
 
+@contextmanager
+def kv_held_by_all_prefill_replicas(rig, pool, prompt=PROMPT[:800], max_tokens=4):
+    """Within, the decode engines stand still, and each prefill replica has computed a prompt at least whose
+    KV they are to fetch. Yields the requests."""
+    replicas = len(rig.pids(PREFILL))
+    ended = rig.logged(PREFILL, "CALL completions OK")
+    with stopped(rig.engines(DECODE)):
+        with stopped(rig.engines(PREFILL)):  # all are under way at once: load spreads what is new
+            answers = [
+                pool.submit(ask, rig, prompt if n == 0 else f"{n}: {prompt}", max_tokens)
+                for n in range(pool._max_workers)
+            ]
+            wait_until(lambda: len(rig.asked(PREFILL)) == replicas, "all have a request")
+        wait_until(
+            lambda: rig.logged(PREFILL, "CALL completions OK") - ended >= len(answers),
+            "the prompts are computed",
+        )
+        assert len(rig.held()) == replicas
+        assert all(rig.held())
+        yield answers
+
+
 def test_one_to_two_replicas_under_load(rig):
     before = sending(rig)
     with load(rig):
         rig.scale(2, 2)
-        wait_until(lambda: sending(rig) - before, "the new prefill replica has sent KV")
+        wait_until(
+            lambda: sending(rig) - before, "the new prefill replica has sent KV", every_s=0.25
+        )
     rig.idle()
-
-
-def prefill_engines(rig):
-    return [p for pid in rig.pids(PREFILL).values() for p in rig.engine_of(pid)]
 
 
 def test_prompts_that_begin_alike_go_to_the_same_prefill_replica(rig):
@@ -100,7 +121,7 @@ def test_prompts_that_begin_alike_go_to_the_same_prefill_replica(rig):
         return seen, sum(map(len, seen))
 
     with ThreadPoolExecutor(6) as pool:
-        with stopped(prefill_engines(rig)):  # all are under way at once: load spreads what is new
+        with stopped(rig.engines(PREFILL)):  # all are under way at once: load spreads what is new
             first = pool.map(one, range(6))
             wait_until(lambda: routes()[1] == 6, lambda: f"six requests have a replica: {routes()}")
         list(first)
@@ -135,7 +156,7 @@ def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
     with (
         rig.counts(REQUESTS, 1, outcome="prefill_failed"),
         ThreadPoolExecutor(1) as pool,
-        stopped(prefill_engines(rig)),
+        stopped(rig.engines(PREFILL)),
     ):
         answer = pool.submit(ask, rig)
         victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
@@ -150,11 +171,22 @@ def test_two_replicas_to_one_under_load(rig):
     """Replicas that end give what they keep: no KV is missed. The dead are forgotten."""
     rig.wait_for(2, 2)
     hand_over(rig)
+    engines = {*rig.engines(PREFILL), *rig.engines(DECODE)}
     before = rig.metrics()
-    with load(rig):
+    with load(rig), ThreadPoolExecutor(6) as pool:
+        with kv_held_by_all_prefill_replicas(rig, pool) as answers:
+            rig.want(PREFILL, 1)
+            told = "stopping when decode replicas have fetched KV"
+            wait_until(
+                lambda: rig.logged(PREFILL, told), "a replica waits for its KV to be fetched"
+            )
+            assert rig.replicas()[PREFILL] == {"RUNNING": 1, "STOPPING": 1}
+        assert all(len(answer.result().tokens) == 4 for answer in answers)
         rig.scale(1, 1)
     assert grown(rig.metrics(), before, "failed_transfers") == 0
     rig.idle()
+    left = engines - {*rig.engines(PREFILL), *rig.engines(DECODE)}
+    assert not [pid for pid in left if os.path.exists(f"/proc/{pid}")]
     for gauge in ("consumer_sessions", "producer_sessions"):
         wait_until(
             lambda gauge=gauge: sessions(rig, gauge) <= 1,
@@ -163,13 +195,28 @@ def test_two_replicas_to_one_under_load(rig):
 
 
 def test_the_node_of_all_prefill_replicas_is_lost(rig):
-    """One request is past its prefill, others come. Last: the node does not come back."""
+    """One request has KV, that of another is computed and not fetched, others come. The node does not come
+    back."""
     wanted, whole = ask(rig), ask(rig, max_tokens=64).text
     body = request_body(rig.url, PROMPT, 64, cache_salt=fresh_salt())
     events = rig.client.stream("/v1/completions", body)
     begun = next(events)
-    with load(rig):
-        rig.lose_node()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        rig.counts("failed_transfers", 1),
+        load(rig),
+    ):
+        with kv_held_by_all_prefill_replicas(rig, pool, PROMPT, 16) as (answer,):
+            rig.lose_node()
         text = "".join(e["choices"][0]["text"] for e in [begun, *events] if e["choices"])
         assert text == whole
+        assert_same_logprobs(answer.result(), wanted, TOLERANCE)
         assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+
+
+def test_no_process_is_left_when_serve_ends(rig):
+    """Last: nothing can be asked after it."""
+    assert rig.processes("VLLM::")
+    rig.end_serve()
+    wait_until(lambda: not rig.processes("VLLM::"), lambda: f"left: {rig.processes('VLLM::')}")
+    assert not rig.processes("ServeReplica")

@@ -103,6 +103,19 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert "weights" in model_problem(facts(scheduler()), facts(scheduler(copied)))
 
 
+@pytest.mark.parametrize("load_format", ["dummy", "remote_instance", "ipc_cache", "flash_rl"])
+def test_files_that_are_not_what_is_loaded_are_not_believed(load_format: str) -> None:
+    made = scheduler()
+    made.server_args.load_format = load_format
+    assert "model_id" in model_problem(facts(made), facts(scheduler()))
+
+
+def test_one_file_of_weights_is_believed(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q8_0.gguf"
+    file.write_bytes(b"GGUF and so on")
+    assert facts(scheduler(file)).weights
+
+
 def test_another_dtype_or_override_is_another_model() -> None:
     other = scheduler(dtype=torch.float32)
     assert "config" in model_problem(facts(scheduler()), facts(other))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pd_connector.vllm import inputs
+from pd_connector.vllm import adapter_loads, inputs
 from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
 
 LoRAConfig = pytest.importorskip("vllm.config.lora").LoRAConfig
@@ -93,6 +93,25 @@ def test_an_adapter_whose_files_have_changed_is_not_believed(tmp_path):
     with pytest.raises(OSError, match="has changed since the adapter was loaded"):
         identity.of(request(folder))
     assert identity.of(request(folder, number=2)) != before, "loaded again, as another"
+
+
+def test_an_adapter_counts_as_it_was_when_vllm_was_told_to_load_it(tmp_path):
+    """Between that and the first request its files may be replaced."""
+    core = pytest.importorskip("vllm.v1.engine.core")
+    identity, folder, loaded = RequestIdentity(), adapter(tmp_path / "a"), []
+    adapter_loads.watch_loads(identity)
+    adapter_loads.watch_loads(RequestIdentity())
+    engine = SimpleNamespace(
+        model_executor=SimpleNamespace(add_lora=lambda lora: loaded.append(lora) or True)
+    )
+    asked = request(folder)
+    assert core.EngineCore.add_lora(engine, asked.lora_request)
+    assert loaded == [asked.lora_request], "once, however many watch"
+    changed(folder, scale=2.0)
+    with pytest.raises(OSError, match="has changed since the adapter was loaded"):
+        identity.of(asked)
+    nowhere = request(tmp_path / "nowhere", number=3).lora_request
+    assert core.EngineCore.add_lora(engine, nowhere), "what vLLM says of it is not ours"
 
 
 def test_an_adapter_that_was_changed_in_place_is_not_believed(tmp_path):
@@ -192,3 +211,11 @@ def test_an_image_that_is_not_sent_again_is_known_by_its_identifier():
     before = identity.of(request(features=[image(torch.ones(4), "a")]))
     assert identity.of(request(features=[image(None, "a")])) == before
     assert identity.of(request(features=[image(None, "b")])) != before
+
+
+def test_tensors_within_mappings_count_in_every_element():
+    """Their text would leave most of them out."""
+    tensors = [torch.zeros(10_000), torch.zeros(10_000)]
+    tensors[1][5_000] = 1
+    digests = {inputs._content({"audio": {"features": tensor}}) for tensor in tensors}
+    assert len(digests) == 2

@@ -53,8 +53,8 @@ class Downstream:
         return self._begun
 
     async def interrupt(self, message: str) -> web.StreamResponse:
-        """End a stream that cannot go on: send an error event, and close the connection."""
-        self._begun.force_close()
+        """End a stream that cannot go on, by an error event. The connection stays: closing it would take the client's next
+        request with it, which may be on its way already."""
         await self.write(error_event(message))
         return await self.finish()
 

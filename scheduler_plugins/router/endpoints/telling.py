@@ -33,7 +33,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
         try:
             async with exchange(shared.session, engine, call, timeouts, config) as answer:
-                if answer.status >= 500:
+                if answer.status // 100 not in (2, 4):
                     raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
                 content = await answer.read_all()
                 returned = headers_to_client(answer.headers, request_id)

@@ -134,9 +134,19 @@ class Exchange:
         if silent_s >= limit_s:
             which = "idle_timeout" if self.begun else "first_byte_timeout"
             return EngineFailedError(which, f"silent for {silent_s:.1f} s (limit {limit_s:g} s)")
+        if self._cut_off:
+            return EngineFailedError("died", "the connection broke: it sent no HTTP")
         if silent_s >= self._config.look_s and self.engine.lost(now, self._config.drain_timeout_s):
             return EngineFailedError("unhealthy", self.engine.reason)
         return None
+
+    @property
+    def _cut_off(self) -> bool:
+        """Whether the connection is gone and nobody has said so: aiohttp closes it when the body stops to be HTTP,
+        and lets who reads wait."""
+        connection = None if self._response is None else self._response.connection
+        protocol = None if connection is None else connection.protocol
+        return protocol is not None and not protocol.connected
 
     async def _open(self, session: aiohttp.ClientSession, call: EngineCall) -> None:
         try:
@@ -221,7 +231,8 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     """Raise what an error status says about the engine.
 
     Args:
-        wanted: the only status that is not an error; None: all below 500 but 429 are the client's.
+        wanted: the only status that is not an error; None: 2xx are not, and 4xx but 429 are the client's.
+            A redirection is an engine's error: it would show the client where engines are.
 
     Raises:
         OverloadedError: 429 or 503. EngineFailedError: any other error.
@@ -229,7 +240,7 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     status = answer.status
     if status in OVERLOADED:
         raise OverloadedError(status, await excerpt(answer), retry_after_s(answer.headers))
-    if status >= 500 or wanted not in (None, status):
+    if status // 100 not in (2, 4) or wanted not in (None, status):
         accepted = wanted is None
         message = f"{status}: {await excerpt(answer)}"
         raise EngineFailedError(f"status_{status}", message, accepted=accepted)

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 from aiohttp import web
@@ -33,7 +34,13 @@ from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, promp
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.policies.base import Request
-from scheduler_plugins.router.prompt.body import COMPLETIONS, encode, with_tokens
+from scheduler_plugins.router.prompt.body import (
+    COMPLETIONS,
+    GENERATES_ALONE,
+    ONE_ENGINE,
+    encode,
+    with_tokens,
+)
 from scheduler_plugins.router.prompt.describe import describe
 from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.responder import Responder
@@ -49,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientRequest:
-    """One request to `/v1/completions` or `/v1/chat/completions`."""
+    """One request to `/v1/completions`, to `/v1/chat/completions`, or to an endpoint that one engine serves."""
 
     def __init__(
         self,
@@ -66,15 +73,25 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
-        self._record = StreamRecord(parsed, request.path) if resumable(parsed) else None
+        self._one_engine = request.path in ONE_ENGINE
+        resumes = not self._one_engine and resumable(parsed)
+        self._record = StreamRecord(parsed, request.path) if resumes else None
         """What the client was sent of a stream that another engine could go on with."""
         self._request = self._described()
         if self._config.router_key:
             key = self._config.router_key.encode()
             headers[CLASS_HEADER] = signed(self._request.qos, self._request_id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
-        self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
-        self._candidates = Candidates(shared.pool, shared.config.attempts, parsed)
+        self._responder = Responder(
+            self._client,
+            self._request_id,
+            shared.metrics,
+            self._arrived,
+            end_mark=not self._one_engine,
+        )
+        self._candidates = Candidates(
+            shared.pool, shared.config.attempts, parsed, one_engine=self._one_engine
+        )
         self._ids: list[int] | None = None
         self.trace = shared.tracing.request(headers, request.path, self._request_id)
         """Its spans; whoever serves it finishes them."""
@@ -101,7 +118,8 @@ class ClientRequest:
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
                 raise
-            return await self.interrupt(str(error)), "interrupted"
+            logger.warning("request %s: %s", self._request_id, error)
+            return await self.interrupt("no engine could go on"), "interrupted"
 
     async def interrupt(self, why: str) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
@@ -129,7 +147,8 @@ class ClientRequest:
                     if self._goes_on(attempt, failure):
                         continue
                 if self._client.begun:
-                    why = f"a {attempt.answering.role} engine failed: {failure}"
+                    # The failure's own words may name the engine; the log has them.
+                    why = f"a {attempt.answering.role} engine failed ({failure.cause})"
                     return await self.interrupt(why), "interrupted"
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
@@ -170,10 +189,14 @@ class ClientRequest:
             known.tokens,
             known.adapter,
         )
-        return promised(found, self._config, self._headers)
+        found = promised(found, self._config, self._headers)
+        generates = not self._one_engine or self._path in GENERATES_ALONE
+        return found if generates else found._replace(max_tokens=1, tpot_slo_s=inf)
 
     async def _tokenize(self) -> None:
         """Learn the prompt's tokens, where engines are told apart by them."""
+        if self._one_engine:
+            return
         found = await self._shared.tokens.of(self._body)
         if found.tokens is not None:
             self._request = self._described(found)

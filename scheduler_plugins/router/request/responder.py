@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -10,6 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     EVENT_STREAM,
     EventCutter,
+    before_error,
     error_in,
     headers_to_client,
 )
@@ -21,17 +23,28 @@ from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.resume import StreamRecord
 
+ENDS_S = 1.0
+"""Longest wait for the end of a stream whose end mark has come."""
+
 
 class Responder:
     """Answers one client.
 
     Args:
         arrived: when its request came, on the event loop's clock.
+        end_mark: whether its stream must end with `[DONE]`.
     """
 
     def __init__(
-        self, client: Downstream, request_id: str, metrics: Metrics, arrived: float
+        self,
+        client: Downstream,
+        request_id: str,
+        metrics: Metrics,
+        arrived: float,
+        *,
+        end_mark: bool = True,
     ) -> None:
+        self._end_mark = end_mark
         self._client = client
         self._request_id = request_id
         self._metrics = metrics
@@ -105,7 +118,9 @@ class Responder:
                 if not answered:
                     answered = True
                     served()
+                error = None
                 if record is not None:
+                    events, error = before_error(events)
                     events = record.feed(events)
                 if lender is not None:
                     patch = patch or FirstTokenPatch(await lender.first_logprobs())
@@ -114,9 +129,15 @@ class Responder:
                     await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._metrics.first_token_s.labels(flow).observe(first_s)
-                await client.write(events)
-        rest = cutter.rest()
-        if not cutter.finished:
+                if events:
+                    await client.write(events)
+                if error is not None:
+                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
+            if cutter.finished:
+                await _to_its_end(answer)
+                break
+        rest = cutter.rest() if self._end_mark else cutter.held
+        if self._end_mark and not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
         if rest:
             await client.begin(response)
@@ -125,3 +146,11 @@ class Responder:
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)
+
+
+async def _to_its_end(answer: Exchange) -> None:
+    """Read what is left behind the end mark, so that the connection can be used again. Nobody is sent it."""
+    with suppress(TimeoutError, EngineFailedError):
+        async with asyncio.timeout(ENDS_S):
+            while await answer.read():
+                pass

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.handoff.engine_bodies import has_inputs
 from scheduler_plugins.router.prompt.body import CHAT, why_not_disaggregated
 
 _IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
@@ -37,7 +39,12 @@ _NOT_RESUMABLE = (
     "suffix",
     "logits_processors",
     "thinking_token_budget",
+    "bad_words",
+    "vllm_xargs",
 )
+_ZERO_IS_ASKED_FOR = ("seed", "logprobs")
+_DONE_TO_THE_PROMPT = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+"""Fields that made the prompt's tokens of its text. The ids of the rest are not to be treated so again."""
 _ONLY_IN_CHATS = frozenset(
     {
         "messages",
@@ -60,6 +67,8 @@ def resumable(body: Mapping[str, Any]) -> bool:
     """Whether another engine could go on with this request's stream: greedy, or sampled without a seed."""
     if not body.get("stream") or why_not_disaggregated(body) is not None:
         return False
+    if has_inputs(body) or any(type(body.get(name)) is int for name in _ZERO_IS_ASKED_FOR):
+        return False  # ids stand for text alone
     return not any(body.get(name) for name in _NOT_RESUMABLE)
 
 
@@ -90,9 +99,17 @@ class StreamRecord:
         return {"return_token_ids": True}
 
     def feed(self, events: bytes) -> bytes:
-        """Note whole events of the engine. Returns what the client is sent instead of them."""
+        """Note whole events of the engine. Returns what the client is sent instead of them.
+
+        Raises:
+            EngineFailedError: an engine that goes on for another one sends something else than a completion.
+        """
         parts = events.split(b"\n\n")
-        return b"\n\n".join(self._noted(part) if part else part for part in parts)
+        try:
+            return b"\n\n".join(self._noted(part) if part else part for part in parts)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            self._lost = True  # what was noted just now has not been sent
+            raise EngineFailedError("malformed", "its events are no completion's") from None
 
     def next_body(self) -> dict[str, Any] | None:
         """The completion that goes on after what was sent; None if that is not known well enough."""
@@ -107,7 +124,8 @@ class StreamRecord:
         body = {name: value for name, value in self._body.items() if name not in _ONLY_IN_CHATS}
         body["prompt"] = [*prompt, *self._sent]
         body["max_tokens"] = None if most is None else most - len(self._sent)
-        body.pop("add_special_tokens", None)
+        for name in _DONE_TO_THE_PROMPT:
+            body.pop(name, None)
         return body
 
     def ending(self) -> bytes | None:

@@ -23,12 +23,19 @@ from scheduler_plugins.router.routing.pairing import Pairing
 class Candidates:
     """The engines that have not failed one request."""
 
-    def __init__(self, pool: Pool, attempts: int, body: Mapping[str, Any]) -> None:
-        """`attempts`: engines that may accept the request and fail it."""
+    def __init__(
+        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, one_engine: bool = False
+    ) -> None:
+        """Ask nobody yet.
+
+        Args:
+            attempts: engines that may accept the request and fail it.
+            one_engine: the endpoint knows no transfers.
+        """
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(body)
+        self._pairing = Pairing(body, one_engine=one_engine)
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0

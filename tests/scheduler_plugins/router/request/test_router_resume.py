@@ -283,3 +283,92 @@ def test_a_clients_limit_ends_a_request() -> None:
             assert reply.status == 400
 
     run(scenario())
+
+
+def test_an_engine_that_says_that_its_core_has_died_is_lost_like_any_other() -> None:
+    """vLLM's API server outlives the engine's core by some events: an error, and the end mark."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+
+            async def core_dies(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                choice = {"index": 0, "text": "The ", "token_ids": [0], "prompt_token_ids": PROMPT}
+                event = {"id": "cmpl-d0", "choices": [choice]}
+                data = json.dumps(event, separators=(",", ":")).encode()
+                error = b'{"error":{"message":"EngineCore died","type":"x","code":500}}'
+                # One write: tokens and error come together.
+                await response.write(b"data: " + data + b"\n\ndata: " + error + b"\n\n" + DONE)
+                return response
+
+            world.d[0].behave, world.d[1].behave = core_dies, Speaker()
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert said(events) == WHOLE
+            assert events[-1] == "[DONE]"
+            world.d[1].behave = world.p[0].behave = core_dies
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert events[-1]["error"]["type"] == "stream_interrupted", "nobody can go on"
+            assert said(events) == "The The The ", "every token that came, once"
+            plain = {"model": "m", "prompt": "hi", "stream": True, "stop": ["x"]}
+            reply = await world.post("/v1/completions", plain)
+            assert reply.events[-2]["error"]["message"] == "EngineCore died", "as it was said"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("nonsense", ["{", '{"choices":null}', '{"choices":[5]}'])
+def test_an_engine_that_goes_on_with_nonsense_ends_the_stream_with_an_error(nonsense: str) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+
+            async def nonsensical(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                await response.write(f"data: {nonsense}\n\n".encode() + DONE)
+                return response
+
+            world.d[0].behave, world.d[1].behave = Speaker(3), nonsensical
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert events[-1]["error"]["type"] == "stream_interrupted"
+            assert said(events) == "The quick brown "
+
+    run(scenario())
+
+
+def test_a_prompt_that_was_shortened_is_not_shortened_again() -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave, world.d[1].behave = Speaker(3), Speaker()
+            events = await asked(
+                world, "/v1/completions", {**COMPLETION, "truncate_prompt_tokens": 3}
+            )
+            assert said(events) == WHOLE
+            rest = world.d[1].bodies[-1]
+            assert rest["prompt"] == [*PROMPT, 0, 1, 2]
+            assert "truncate_prompt_tokens" not in rest
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"seed": 0},
+        {"logprobs": 0},
+        {"bad_words": ["a b"]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+    ],
+)
+def test_what_ids_alone_cannot_go_on_with_is_not_resumed(field: dict[str, Any]) -> None:
+    assert resumable(CHAT)
+    assert not resumable({**CHAT, **field})
+    assert resumable({**CHAT, "presence_penalty": 0, "top_logprobs": 0, "logprobs": False})
