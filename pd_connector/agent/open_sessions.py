@@ -166,7 +166,7 @@ class OpenSessions:
         return list(ready.values())
 
     def send(self, session: OpenSession, message: messages.Message) -> None:
-        session.connection.send(messages.encode(message))
+        session.has_event |= not session.connection.send(messages.encode(message))
         self._used[session.source] = session
 
     def send_heartbeats(

@@ -66,10 +66,10 @@ def test_chunks_for_a_consumer_that_hands_over_no_slab_are_not_piled_up(
     payload = memoryview(bytes(SLOT_BYTES))
     for _ in range(8):
         transport.write(liar.link, b"header", payload, 0)
-    transport.poll()
-    with pytest.raises(TransportError, match="wait for the consumer's slab"):
-        transport.write(liar.link, b"header", payload, 0)
-    assert len(transport.poll()[0]) <= 8
+        transport.poll()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="wait for the consumer's slab"):
+            transport.write(liar.link, b"header", payload, 0)
 
 
 def test_a_consumer_that_has_hung_up_wakes_nobody(transport: ShmTransport, liar: Liar):
@@ -82,7 +82,7 @@ def test_a_consumer_that_has_hung_up_wakes_nobody(transport: ShmTransport, liar:
 def test_a_consumer_that_hands_over_something_else_is_told_no_more(
     transport: ShmTransport, liar: Liar
 ):
-    transport.write(liar.link, b"header", memoryview(b"payload"), 0)
+    transport.write(liar.link, b"header", memoryview(b"waits"), 0)
     socket.send_fds(liar.socket, [b"\0"], [0])
     assert not wakes(transport)
     with pytest.raises(TransportError, match="no slab as it announced"):

@@ -73,6 +73,8 @@ class ConsumerPeer:
 
     def open_window(self) -> None:
         """Map the consumer's slab, if its descriptor has come, and copy what has waited for it."""
+        if self.window is not None or self.problem:
+            return
         try:
             data, descriptors = recv_fds(self.link, 1)
         except BlockingIOError:
@@ -128,6 +130,7 @@ class ProducerHalf:
         if consumer is None:
             raise TransportError("shm: no such consumer (any more)")
         check_fits("the consumer", slot, len(payload), consumer.slots, consumer.slot_bytes)
+        consumer.open_window()
         if consumer.problem:
             raise TransportError(f"shm: the consumer {consumer.problem}")
         if len(consumer.waiting) >= _MOST_WAITING:
@@ -144,8 +147,7 @@ class ProducerHalf:
     def poll(self) -> list[Written]:
         """Send what waits; returns the writes that have ended."""
         for consumer in list(self._consumers.values()):
-            if consumer.window is None and not consumer.problem:
-                consumer.open_window()
+            consumer.open_window()
             consumer.send_notes()
         written, self._written = self._written, []
         return written
