@@ -101,6 +101,11 @@ class ClientRequest:
         """Whether the client has been sent anything."""
         return self._client.begun
 
+    @property
+    def ended(self) -> bool:
+        """Whether the client has been sent all of its answer."""
+        return self._client.ended
+
     async def serve(self) -> tuple[web.StreamResponse, str]:
         """Answer the client. Returns the response and the outcome for the metrics.
 
