@@ -164,6 +164,8 @@ class FakeEngine:
         self.model_root = ""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
         """Its tokenizer; None: it has no `/tokenize`."""
+        self.detokenize: Callable[[list[int]], str] | None = None
+        """The way back; None: it has no `/detokenize`."""
         self.cancelled = 0
         self.running = 0
         self.port = 0
@@ -197,6 +199,7 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/pd/load", self._load)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
 
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
@@ -240,6 +243,11 @@ class FakeEngine:
         if self.tokenize is None:
             return web.Response(status=404)
         return web.json_response({"tokens": self.tokenize(await request.json())})
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        if self.detokenize is None:
+            return web.Response(status=404)
+        return web.json_response({"prompt": self.detokenize((await request.json())["tokens"])})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
