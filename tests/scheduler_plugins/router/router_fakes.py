@@ -162,6 +162,8 @@ class FakeEngine:
         self.report: bytes | None = None
         """What it answers to `GET /pd/load`; None: it has no such endpoint."""
         self.model_root = ""
+        self.model = "m"
+        """The name of its model; it serves an adapter, too."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
         """Its tokenizer; None: it has no `/tokenize`."""
         self.detokenize: Callable[[list[int]], str] | None = None
@@ -229,9 +231,10 @@ class FakeEngine:
         return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        base = {"id": "m", "root": self.model_root}
+        base = {"id": self.model, "root": self.model_root}
+        adapter = {"id": "adapter" if self.model == "m" else f"{self.model}-adapter"}
         return web.json_response(
-            {"object": "list", "data": [base, {"id": "adapter", "parent": "m"}]}
+            {"object": "list", "data": [base, {**adapter, "parent": self.model}]}
         )
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
@@ -269,7 +272,7 @@ class FakeEngine:
 
     def describe(self, body: dict[str, Any]) -> web.Response:
         """The answer to the router's probe."""
-        assert body["model"] == "m"
+        assert body["model"] == self.model
         params = None
         if self.engine_id is not None:
             params = {
