@@ -249,7 +249,8 @@ async def _within(
             raise
     why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
     if client_request.begun:
-        return await client_request.interrupt(why), "deadline"
+        outcome = "ok" if client_request.ended else "deadline"
+        return await client_request.interrupt(why), outcome
     response = error_response(f"request {request_id}: {why}", "timeout", 504)
     response.headers[REQUEST_ID] = request_id
     return response, "deadline"

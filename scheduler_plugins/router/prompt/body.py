@@ -55,6 +55,10 @@ NOT_FOR_PREFILL = (
 )
 
 
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Where an engine is to fetch KV and encoders' outputs: never a client's to say."""
+
+
 _READS_TEXT = ("echo", "suffix", "truncate_prompt_tokens", "return_prompt_text")
 """Fields with which the text of a prompt cannot be replaced by its tokens."""
 
@@ -73,6 +77,8 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
     Raises:
         BadRequestError: not a JSON object, or a field the router reads has a wrong type. Everything
             else is left to the engine, which knows better.
+
+    What it says of transfers is left out: a client's is not trusted.
     """
     try:
         body = _decoded(raw)
@@ -92,6 +98,10 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         _check(
             body, "prompt", "a string or a list", prompt is None or isinstance(prompt, str | list)
         )
+    for name in _TRANSFERS:
+        body.pop(name, None)
+        if isinstance(extra := body.get("vllm_xargs"), dict):
+            extra.pop(name, None)  # vLLM reads them from there as well, and expects no text
     for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
         value = body.get(name)
         _check(body, name, wanted, value is None or isinstance(value, types))

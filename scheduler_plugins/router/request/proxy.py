@@ -46,6 +46,7 @@ from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord, resumable
 from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.request.turns import wait_for_turn
 from scheduler_plugins.router.routing.attempt import AllOverloadedError, Attempt, UnavailableError
 from scheduler_plugins.router.routing.candidates import Candidates
@@ -101,6 +102,11 @@ class ClientRequest:
         """Whether the client has been sent anything."""
         return self._client.begun
 
+    @property
+    def ended(self) -> bool:
+        """Whether the client has been sent all of its answer."""
+        return self._client.ended
+
     async def serve(self) -> tuple[web.StreamResponse, str]:
         """Answer the client. Returns the response and the outcome for the metrics.
 
@@ -144,7 +150,7 @@ class ClientRequest:
                 if self._client.begun and self._record is not None:
                     if (ending := self._record.ending()) is not None:
                         return await self._responder.end(ending), "ok"
-                    if self._goes_on(attempt, failure):
+                    if await self._goes_on(attempt, failure):
                         continue
                 if self._client.begun:
                     # The failure's own words may name the engine; the log has them.
@@ -157,14 +163,19 @@ class ClientRequest:
                     break
         raise self._candidates.exhausted()
 
-    def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
+    async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
         record = self._record
-        rest = record.next_body() if record is not None else None
-        if record is None or rest is None:
+        if record is None or record.next_body() is None:
             return False
         self._candidates.failed(attempt, failure)
-        if self._candidates.able() is None:
+        able = self._candidates.able()
+        if able is None:
+            return False
+        engine, model = able.decode[0], self._body.get("model")
+        whole = await cut_to_whole_characters(record, engine, self._shared, self._headers, model)
+        rest = record.next_body()
+        if not whole or rest is None:
             return False
         record.resume()
         self._body, self._path, self._ids = rest, COMPLETIONS, None

@@ -21,7 +21,10 @@ from scheduler_plugins.router.prompt.body import CHAT, why_not_disaggregated
 _IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
 _TEXT = re.compile(rb'"(?:text|content)":"((?:[^"\\]|\\.)*)"')
 _OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!null|\[\]|"")')
-_UNFINISHED_CHARACTER = "�".encode()
+UNFINISHED_CHARACTER = "�"
+_UNFINISHED = (UNFINISHED_CHARACTER.encode(), b"\\ufffd", b"\\uFFFD")
+_TAIL = 8
+"""Last tokens that tell whether the text ends with a whole character."""
 
 # What a second engine could not do alike: it sees the tokens sent so far as a part of the prompt.
 _NOT_RESUMABLE = (
@@ -87,6 +90,8 @@ class StreamRecord:
         self._unsettled: list[int] = []
         self._first: dict[str, Any] = {}
         self._lost = False
+        self._garbled = False  # the text ends with what stands for half a character
+        self._several = False  # the last text came with several tokens
         self._finished = False
         self._told_usage = False
         self._before = 0  # tokens that were sent before the engine that answers now
@@ -115,6 +120,8 @@ class StreamRecord:
         """The completion that goes on after what was sent; None if that is not known well enough."""
         if self._prompt is None or self._lost or self._finished or not self._first:
             return None
+        if self._garbled or (self._shows_ids and self._unsettled):
+            return None  # the client would be sent the same twice
         prompt = _ids(self._prompt)
         if prompt is None:
             return None
@@ -127,6 +134,19 @@ class StreamRecord:
         for name in _DONE_TO_THE_PROMPT:
             body.pop(name, None)
         return body
+
+    @property
+    def tail(self) -> list[int]:
+        """The last tokens, if some of them may be of half a character: an engine that sends several together keeps
+        back the text of those at their end. Else empty."""
+        return self._sent[-_TAIL:] if self._several else []
+
+    def keep_back(self, parts: int) -> None:
+        """The last `parts` tokens are of half a character: they are generated again."""
+        if parts:
+            self._unsettled = [*self._sent[-parts:], *self._unsettled]
+            del self._sent[-parts:]
+        self._several = False
 
     def ending(self) -> bytes | None:
         """The events that an engine still owed when it was lost after its last token; None where it owed tokens."""
@@ -161,6 +181,7 @@ class StreamRecord:
     def resume(self) -> None:
         """Events come from another engine from now on: it was sent `next_body`."""
         self._unsettled = []
+        self._several = False
         self._before = len(self._sent)
         self.resumed += 1
 
@@ -195,9 +216,11 @@ class StreamRecord:
             self._lost = self._lost or bool(said)
             return
         self._unsettled += ids
-        if said and not said.endswith((_UNFINISHED_CHARACTER, b"\\ufffd")):
+        if said:
             self._sent += self._unsettled
             self._unsettled = []
+            self._garbled = said.endswith(_UNFINISHED)
+            self._several = len(ids) > 1
 
     def _as_first(self, event: bytes) -> bytes:
         """An event of another engine's completion, as the first engine would have sent it."""

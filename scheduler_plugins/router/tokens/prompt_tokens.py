@@ -229,7 +229,10 @@ class PromptTokens:
 
     async def _ask(self, method: str, path: str, content: Mapping[str, Any] | None) -> object:
         """An engine's answer; None if none could be asked or it has no such endpoint."""
-        engines = self._engines()
+        model = content.get("model") if content else None
+        engines = [
+            one for one in self._engines() if not (model and one.models) or model in one.models
+        ]
         if not engines:
             return None
         url = min(engines, key=lambda engine: engine.open_requests).url + path

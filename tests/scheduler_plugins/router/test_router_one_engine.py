@@ -13,6 +13,7 @@ from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.router.prompt.body import ONE_ENGINE
 
 RESPONSES = "/v1/responses"
+OF_EVERY_FAKE = ("/tokenize", "/detokenize")
 EVENTS = (
     b'event: response.created\ndata: {"type": "response.created"}\n\n',
     b'event: response.completed\ndata: {"type": "response.completed"}\n\n',
@@ -25,7 +26,7 @@ class Serving(FakeEngine):
     def routes(self, app: web.Application) -> None:
         super().routes(app)
         for path in ONE_ENGINE:
-            if path != "/tokenize":
+            if path not in OF_EVERY_FAKE:
                 app.router.add_post(path, self._complete)
 
 
@@ -52,7 +53,7 @@ def streamed(*events: bytes, dies: bool = False) -> Behaviour:
     return behave
 
 
-@pytest.mark.parametrize("path", [path for path in ONE_ENGINE if path != "/tokenize"])
+@pytest.mark.parametrize("path", [path for path in ONE_ENGINE if path not in OF_EVERY_FAKE])
 def test_one_engine_gets_it_whole_and_another_one_if_that_fails(path: str) -> None:
     async def scenario() -> None:
         async with world(decode=2) as made:
