@@ -72,6 +72,8 @@ class Manager(BaseKVManager):
     page_limit: int
     most_prompt_tokens: float = inf
     """The longest prompt for which SGLang's queue of a decode engine ever finds room."""
+    vocabulary: float = inf
+    """The first number that is no token of the model's."""
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class Manager(BaseKVManager):
             self.register_to_bootstrap()
         else:
             look_up_often(queue)
+            self.vocabulary = scheduler.model_config.vocab_size
             self.most_prompt_tokens = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:

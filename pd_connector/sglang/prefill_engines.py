@@ -26,7 +26,8 @@ _RETRY_S = 0.2
 _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
-AT_ONCE = 4
+AT_ONCE = 16
+"""Look-ups side by side. Each ends within `connect_timeout_s`; so addresses that clients made up seldom hold others up."""
 _POLL_S = 0.02
 MAX_REPLICAS = 256
 """More than this many replicas are not asked for, whatever a registry says."""

@@ -247,6 +247,24 @@ def test_other_tokens_are_refused_by_name(pair: Pair) -> None:
     assert not int(pair.d.buffers.bootstrap_room[2, 0]), "no row is filled"
 
 
+@pytest.mark.parametrize("vocabulary", [9, 10])
+def test_a_first_token_that_is_none_ends_its_request(pair: Pair, vocabulary: int) -> None:
+    """The pair's is 9. SGLang would go on from it."""
+    pair.d.vocabulary = vocabulary
+    req = pair.request()
+    sender, receiver = pair.sender(req), pair.receiver(req)
+    pair.send_all(sender, req)
+    reach(receiver.poll, KVPoll.WaitingForInput)
+    receiver.send_metadata(pair.pages(pair.d), 2, [], decode_prefix_len=0)
+    if vocabulary == 10:
+        reach(receiver.poll, KVPoll.Success)
+        return
+    reach(receiver.poll, KVPoll.Failed)
+    with pytest.raises(TransferError, match=r"words: first token 9: .* vocabulary has 9"):
+        receiver.failure_exception()
+    assert not int(pair.d.buffers.bootstrap_room[2, 0]), "no row is filled"
+
+
 def test_an_engine_that_is_not_there_is_named_and_asked_for_anew(pair: Pair) -> None:
     req = pair.request()
     pair.d.found = Found((), (Cause.UNREACHABLE, "nobody there"))
