@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from unittest import mock
 
 import ray
 from harness import Answer, completion, wait_until
@@ -23,52 +22,17 @@ from ray._private import state
 from ray.cluster_utils import Cluster
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 from ray.serve._private.common import DeploymentID
-from ray_watched import WithControl
+from ray_application import DECODE, PREFILL, ROOT, application
 
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.ray import app, build_pd_app
 from pd_connector.tools.launch import Client, Samples, proc
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "pd_connector" / "tools" / "demo" / "model"
 APP = "default"
-PREFILL, DECODE = "Prefill:demo", "Decode:demo"
 REQUESTS = "serve_requests"
 PROMPT = "def quicksort(items):\n    " * 45  # about 1,200 tokens: five steps of a prefill
 TOLERANCE = 2e-4
 """Pages of another size are added up in another order."""
-
-
-def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
-    """An `LLMConfig` whose replicas run on the node that has this resource."""
-    return {
-        "model_loading_config": {"model_id": "demo", "model_source": str(MODEL)},
-        "accelerator_config": {"kind": "cpu"},
-        "callback_config": {"callback_class": "ray_watched:QuickStart"},
-        "engine_kwargs": {
-            "dtype": "float32",
-            "max_model_len": 4096,
-            "enforce_eager": True,
-            "max_num_batched_tokens": 256,
-            "kv_cache_memory_bytes": 256 << 20,  # what is larger takes longer to make
-            # What a killed decode replica was to fetch is kept so long; tests that stop decode engines go on
-            # sooner.
-            "kv_transfer_config": {"kv_connector_extra_config": {"lease_s": 12.0, "slots": 4}},
-            **engine_kwargs,
-        },
-        "placement_group_config": {"bundles": [{"CPU": 0.5, node: 1}]},
-        "deployment_config": {
-            "num_replicas": 1,
-            "request_router_config": {
-                "request_router_class": "ray_watched:WatchedRouter",
-                "request_router_kwargs": {"policy": "cache_aware"},
-            },
-            "ray_actor_options": {"num_cpus": 0},
-            "health_check_period_s": 1,
-            "graceful_shutdown_wait_loop_s": 0.2,
-        },
-    }
 
 
 def grown(now: Samples, before: Samples, name: str, **labels: str) -> float:
@@ -159,23 +123,7 @@ class Rig:
         port = int(self.url.rpartition(":")[2])
         # With one on each node they would share this machine's port, and requests go with a lost node.
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        with mock.patch.object(app, "DecodeServer", WithControl):
-            application = build_pd_app(
-                {
-                    "prefill_config": side("prefill", block_size=32),
-                    "decode_config": side(
-                        "decode",
-                        block_size=64,
-                        scheduler_cls="scheduler_plugins.vllm.PrefixAwareScheduler",
-                    ),
-                    "ingress_deployment_config": {
-                        "num_replicas": 1,
-                        "graceful_shutdown_wait_loop_s": 0.2,
-                        "ray_actor_options": {"resources": {"decode": 1}},
-                    },
-                }
-            )
-        serve.run(application, name=APP, external_scaler_enabled=True)
+        serve.run(application(), name=APP, external_scaler_enabled=True)
         self.wait_for(1, 1)
 
     def want(self, deployment: str, replicas: int) -> None:

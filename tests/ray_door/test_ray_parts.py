@@ -23,6 +23,7 @@ from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.binding import BindingPatience
 from pd_connector.ray.carried import why_alone
 from pd_connector.ray.published import NoAddressError, PublishedAddress
+from scheduler_plugins.vllm.request_queue import qos_of
 
 KEY = "0123456789abcdef" * 4
 ADDRESS = sealed(
@@ -184,3 +185,22 @@ def test_middleware_is_refused_by_name():
     with_middleware = config(middleware=["scheduler_plugins.vllm.AdmissionMiddleware"])
     with pytest.raises(ConfigError, match="prefill_config: middleware"):
         build_pd_app({"prefill_config": with_middleware, "decode_config": config()})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_request_names_its_class_to_the_schedulers_of_both_sides(chat):
+    """`scheduler_cls` works inside Serve: what it reads is in both requests."""
+    asked = (
+        ChatCompletionRequest(
+            model="m", messages=[{"role": "user", "content": "x"}], vllm_xargs={"qos": "premium"}
+        )
+        if chat
+        else request(vllm_xargs={"qos": "premium"})
+    )
+    made = backend()
+    for shaped in (
+        made.prepare_prefill_request(request=asked, peer=peer()),
+        made.prepare_decode_request(request=asked, peer=peer(), prefill_response=None),
+    ):
+        sampling = shaped.to_sampling_params(shaped.max_tokens or 9, {})
+        assert qos_of(SimpleNamespace(sampling_params=sampling)) == "premium"

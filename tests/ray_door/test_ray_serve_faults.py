@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from harness import assert_same_logprobs, fresh_salt, request_body, wait_until
@@ -66,23 +66,28 @@ def sessions(rig, gauge):
     return rig.metrics().total(f"ray_pd_connector_{gauge}")
 
 
+def gone(engine):
+    """Wait until nothing is left of an engine."""
+    wait_until(
+        lambda: not [pid for pid in engine if os.path.exists(f"/proc/{pid}")],
+        f"processes {engine} have ended",
+    )
+
+
 def end_at_once(rig, deployment, replica):
-    """Kill a replica. Nothing of its engine is left after it."""
+    """Kill a replica; returns the processes of its engine."""
     pid = rig.pids(deployment)[replica]
     engine = rig.engine_of(pid)
     os.kill(pid, signal.SIGKILL)
-    return lambda: wait_until(
-        lambda: not [p for p in engine if os.path.exists(f"/proc/{p}")],
-        lambda: f"the engine of {replica} is gone: {engine}",
-    )
+    return engine
 
 
 @contextmanager
 def kv_held_by_all_prefill_replicas(rig, pool, prompt=PROMPT[:800], max_tokens=4):
-    """Within, the decode engines stand still, and each prefill replica has computed a prompt at least whose
-    KV they are to fetch. Yields the requests."""
+    """Within, the decode engines stand still, and each prefill replica has computed prompts whose KV they are
+    to fetch. Yields the requests, one for each of the pool's threads. Nothing else may be under way."""
     replicas = len(rig.pids(PREFILL))
-    ended = rig.logged(PREFILL, "CALL completions OK")
+    done = "CALL completions OK"
     with stopped(rig.engines(DECODE)):
         with stopped(rig.engines(PREFILL)):  # all are under way at once: load spreads what is new
             answers = [
@@ -90,12 +95,13 @@ def kv_held_by_all_prefill_replicas(rig, pool, prompt=PROMPT[:800], max_tokens=4
                 for n in range(pool._max_workers)
             ]
             wait_until(lambda: len(rig.asked(PREFILL)) == replicas, "all have a request")
+            before = rig.logged(PREFILL, done)
         wait_until(
-            lambda: rig.logged(PREFILL, "CALL completions OK") - ended >= len(answers),
-            "the prompts are computed",
+            lambda: rig.logged(PREFILL, done) == before + len(answers), "the prompts are computed"
         )
-        assert len(rig.held()) == replicas
-        assert all(rig.held())
+        held = rig.held()
+        assert len(held) == replicas
+        assert all(held), held
         yield answers
 
 
@@ -143,10 +149,10 @@ def test_a_decode_replica_killed_with_requests_under_way(rig):
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, rig, prompt) for prompt in prompts]
         victim = wait_until(lambda: rig.asked(DECODE), "a decode replica has a request").pop()
-        gone = end_at_once(rig, DECODE, victim)
+        engine = end_at_once(rig, DECODE, victim)
         assert_same_logprobs(answers[0].result(), wanted, TOLERANCE)
         assert all(len(answer.result().tokens) == 16 for answer in answers)
-    gone()
+    gone(engine)
     rig.idle()
 
 
@@ -160,11 +166,11 @@ def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
     ):
         answer = pool.submit(ask, rig)
         victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
-        gone = end_at_once(rig, PREFILL, victim)
+        engine = end_at_once(rig, PREFILL, victim)
         assert_same_logprobs(answer.result(), wanted, TOLERANCE)
     # Whoever has not noticed yet may choose it before the other.
     assert_same_logprobs(ask(rig), wanted, TOLERANCE)
-    gone()
+    gone(engine)
 
 
 def test_two_replicas_to_one_under_load(rig):
@@ -173,8 +179,9 @@ def test_two_replicas_to_one_under_load(rig):
     hand_over(rig)
     engines = {*rig.engines(PREFILL), *rig.engines(DECODE)}
     before = rig.metrics()
-    with load(rig), ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(6) as pool, ExitStack() as stack:
         with kv_held_by_all_prefill_replicas(rig, pool) as answers:
+            stack.enter_context(load(rig))
             rig.want(PREFILL, 1)
             told = "stopping when decode replicas have fetched KV"
             wait_until(
@@ -185,8 +192,7 @@ def test_two_replicas_to_one_under_load(rig):
         rig.scale(1, 1)
     assert grown(rig.metrics(), before, "failed_transfers") == 0
     rig.idle()
-    left = engines - {*rig.engines(PREFILL), *rig.engines(DECODE)}
-    assert not [pid for pid in left if os.path.exists(f"/proc/{pid}")]
+    gone(engines - {*rig.engines(PREFILL), *rig.engines(DECODE)})
     for gauge in ("consumer_sessions", "producer_sessions"):
         wait_until(
             lambda gauge=gauge: sessions(rig, gauge) <= 1,
@@ -204,9 +210,10 @@ def test_the_node_of_all_prefill_replicas_is_lost(rig):
     with (
         ThreadPoolExecutor(1) as pool,
         rig.counts("failed_transfers", 1),
-        load(rig),
+        ExitStack() as stack,
     ):
         with kv_held_by_all_prefill_replicas(rig, pool, PROMPT, 16) as (answer,):
+            stack.enter_context(load(rig))
             rig.lose_node()
         text = "".join(e["choices"][0]["text"] for e in [begun, *events] if e["choices"])
         assert text == whole
