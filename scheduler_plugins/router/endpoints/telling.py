@@ -32,7 +32,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     failed: dict[BackendEngine, EngineFailedError] = {}
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
         try:
-            async with exchange(shared.session, engine, call, timeouts, config) as answer:
+            async with exchange(shared.connections, engine, call, timeouts, config) as answer:
                 if answer.status >= 500:
                     raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
                 content = await answer.read_all()

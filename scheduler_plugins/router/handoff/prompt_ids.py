@@ -5,8 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
@@ -40,7 +39,7 @@ class NotTokenizedError(Exception):
 
 
 async def prompt_ids(
-    session: aiohttp.ClientSession,
+    connections: EngineConnections,
     engine: BackendEngine,
     request: Mapping[str, Any],
     headers: Mapping[str, str],
@@ -60,7 +59,7 @@ async def prompt_ids(
     asked = body.encode(tokenize_body(request, engine.kind or Kind.VLLM))
     call = EngineCall("POST", TOKENIZE, headers, asked)
     timeouts = ResponseTimeouts(config.first_byte_timeout_s, config.idle_timeout_s)
-    async with exchange(session, engine, call, timeouts, config) as answer:
+    async with exchange(connections, engine, call, timeouts, config) as answer:
         if answer.status in _CLIENT_ERRORS:
             raise NotTokenizedError(answer.status, await answer.read_all())
         await raise_for_status(answer, wanted=200)

@@ -98,23 +98,38 @@ class Responder:
         patch: FirstTokenPatch | None = None
         answered = False
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        while chunk := await answer.read():
+        while not answered and (chunk := await answer.read()):
             if events := cutter.feed(chunk):
                 if not client.begun and (error := error_in(events)):
                     raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
-                if not answered:
-                    answered = True
-                    served()
+                answered = True
+                served()
                 if record is not None:
                     events = record.feed(events)
                 if lender is not None:
-                    patch = patch or FirstTokenPatch(await lender.first_logprobs())
+                    patch = FirstTokenPatch(await lender.first_logprobs())
                     events = patch.events(events)
                 if not client.begun:
                     await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._metrics.first_token_s.labels(flow).observe(first_s)
                 await client.write(events)
+        left = b""
+
+        def take(chunk: bytes) -> bool:
+            nonlocal left
+            events = cutter.feed(chunk)
+            if events and record is not None:
+                events = record.feed(events)
+            if events and patch is not None:
+                events = patch.events(events)
+            if not events or client.write_now(events):
+                return True
+            left = events
+            return False
+
+        while not await answer.pass_to(take):
+            await client.write(left)
         rest = cutter.rest()
         if not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")

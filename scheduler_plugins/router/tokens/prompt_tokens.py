@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 import msgspec
 
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.prompt.body import encode
@@ -73,7 +73,7 @@ class PromptTokens:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        connections: EngineConnections,
         engines: Callable[[], list[BackendEngine]],
         tokenizer: str = "",
     ) -> None:
@@ -83,7 +83,7 @@ class PromptTokens:
             engines: those that are up.
             tokenizer: folder with the model's tokenizer; empty: where the engines say that their model lies.
         """
-        self._session = session
+        self._connections = connections
         self._engines = engines
         self._tokenizer = tokenizer
         self._model: _Model | None = None
@@ -216,17 +216,14 @@ class PromptTokens:
             return None
         url = min(engines, key=lambda engine: engine.open_requests).url + path
         try:
-            async with (
-                asyncio.timeout(LIMIT_S),
-                self._session.request(
-                    method,
-                    url,
-                    data=None if content is None else encode(content),
-                    headers=_JSON,
-                ) as response,
-            ):
-                raw = await response.read()
-        except (aiohttp.ClientError, OSError):
+            async with asyncio.timeout(LIMIT_S):
+                body = None if content is None else encode(content)
+                response = await self._connections.request(method, url, _JSON, body)
+                try:
+                    raw = await response.read_all()
+                finally:
+                    response.close()
+        except OSError:
             return None
         if response.status == 400:
             return {}  # this prompt is wrong, the endpoint is there
