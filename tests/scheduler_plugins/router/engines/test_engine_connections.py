@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from scheduler_plugins.router.engines.answer import HELD_BYTES, BrokenAnswerError
-from scheduler_plugins.router.engines.connections import (
-    MOST_HEADER_BYTES,
-    EngineConnections,
-    NotConnectedError,
-)
+from scheduler_plugins.router.engines.connection import MOST_HEADER_BYTES
+from scheduler_plugins.router.engines.connections import EngineConnections, NotConnectedError
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
