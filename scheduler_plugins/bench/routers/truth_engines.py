@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.model import KV_BYTES_PER_TOKEN, LAYERS, MADE_UP_WEIGHTS, write_model
 from pd_connector.tools.bench.serve.sending import Answer, completion_rate, send
 from pd_connector.tools.bench.serve.stack import OUR_SCHEDULER
-from pd_connector.tools.bench.serve.trace import TimedRequest, read, timed
+from pd_connector.tools.bench.serve.trace import Line, TimedRequest, read, timed
 from pd_connector.tools.launch import RouterProcess, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.service import log_folder
@@ -23,7 +25,7 @@ from scheduler_plugins.bench.routers.rotations import Say
 from scheduler_plugins.bench.routers.truth import Seen
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.profile.client import connect
+from scheduler_plugins.profile.client import EngineClient, connect
 from scheduler_plugins.profile.measure import Profile, Wanted, measure
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.simulate import Scenario
@@ -56,17 +58,24 @@ class Pair:
 def compare(trace: Path, requests: int, policy: str, say: Say) -> tuple[Seen, Seen]:
     """The same requests live and simulated, with costs measured before. Returns what both saw.
 
+    Both engines share the machine, so a prompt takes longer while the decode engine decodes. How many requests the prefill engine can do is
+    told by its costs while the other rests; the simulator is given those while the other decodes as it does in the run.
+
     Raises:
         PDConnectorError: the trace cannot be read, an engine does not start, or a request failed.
     """
     lines = read(trace, requests)
     longest = int(max((one.input_length + one.output_length) / SCALE for one in lines))
     with _pair((longest // PAGE_TOKENS + 2) * PAGE_TOKENS, policy, say) as pair:
-        profile = asyncio.run(_profile(pair.prefill.base_url, longest, say))
-        costs = profile.model
-        mean_s = statistics.mean(costs.prefill_s(int(one.input_length / SCALE)) for one in lines)
-        sent = timed(lines, LOAD / mean_s, SCALE, seed=1)
-        say(f"a prompt takes {mean_s:.3f} s on average; {LOAD / mean_s:.2f} requests a second")
+        say("measuring the costs of the prefill engine while the decode engine rests")
+        costs = asyncio.run(_profile(pair.prefill.base_url, longest)).model
+        mean_s = _mean_s(costs, lines)
+        per_s = LOAD / mean_s
+        sent = timed(lines, per_s, SCALE, seed=1)
+        say(f"a prompt takes {mean_s:.3f} s on average; {per_s:.2f} requests a second")
+        say("measuring them again while it decodes as it will")
+        profile = asyncio.run(_profile_beside(pair, longest, lines, per_s))
+        say(f"a prompt takes {_mean_s(profile.model, lines):.3f} s then")
         rest = timed(lines[:AT_REST], 1.0, SCALE, seed=2)
         _, idle = completion_rate(pair.router.client, pair.model, rest, at_once=1)
         handoff_s = _handoff_s(costs, rest, _served(idle))
@@ -115,11 +124,41 @@ def _pair(max_model_len: int, policy: str, say: Say) -> Iterator[Pair]:
             stop_services([prefill, decode, router])
 
 
-async def _profile(url: str, longest: int, say: Say) -> Profile:
-    say("measuring the costs of the prefill engine")
+def _mean_s(costs: CostModel, lines: Sequence[Line]) -> float:
+    """Seconds of a prompt of the trace, without any cache."""
+    return statistics.mean(costs.prefill_s(int(one.input_length / SCALE)) for one in lines)
+
+
+async def _profile(url: str, longest: int) -> Profile:
     async with connect(url) as client:
         wanted = Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
         return await measure(client, wanted, lambda done, total, what: None)
+
+
+async def _profile_beside(pair: Pair, longest: int, lines: Sequence[Line], per_s: float) -> Profile:
+    """The prefill engine's costs while the decode engine decodes the trace's answers, `per_s` a second."""
+    async with connect(pair.decode.base_url) as client:
+        decoding = asyncio.create_task(_decode(client, lines, per_s))
+        try:
+            return await _profile(pair.prefill.base_url, longest)
+        finally:
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
+
+
+async def _decode(client: EngineClient, lines: Sequence[Line], per_s: float) -> None:
+    """Ask for answers as long as the trace's, until cancelled. All have one prompt, which is as long as the trace's are on average and
+    computed once: what the run's decode engine does not compute is not computed here."""
+    random = Random(0)
+    pool = await client.pool()
+    tokens = int(statistics.mean(one.input_length for one in lines) / SCALE)
+    prompt = random.choices(pool, k=tokens)
+    await client.complete(prompt, 1)
+    async with asyncio.TaskGroup() as answers:
+        for line in itertools.cycle(lines):
+            most = max(2, round(line.output_length / SCALE))
+            answers.create_task(client.complete(prompt, most))
+            await asyncio.sleep(random.expovariate(per_s))
 
 
 def _handoff_s(

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Never
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from scheduler_plugins.router.client.answers import error_event
 
@@ -31,6 +31,7 @@ class Downstream:
         self._ends = False
         self.ended = False
         """Whether the client has been sent all of an answer."""
+        self._chunked = False
 
     @property
     def begun(self) -> bool:
@@ -41,6 +42,12 @@ class Downstream:
         """Send the status and the headers. Later calls do nothing."""
         if self._response is None:
             self._response = response
+            # HTTP/1.0 knows no chunks: the connection's end is the body's.
+            self._chunked = not isinstance(response, web.Response) and (
+                self._request.version >= HttpVersion11
+            )
+            if self._chunked:
+                response.enable_chunked_encoding()
             try:
                 await response.prepare(self._request)
             except OSError:
@@ -49,6 +56,17 @@ class Downstream:
     async def write(self, data: bytes) -> None:
         """Send a part of the body."""
         await self._within_limit(self._begun.write(data), len(data))
+
+    def write_now(self, data: bytes) -> bool:
+        """Send a part of the body that is not the first, without a task's waiting. Whether it was sent: not if the client reads more slowly
+        than this, and `write` has to wait for it."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            _gone("the client closed its connection")
+        if transport.get_write_buffer_size() + len(data) >= NEVER_WAITS_BYTES:
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        return True
 
     async def finish(self) -> web.StreamResponse:
         """End the body. Returns the response that `begin` was given."""

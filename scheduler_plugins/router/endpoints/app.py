@@ -33,7 +33,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
 from scheduler_plugins.router.endpoints.backend import (
     Backend,
     OneProcess,
-    client_session,
+    client_connections,
     watching_session,
 )
 from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
@@ -101,12 +101,13 @@ def create_app(
 
 async def _engines(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    async with client_session(config) as session, watching_session(config) as watching:
+    async with watching_session(config) as watching:
+        connections = client_connections(config)
         pool = app[BACKEND].pool(config, watching, app[METRICS])
         policy = create(config.policy, config.decode_policy)
-        tokens = PromptTokens(session, pool.all_up, config.tokenizer, config.api_key)
+        tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
         tracing = Tracing(config.otlp)
-        app[SHARED] = Shared(config, pool, session, app[METRICS], policy, tokens, tracing)
+        app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)
         try:
             app[BACKEND].started(app[SHARED])
             await pool.start()
@@ -118,6 +119,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
         finally:
             await tokens.close()
             await pool.close()
+            await connections.close()
             await asyncio.to_thread(tracing.close)
 
 

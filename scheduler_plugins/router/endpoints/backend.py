@@ -8,6 +8,7 @@ from typing import Protocol
 import aiohttp
 
 from scheduler_plugins.router.client.tls import for_engines
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.metrics import Metrics
@@ -45,24 +46,18 @@ class OneProcess:
         pass
 
 
-def client_session(config: RouterConfig) -> aiohttp.ClientSession:
+def client_connections(config: RouterConfig) -> EngineConnections:
     """For clients' requests to engines. A connection is used again while it has been idle for `REUSE_S` at most: an engine ends
     an idle one at a moment the router cannot know (vLLM after 5 s), and a POST lost to that looks like a dying engine."""
-    return _session(
-        config, aiohttp.TCPConnector(limit=0, keepalive_timeout=REUSE_S, ssl=for_engines(config))
-    )
+    trusted = for_engines(config)
+    tls = None if isinstance(trusted, bool) else trusted
+    return EngineConnections(config.connect_timeout_s, REUSE_S, tls)
 
 
 def watching_session(config: RouterConfig) -> aiohttp.ClientSession:
     """For looking after engines. Each request has a connection of its own, so that it also tells whether the engine takes new ones."""
-    return _session(
-        config, aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config))
-    )
-
-
-def _session(config: RouterConfig, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=connector,
+        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config)),
         timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
     )

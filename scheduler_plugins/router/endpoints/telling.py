@@ -38,7 +38,7 @@ async def models(request: web.Request) -> web.StreamResponse:
         if found is not None and engine.models <= listed.keys():
             continue  # it says nothing new
         try:
-            async with exchange(shared.session, engine, call, timeouts, config) as answer:
+            async with exchange(shared.connections, engine, call, timeouts, config) as answer:
                 if answer.status // 100 not in (2, 4):
                     raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
                 content = await answer.read_all()

@@ -10,6 +10,8 @@ from typing import Protocol
 import aiohttp
 
 from scheduler_plugins.router.client.answers import retry_after_s
+from scheduler_plugins.router.engines.answer import Answer
+from scheduler_plugins.router.engines.connections import EngineConnections, NotConnectedError
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -90,7 +92,7 @@ class Exchange:
         """Whether a byte of the answer's body has arrived."""
         self._timeouts = timeouts
         self._config = config
-        self._response: aiohttp.ClientResponse | None = None
+        self._response: Answer | None = None
         self._waiting_since: float | None = asyncio.get_running_loop().time()
 
     @property
@@ -111,12 +113,32 @@ class Exchange:
         if self._waiting_since is None:
             self._waiting_since = asyncio.get_running_loop().time()
         try:
-            chunk = await self._answer.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+            chunk = await self._answer.read()
+        except OSError as error:
             raise failure_of(error) from error
         self.begun = True
         self._waiting_since = None
         return chunk
+
+    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
+        """Give `take` the bytes as they come, as `Answer.pass_to` does, until it returns False. Whether the answer has ended.
+
+        Raises:
+            EngineFailedError: the connection broke before the answer was whole.
+        """
+        clock = asyncio.get_running_loop().time
+        self._waiting_since = clock()
+
+        def taken(chunk: bytes) -> bool:
+            self.begun, self._waiting_since = True, clock()
+            return take(chunk)
+
+        try:
+            return await self._answer.pass_to(taken)
+        except OSError as error:
+            raise failure_of(error) from error
+        finally:
+            self._waiting_since = None
 
     async def read_all(self) -> bytes:
         """The whole body. Raises EngineFailedError as `read` does."""
@@ -134,31 +156,18 @@ class Exchange:
         if silent_s >= limit_s:
             which = "idle_timeout" if self.begun else "first_byte_timeout"
             return EngineFailedError(which, f"silent for {silent_s:.1f} s (limit {limit_s:g} s)")
-        if self._cut_off:
-            return EngineFailedError("died", "the connection broke: it sent no HTTP")
         if silent_s >= self._config.look_s and self.engine.lost(now, self._config.drain_timeout_s):
             return EngineFailedError("unhealthy", self.engine.reason)
         return None
 
-    @property
-    def _cut_off(self) -> bool:
-        """Whether the connection is gone and nobody has said so: aiohttp closes it when the body stops to be HTTP,
-        and lets who reads wait."""
-        connection = None if self._response is None else self._response.connection
-        protocol = None if connection is None else connection.protocol
-        return protocol is not None and not protocol.connected
-
-    async def _open(self, session: aiohttp.ClientSession, call: EngineCall) -> None:
+    async def _open(self, connections: EngineConnections, call: EngineCall) -> None:
+        url = self.engine.url + call.path
         try:
-            self._response = await session.request(
-                call.method,
-                self.engine.url + call.path,
-                headers=call.headers,
-                data=call.body,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientError, OSError) as error:
+            self._response = await connections.request(call.method, url, call.headers, call.body)
+        except OSError as error:
             raise failure_of(error) from error
+        if (coding := self.headers.get("Content-Encoding", "identity")) != "identity":
+            raise EngineFailedError("malformed", f"its answer is compressed ({coding}), unasked")
 
     def _close(self) -> None:
         # Closing an unfinished answer closes the connection: the engine aborts the request.
@@ -166,14 +175,14 @@ class Exchange:
             self._response.close()
 
     @property
-    def _answer(self) -> aiohttp.ClientResponse:
+    def _answer(self) -> Answer:
         assert self._response is not None, "an exchange is handed out once it is open"
         return self._response
 
 
 @asynccontextmanager
 async def exchange(
-    session: aiohttp.ClientSession,
+    connections: EngineConnections,
     engine: BackendEngine,
     call: EngineCall,
     timeouts: ResponseTimeouts,
@@ -214,7 +223,7 @@ async def exchange(
                 companion.on_failure = look
             try:
                 with engine.serving():
-                    await open_exchange._open(session, call)
+                    await open_exchange._open(connections, call)
                     yield open_exchange
             finally:
                 timer.cancel()
@@ -256,7 +265,9 @@ async def excerpt(open_exchange: Exchange) -> str:
 
 
 def failure_of(error: Exception) -> EngineFailedError:
-    """What an error of the HTTP client says about the engine."""
+    """What an error of either HTTP client says about the engine."""
+    if isinstance(error, NotConnectedError):
+        return UnreachableError(f"no connection: {error}", refused=error.refused)
     # No limit on reading is set in the session: a timeout can only be that of connecting.
     if isinstance(error, aiohttp.ClientConnectorError):
         refused = isinstance(error.os_error, ConnectionRefusedError)

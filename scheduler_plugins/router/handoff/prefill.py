@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-import aiohttp
 import msgspec
 
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import (
@@ -40,7 +40,7 @@ class PrefillCopy:
         engine: BackendEngine,
         call: EngineCall,
         pool: Pool,
-        session: aiohttp.ClientSession,
+        connections: EngineConnections,
         config: RouterConfig,
         tokens: int,
         fresh_tokens: int,
@@ -66,7 +66,7 @@ class PrefillCopy:
         self._id = uuid.uuid4().hex
         self._call = call
         self._pool = pool
-        self._session = session
+        self._connections = connections
         self._config = config
         self._tokens = tokens
         self._fresh_tokens = fresh_tokens
@@ -143,7 +143,7 @@ class PrefillCopy:
         limit_s = self._config.answer_timeout_s
         timeouts = ResponseTimeouts(limit_s, self._config.idle_timeout_s)
         async with exchange(
-            self._session, self.engine, self._call, timeouts, self._config
+            self._connections, self.engine, self._call, timeouts, self._config
         ) as answer:
             await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()

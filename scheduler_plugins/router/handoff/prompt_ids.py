@@ -5,8 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
@@ -43,7 +42,7 @@ class NotTokenizedError(Exception):
 
 
 async def prompt_ids(
-    session: aiohttp.ClientSession,
+    connections: EngineConnections,
     engine: BackendEngine,
     request: Mapping[str, Any],
     headers: Mapping[str, str],
@@ -63,7 +62,7 @@ async def prompt_ids(
     asked = body.encode(tokenize_body(request, engine.kind or Kind.VLLM))
     call = EngineCall("POST", TOKENIZE, headers, asked)
     timeouts = ResponseTimeouts(config.first_byte_timeout_s, config.idle_timeout_s)
-    async with exchange(session, engine, call, timeouts, config) as answer:
+    async with exchange(connections, engine, call, timeouts, config) as answer:
         if answer.status in _CLIENT_ERRORS:
             raise NotTokenizedError(answer.status, await answer.read_all())
         await raise_for_status(answer, wanted=200)
@@ -81,7 +80,7 @@ def _ids(raw: bytes) -> list[int]:
 
 
 async def text_of(
-    session: aiohttp.ClientSession,
+    connections: EngineConnections,
     engine: BackendEngine,
     ids: list[int],
     headers: Mapping[str, str],
@@ -99,7 +98,7 @@ async def text_of(
     named = {} if model is None else {"model": model}
     call = EngineCall("POST", DETOKENIZE, headers, body.encode({**named, "tokens": ids}))
     timeouts = ResponseTimeouts(DETOKENIZE_S, DETOKENIZE_S)
-    async with exchange(session, engine, call, timeouts, config) as answer:
+    async with exchange(connections, engine, call, timeouts, config) as answer:
         await raise_for_status(answer, wanted=200)
         raw = await answer.read_all()
     try:

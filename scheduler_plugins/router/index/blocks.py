@@ -49,7 +49,9 @@ class BlockReader:
         numbers = [self._numbers.get(engine, _UNKNOWN) for engine in engines]
         count, found = len(hashes), dict.fromkeys(numbers, 0)
         unknown = found.pop(_UNKNOWN, None) is not None
-        if count and found:
+        if count and found and count <= FEW:
+            found = self._in_turn(hashes.tolist(), list(found))
+        elif count and found:
             span, stride = count, 1 if count <= _AT_ONCE else -(-count // _LOOKS)
             found = self._further(hashes, found, span, stride)
             while stride > 1:
@@ -58,6 +60,22 @@ class BlockReader:
         if unknown:
             found[_UNKNOWN] = 0
         return [found[number] for number in numbers]
+
+    def _in_turn(self, hashes: list[int], numbers: list[int]) -> dict[int, int]:
+        """As `match`, for few blocks: one after the other, until no engine is left. Most prompts are new, which the first block tells."""
+        reader, found = self._reader, dict.fromkeys(numbers, len(hashes))
+        left = _bits(numbers)
+        for n, key in enumerate(hashes):
+            has = reader.row_of(key)
+            lost = left & ~has
+            while lost:
+                lowest = lost & -lost
+                found[lowest.bit_length() - 1] = n
+                lost ^= lowest
+            left &= has
+            if not left:
+                break
+        return found
 
     def _further(
         self, hashes: Hashes, known: dict[int, int], span: int, stride: int

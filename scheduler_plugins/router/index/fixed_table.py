@@ -3,24 +3,13 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 
+from scheduler_plugins.router.index.retired import private_words
 from scheduler_plugins.router.index.table_reader import BUCKET, FEW, WORD, Keys, Slots, TableReader
 
 GONE = np.uint64(WORD)
 """Stands in the slot of a key that was taken out. Should somebody use it as a key, that one may be missed."""
-
-
-def private_words(count: int) -> Keys:
-    """So many words of this process's own memory, all zero.
-
-    The system gives it in small pages. For numpy's own arrays it clears 2 MiB whenever a new piece is touched, and may move other
-    memory to have so much in one place: up to 25 ms were seen for one look-up.
-    """
-    memory = mmap.mmap(-1, count * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, np.uint64)
 
 
 class FixedTable(TableReader):

@@ -68,6 +68,10 @@ class RecentBlocks:
             return
         several = list(islice(reversed(self._noted), self._unsettled))[::-1]
         self._unsettled = 0
+        if len(several) == 1:
+            self._used.put(several[0].hashes, several[0].number)
+            self._index.store(self._engine, several[0].hashes)
+            return
         hashes = np.concatenate([one.hashes for one in several])
         numbers = np.repeat(
             np.array([one.number for one in several], np.uint64),

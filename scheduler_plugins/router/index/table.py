@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler_plugins.router.index.fixed_table import FixedTable, private_words
+from scheduler_plugins.router.index.fixed_table import FixedTable
+from scheduler_plugins.router.index.retired import Retired, private_words
 from scheduler_plugins.router.index.table_reader import BUCKET, Keys, Slots
 
 _LOAD_AFTER = 0.5
@@ -33,6 +34,8 @@ _SMALL = 1 << 14
 _SAMPLE = 1 << 16
 """Slots whose rows are looked at to tell how many of all are not zero."""
 _SMALLEST = 8 * BUCKET
+_GIVEN_BACK = 512
+"""Bytes of the table before that are given back for each key that is claimed: all of it long before the table grows again."""
 
 
 class Memory(Protocol):
@@ -80,6 +83,7 @@ class HashTable(FixedTable):
         self._larger: FixedTable | None = None
         self._copied = 0  # slots of this table that the larger one has
         self._owed = 0  # slots that are to be copied
+        self._retired = Retired()
 
     def claim(self, keys: Keys) -> Slots:
         self._make_room(len(keys))
@@ -120,6 +124,7 @@ class HashTable(FixedTable):
 
     def _make_room(self, more: int) -> None:
         """See to it that `more` keys fit, and copy a piece if a larger table is being filled."""
+        self._retired.give_back(more * _GIVEN_BACK)
         if self._larger is None:
             if self.used + more <= _LOAD_BEGIN * self.capacity:
                 return
@@ -176,6 +181,9 @@ class HashTable(FixedTable):
         """Use the larger table, which has everything."""
         larger, self._larger = self._larger, None
         assert larger is not None
+        self._retired.add(self._taken)
+        if isinstance(self._memory, PrivateMemory):
+            self._retired.add(self.block)
         self._use(larger.block, larger.capacity, larger.words)
         self._taken, self.used = larger._taken, larger.used
         self._memory.adopted()

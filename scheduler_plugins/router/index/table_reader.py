@@ -80,6 +80,15 @@ class TableReader:
             buckets = (buckets[go_on] + self._steps(mixed)) % len(self._keys)
         return found
 
+    def row_of(self, key: int) -> int:
+        """The row of one key as one number, its first word lowest; 0 if the key never came."""
+        slot, words, row = self._find_one(key), self.words, 0
+        if slot >= 0:
+            first = self.capacity + slot * words
+            for n, word in enumerate(self.cells[first : first + words].tolist()):
+                row |= word << 64 * n
+        return row
+
     def _find_one(self, key: int) -> int:
         """As `find`, for one key."""
         cells, buckets, bucket = self.cells, len(self._keys), -1

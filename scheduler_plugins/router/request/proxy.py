@@ -246,7 +246,7 @@ class ClientRequest:
             prefill,
             self._call("prefill", prefill, plan.path, plan.prefill),
             self._shared.pool,
-            self._shared.session,
+            self._shared.connections,
             self._shared.config,
             self._request.tokens,
             attempt.fresh_tokens,
@@ -278,7 +278,7 @@ class ClientRequest:
             return engine_bodies.of_one_kind(self._asked(decode), self._path, asked)
         if self._ids is None:
             self._ids = await prompt_ids(
-                self._shared.session, decode, self._body, self._headers, self._config
+                self._shared.connections, decode, self._body, self._headers, self._config
             )
         return engine_bodies.of_two_kinds(self._asked(decode), asked, self._ids)
 
@@ -312,7 +312,9 @@ class ClientRequest:
         timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
         if copy is not None:
             await asyncio.sleep(0)  # the copy goes out first: the decode engine waits for its KV
-        async with exchange(self._shared.session, engine, call, timeouts, config, copy) as answer:
+        async with exchange(
+            self._shared.connections, engine, call, timeouts, config, copy
+        ) as answer:
             await raise_for_status(answer)
             yield answer
 

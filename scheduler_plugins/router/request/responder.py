@@ -111,19 +111,18 @@ class Responder:
         patch: FirstTokenPatch | None = None
         answered = False
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        while chunk := await answer.read():
+        while not answered and (chunk := await answer.read()):
             if events := cutter.feed(chunk):
                 if not client.begun and (error := error_in(events)):
-                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
-                if not answered:
-                    answered = True
-                    served()
+                    raise _engines_own(error)
+                answered = True
+                served()
                 error = None
                 if record is not None:
                     events, error = before_error(events)
                     events = record.feed(events)
                 if lender is not None:
-                    patch = patch or FirstTokenPatch(await lender.first_logprobs())
+                    patch = FirstTokenPatch(await lender.first_logprobs())
                     events = patch.events(events)
                 if not client.begun:
                     await client.begin(response)
@@ -132,10 +131,28 @@ class Responder:
                 if events:
                     await client.write(events)
                 if error is not None:
-                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
-            if cutter.finished:
-                await _to_its_end(answer)
-                break
+                    raise _engines_own(error)
+        left, failed = b"", None
+
+        def take(chunk: bytes) -> bool:
+            nonlocal left, failed
+            left = cutter.feed(chunk)
+            if left and record is not None:
+                left, failed = before_error(left)
+                left = record.feed(left)
+            if left and patch is not None:
+                left = patch.events(left)
+            if left and client.write_now(left):
+                left = b""
+            return not left and not cutter.finished and failed is None
+
+        while not cutter.finished and not await answer.pass_to(take):
+            if left:
+                await client.write(left)
+            if failed is not None:
+                raise _engines_own(failed)
+        if cutter.finished:
+            await _to_its_end(answer)
         rest = cutter.rest() if self._end_mark else cutter.held
         if self._end_mark and not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
@@ -146,6 +163,11 @@ class Responder:
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)
+
+
+def _engines_own(error: tuple[int, str]) -> EngineFailedError:
+    """An error that an engine has put into its stream: status and message."""
+    return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
 
 
 async def _to_its_end(answer: Exchange) -> None:

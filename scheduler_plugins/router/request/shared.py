@@ -7,10 +7,9 @@ import asyncio
 from dataclasses import dataclass, field
 from random import Random
 
-import aiohttp
-
 from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.router.engines.circuit import RetryBudget
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Policy, Request
@@ -28,7 +27,8 @@ class Shared:
     config: RouterConfig
     """The settings for requests that come from now on."""
     pool: Pool
-    session: aiohttp.ClientSession
+    connections: EngineConnections
+    """For clients' requests to engines."""
     metrics: Metrics
     policy: Policy
     tokens: PromptTokens

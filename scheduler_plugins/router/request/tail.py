@@ -40,7 +40,7 @@ async def cut_to_whole_characters(
     try:
         for parts in range(min(MOST_PARTS + 1, len(tail))):
             ids = tail[: len(tail) - parts]
-            text = await text_of(shared.session, engine, ids, headers, shared.config, model)
+            text = await text_of(shared.connections, engine, ids, headers, shared.config, model)
             if not text.endswith(UNFINISHED_CHARACTER):
                 record.keep_back(parts)
                 return True

@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 import msgspec
 
+from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.prompt.body import encode
@@ -78,7 +78,7 @@ class PromptTokens:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        connections: EngineConnections,
         engines: Callable[[], list[BackendEngine]],
         tokenizer: str = "",
         api_key: str = "",
@@ -90,7 +90,7 @@ class PromptTokens:
             api_key: what engines ask for; empty: nothing.
             tokenizer: folder with the model's tokenizer; empty: where the engines say that their model lies.
         """
-        self._session = session
+        self._connections = connections
         self._engines = engines
         self._tokenizer = tokenizer
         self._headers = {**_JSON, "Authorization": f"Bearer {api_key}"} if api_key else _JSON
@@ -237,17 +237,14 @@ class PromptTokens:
             return None
         url = min(engines, key=lambda engine: engine.open_requests).url + path
         try:
-            async with (
-                asyncio.timeout(LIMIT_S),
-                self._session.request(
-                    method,
-                    url,
-                    data=None if content is None else encode(content),
-                    headers=self._headers,
-                ) as response,
-            ):
-                raw = await response.read()
-        except (aiohttp.ClientError, OSError):
+            async with asyncio.timeout(LIMIT_S):
+                body = None if content is None else encode(content)
+                response = await self._connections.request(method, url, self._headers, body)
+                try:
+                    raw = await response.read_all()
+                finally:
+                    response.close()
+        except OSError:
             return None
         if response.status in _ABSENT:
             return None

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from router_fakes import DONE, FakeEngine, World, drop, forever, run, status
 
 from scheduler_plugins.router.request.resume import StreamRecord, resumable
@@ -249,6 +251,69 @@ def test_text_that_looks_like_ids_reaches_the_client() -> None:
     body = record.next_body()
     assert body is not None
     assert body["prompt"] == [9, 5]
+
+
+class SlowRecord(StreamRecord):
+    """Looks at every event closely."""
+
+    def _plain(self, event: bytes) -> bytes | None:
+        return None
+
+
+def chat_event(text: str, ids: list[int], **more: Any) -> bytes:
+    delta = {"role": "assistant", **more.pop("delta", {}), "content": text}
+    choice = {"index": 0, "delta": delta, "token_ids": ids, "finish_reason": None, **more}
+    data = json.dumps({"id": "a", "choices": [choice]}, separators=(",", ":"), ensure_ascii=False)
+    return f"data: {data}\n\n".encode()
+
+
+MORE: list[dict[str, Any]] = [
+    {},
+    {},
+    {"prompt_token_ids": None},
+    {"prompt_token_ids": [9]},
+    {"finish_reason": "stop"},
+    {"token_ids": None},
+    {"delta": {"reasoning": "hm"}},
+    {"delta": {"tool_calls": [{"id": "x"}]}},
+    {"stop_reason": None, "logprobs": None},
+]
+TEXTS = [
+    "",
+    "a",
+    'say "x" \\',
+    "\ufffd",
+    "é",
+    ',"token_ids":[7],"finish_reason":"stop"',
+    "]",
+    "\n\n",
+]
+OTHERS = [
+    b'data: {"id":"a","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}\n\n',
+    b'data: {"id":"a","choices":[{"index":0,"text":"b","token_ids":[1,"x"]}]}\n\n',
+    b'data: {"id":"a","choices":[{"index":0,"text":"b","token_ids":[1\n\n',
+    b": a comment\n\n",
+    b"data: [DONE]\n\n",
+]
+told = st.tuples(
+    st.sampled_from(TEXTS),
+    st.lists(st.integers(0, 99), max_size=3),
+    st.sampled_from(MORE),
+    st.sampled_from([event, chat_event]),
+).map(lambda made: made[3](made[0], made[1], **made[2]))
+
+
+@given(st.lists(told | st.sampled_from(OTHERS), max_size=8), st.booleans(), st.booleans())
+def test_common_events_are_noted_as_others_are(
+    events: list[bytes], chat: bool, together: bool
+) -> None:
+    body, path = (CHAT, "/v1/chat/completions") if chat else (COMPLETION, "/v1/completions")
+    first = (chat_event if chat else event)("a", [1], prompt_token_ids=[9])
+    quick, slow = StreamRecord(body, path), SlowRecord(body, path)
+    for one in [first, b"".join(events)] if together else [first, *events]:
+        assert quick.feed(one) == slow.feed(one)
+        assert quick.next_body() == slow.next_body()
+        assert quick.ending() == slow.ending()
 
 
 def test_calls_and_reasoning_are_not_continued() -> None:

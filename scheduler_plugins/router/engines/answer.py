@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's answer as it comes: read piece by piece, or handed on without waking a task for each piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from multidict import CIMultiDict
+
+HELD_BYTES = 256 << 10
+"""Most bytes that are kept for a reader who is slower than the engine; the system's buffers are behind them."""
+
+
+class BrokenAnswerError(ConnectionError):
+    """The connection broke before the answer was whole, or what came is no HTTP."""
+
+
+class Flow(Protocol):
+    """What an answer needs of its connection."""
+
+    def pause(self) -> None:
+        """Read no more from the engine for now."""
+
+    def resume(self) -> None:
+        """Read again. Does nothing if it is not paused."""
+
+    def abort(self) -> None:
+        """Close the connection now."""
+
+
+class Answer:
+    """Used on one event loop, by one reader. The connection calls `begin`, `arrived`, `end` and `fail`."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.status = 0
+        self.headers = CIMultiDict[str]()
+        self._flow = flow
+        self._begun = self._ended = False
+        self._error: BaseException | None = None
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._take: Callable[[bytes], bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def begun(self) -> None:
+        """Wait for status and headers. Raises BrokenAnswerError."""
+        while not self._begun:
+            await self._change()
+
+    async def read(self) -> bytes:
+        """The next bytes as they came, empty at the end. Raises BrokenAnswerError."""
+        while not self._held:
+            if self._ended:
+                return b""
+            await self._change()
+        return self._unheld()
+
+    async def read_all(self) -> bytes:
+        """The whole body. Raises BrokenAnswerError."""
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
+    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
+        """Give `take` all bytes as they come, at once and in no task, until it returns False. Whether the answer has ended.
+
+        After False, which means that `take` has taken its bytes but cannot take more, call again or `read`. What `take` raises ends the
+        answer and is raised here.
+
+        Raises:
+            BrokenAnswerError.
+        """
+        if self._held and not take(self._unheld()):
+            return False
+        self._take = take
+        try:
+            while self._handed_on:
+                if self._ended and self._error is None:
+                    return True
+                await self._change()
+            return False
+        finally:
+            self._take = None
+
+    def close(self) -> None:
+        """Nobody reads any more. An answer that is not whole loses its connection, so that the engine gives the request up."""
+        self._take = None
+        if not self._ended:
+            self._flow.abort()
+
+    def begin(self, status: int) -> None:
+        """The headers have come; they are in `headers`."""
+        self.status, self._begun = status, True
+        self._wake()
+
+    def arrived(self, data: bytes) -> None:
+        """A part of the body."""
+        if self._error is not None:
+            return
+        if self._take is None:
+            self._held.append(data)
+            self._held_bytes += len(data)
+            if self._held_bytes > HELD_BYTES:
+                self._flow.pause()
+            self._wake()
+            return
+        try:
+            if not self._take(data):
+                self._take = None
+                self._wake()
+        except Exception as error:  # of whoever reads: it is raised there
+            self.fail(error)
+
+    def end(self) -> None:
+        """The answer is whole."""
+        self._ended = True
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """No more will come. What came before can still be read."""
+        if not self._ended and self._error is None:
+            self._error = error
+            self._wake()
+
+    @property
+    def _handed_on(self) -> bool:
+        """Whether bytes go to whom `pass_to` named; not any more once he has refused."""
+        return self._take is not None
+
+    def _unheld(self) -> bytes:
+        data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        if not self._ended:  # the connection may be another answer's by now
+            self._flow.resume()
+        return data
+
+    async def _change(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection to an engine: HTTP/1.1 with httptools, which hands bytes on in the callback that received them.
+
+aiohttp's client wakes a task for each piece of an answer, and takes 0.1 ms for a request. Engines are watched with it all the same: that
+is seldom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple, Protocol, cast
+
+import httptools
+
+from scheduler_plugins.router.engines.answer import Answer, BrokenAnswerError
+
+MOST_HEADER_BYTES = 64 << 10
+"""Of an answer."""
+_JOINED_BYTES = 64 << 10
+"""Longest request that is copied into one piece with its headers."""
+
+
+class Origin(NamedTuple):
+    """What connections are told apart by."""
+
+    host: str
+    port: int
+    encrypted: bool
+
+
+class Owner(Protocol):
+    """Who keeps connections."""
+
+    def released(self, connection: Connection) -> None:
+        """An answer is whole, and its connection may be used again."""
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is closed."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection, with at most one request at a time."""
+
+    def __init__(self, owner: Owner, origin: Origin) -> None:
+        self.origin = origin
+        self.idle_since = 0.0
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._answer: Answer | None = None
+        self._parts: list[bytes] = []
+        self._header_bytes = 0
+        self._whole = self._stays = self._paused = False
+
+    @property
+    def closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes) -> Answer:
+        """Send a request, of which `answer` is told from now on."""
+        assert self._transport is not None
+        self._answer = answer = Answer(self)
+        self._header_bytes, self._whole = 0, False
+        if len(body) <= _JOINED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        return answer
+
+    def pause(self) -> None:
+        if not self._paused and not self.closing:
+            assert self._transport is not None
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and not self.closing:
+            assert self._transport is not None
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # From the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:  # nobody asked
+            self.abort()
+            return
+        wrong = ""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            wrong = str(error.__context__ or error)
+        except httptools.HttpParserUpgrade:
+            wrong = "it switched to another protocol"
+        except httptools.HttpParserError as error:
+            wrong = f"no HTTP: {error}"
+        if parts := self._parts:
+            # All events that came together are handed on together.
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            answer.arrived(body)
+        if self._whole:
+            self._answered(self._stays and not wrong)
+        elif wrong:
+            self._fail(wrong)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._owner.lost(self)
+        if self._answer is None:
+            return
+        if error is None and self._ends_with_connection:
+            self._answered(False)
+        else:
+            self._fail(str(error or "closed by the engine"))
+
+    # From the parser.
+
+    def on_message_begin(self) -> None:
+        if self._whole:
+            raise BrokenAnswerError("more than one answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MOST_HEADER_BYTES:
+            raise BrokenAnswerError(f"headers of more than {MOST_HEADER_BYTES:,} bytes")
+        assert self._answer is not None
+        self._answer.headers.add(
+            name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape")
+        )
+
+    def on_headers_complete(self) -> None:
+        assert self._answer is not None
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._answer.headers.clear()  # the answer proper is yet to come
+        else:
+            self._answer.begin(status)
+
+    def on_body(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        # To be asked here: the parser forgets it.
+        self._stays = self._parser.should_keep_alive()
+        self._whole = self._parser.get_status_code() >= 200
+
+    @property
+    def _ends_with_connection(self) -> bool:
+        """Whether the answer has no end but that of the connection."""
+        answer = self._answer
+        return bool(
+            answer is not None
+            and answer.status
+            and "Content-Length" not in answer.headers
+            and "Transfer-Encoding" not in answer.headers
+        )
+
+    def _answered(self, again: bool) -> None:
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        self.resume()
+        if again and not self.closing:
+            self._owner.released(self)
+        else:
+            self.abort()
+        answer.end()
+
+    def _fail(self, why: str) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.fail(BrokenAnswerError(why))
+        self.abort()

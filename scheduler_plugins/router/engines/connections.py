@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to engines: whom to connect to, and which connections are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import aiohappyeyeballs
+from aiohappyeyeballs import AddrInfoType
+
+from scheduler_plugins.router.engines.answer import Answer
+from scheduler_plugins.router.engines.connection import Connection, Origin
+
+_RESOLVED_S = 10.0
+"""So long a name's addresses are used again."""
+_STAGGER_S = 0.25
+"""Of several addresses, the next one is tried when the one before has not answered for so long (RFC 8305)."""
+
+
+class NotConnectedError(ConnectionError):
+    """No connection could be made: the engine has not seen the request."""
+
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.refused = refused
+        """The machine answered that nobody listens there."""
+
+
+class EngineConnections:
+    """Sends requests to engines. A connection is used again while it has been idle for `reuse_s` at most."""
+
+    def __init__(
+        self, connect_timeout_s: float, reuse_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            tls: whom to believe behind an `https` URL; None: whom the system trusts.
+        """
+        self._connect_timeout_s = connect_timeout_s
+        self._reuse_s = reuse_s
+        self._tls = tls
+        self._idle: dict[Origin, list[Connection]] = {}  # idle longest first
+        self._open: set[Connection] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._resolved: dict[tuple[str, int], tuple[float, list[AddrInfoType]]] = {}
+
+    async def request(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+    ) -> Answer:
+        """Send a request. Returns its answer, of which status and headers have come; whoever gets it must close it.
+
+        Raises:
+            NotConnectedError: no connection within `connect_timeout_s`; nothing was sent.
+            BrokenAnswerError: the connection broke, or what came is no HTTP.
+            ValueError: a header cannot be sent.
+        """
+        parts = urlsplit(url)
+        encrypted = parts.scheme == "https"
+        assert parts.hostname is not None
+        origin = Origin(parts.hostname, parts.port or (443 if encrypted else 80), encrypted)
+        head = _head(method, parts.path or "/", parts.netloc, headers, body)
+        connection = self._again(origin) or await self._connected(origin)
+        answer = connection.send(head, body or b"")
+        try:
+            await answer.begun()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in list(self._open):
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)  # their transports close their sockets
+
+    def released(self, connection: Connection) -> None:
+        """An answer is whole, and its connection may be used again."""
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.setdefault(connection.origin, []).append(connection)
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().call_later(self._reuse_s, self._sweep)
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is closed."""
+        self._open.discard(connection)
+
+    def _again(self, origin: Origin) -> Connection | None:
+        """A connection that was used before; None if there is none."""
+        idle = self._idle.get(origin)
+        since = asyncio.get_running_loop().time() - self._reuse_s
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since >= since and not connection.closing:
+                return connection
+            connection.abort()
+        return None
+
+    def _sweep(self) -> None:
+        """Close what has been idle for too long."""
+        loop = asyncio.get_running_loop()
+        since = loop.time() - self._reuse_s
+        for origin, idle in list(self._idle.items()):
+            kept = [one for one in idle if one.idle_since > since and not one.closing]
+            for one in idle:
+                if one not in kept:
+                    one.abort()
+            if kept:
+                self._idle[origin] = kept
+            else:
+                del self._idle[origin]
+        self._sweeper = loop.call_later(self._reuse_s, self._sweep) if self._idle else None
+
+    async def _connected(self, origin: Origin) -> Connection:
+        """A new connection. Raises NotConnectedError."""
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                addresses = await self._addresses(origin.host, origin.port)
+                sock = await aiohappyeyeballs.start_connection(
+                    addresses, happy_eyeballs_delay=_STAGGER_S, interleave=1
+                )
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                tls = self._context() if origin.encrypted else None
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self, origin),
+                    sock=sock,
+                    ssl=tls,
+                    server_hostname=origin.host if tls else None,
+                )
+        except TimeoutError:
+            raise NotConnectedError("timed out") from None
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            reason = "refused" if refused else error.strerror or str(error)
+            raise NotConnectedError(reason, refused=refused) from error
+        self._open.add(connection)
+        return connection
+
+    async def _addresses(self, host: str, port: int) -> list[AddrInfoType]:
+        """Where a name leads. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        until, found = self._resolved.get((host, port), (0.0, []))
+        if loop.time() >= until:
+            found = _numeric(host, port)
+            found = found or [*await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            self._resolved[host, port] = loop.time() + _RESOLVED_S, found
+        return found
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+
+def _numeric(host: str, port: int) -> list[AddrInfoType]:
+    """The address that `host` is already; empty if it is a name. Asks nobody."""
+    try:
+        flags = socket.AI_NUMERICHOST
+        return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
+    except socket.gaierror:
+        return []
+
+
+def _head(
+    method: str, path: str, host: str, headers: Mapping[str, str], body: bytes | None
+) -> bytes:
+    """A request up to its body. Raises ValueError: a header would end early."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if body is not None:
+        lines.append(f"Content-Length: {len(body)}")
+    text = "\r\n".join(lines)
+    ends = len(lines) - 1
+    if text.count("\r") != ends or text.count("\n") != ends or "\0" in text:
+        raise ValueError("a header has a line break or a NUL in it")
+    return f"{text}\r\n\r\n".encode("utf-8", "surrogateescape")
