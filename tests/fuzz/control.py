@@ -2,6 +2,7 @@
 """Both sides of an agent behind its control port, without sockets: frames go straight to the
 handlers, and the clock is the script's."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -31,6 +32,7 @@ from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
+from pd_connector.control.sockets import MAX_BATCH
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
@@ -135,6 +137,9 @@ class ControlTarget:
         self._errors = _Errors()
         self._patch = mock.patch.object(dialler_module, "Connection", self._connect)
         self._patch.start()
+        assert self._loop.producer_side is not None
+        listener = self._loop.producer_side._listener
+        listener.send = _hear  # type: ignore[method-assign]
         self._now = 1000.0
         self._generation = itertools.count()
         self._begin()
@@ -413,9 +418,11 @@ class _Wire:
         self._ended = True
         self.monitor.ring()
 
-    def receive(self) -> list[bytes]:
-        waiting, self._waiting = self._waiting, []
-        return waiting
+    def receive(self, most: int = MAX_BATCH) -> list[bytes]:
+        taken, self._waiting = self._waiting[:most], self._waiting[most:]
+        if not self._waiting:
+            self.socket.silence()
+        return taken
 
     @property
     def readable(self) -> bool:
@@ -424,12 +431,19 @@ class _Wire:
     def lost(self) -> tuple[Cause, str] | None:
         return (Cause.SESSION_LOST, "the script says so") if self._ended else None
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> bool:
         messages.decode_consumer_message(data)  # what we say fits the schema, too
+        return True
 
     def close(self) -> None:
         self.socket.close()
         self.monitor.close()
+
+
+def _hear(_: bytes, data: bytes) -> bool:
+    """Stands for `Listener.send`: senders are made up, and hear everything."""
+    messages.decode_producer_message(data)  # what we say fits the schema, too
+    return True
 
 
 class _Bell:
@@ -445,6 +459,15 @@ class _Bell:
     def ring(self) -> None:
         if self._open:
             os.eventfd_write(self._descriptor, 1)
+
+    def silence(self) -> None:
+        """Nothing waits any more."""
+        if self._open:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
 
     def close(self) -> None:
         if self._open:
