@@ -177,6 +177,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return any(matches(host, entry) for entry in self.peers)
 
     def _check(self) -> None:
+        try:
+            self.key.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                "key has bytes that are no text (UTF-8): `pd-connector key` makes one without "
+                f"(config key `key` or variable {KEY_VARIABLE})"
+            ) from None
         if self.key and (weakness := _weakness(self.key)):
             raise ConfigError(
                 f"key {weakness}: it could be guessed. `pd-connector key` makes one that cannot "

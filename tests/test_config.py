@@ -240,3 +240,9 @@ def test_what_is_audited_is_a_word_or_a_part(value: object, share: float) -> Non
 def test_no_other_audit_is_taken(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^audit .*\(config key audit\)$"):
         Config.load({"audit": value}, {})
+
+
+def test_a_key_that_is_no_text_is_refused_by_name() -> None:
+    # As Python gives a variable whose bytes are not UTF-8.
+    with pytest.raises(ConfigError, match="key has bytes that are no text"):
+        _load(key="a long key that cannot be guessed \udcff")

@@ -137,6 +137,9 @@ class ControlTarget:
         self._errors = _Errors()
         self._patch = mock.patch.object(dialler_module, "Connection", self._connect)
         self._patch.start()
+        assert self._loop.producer_side is not None
+        listener = self._loop.producer_side._listener
+        listener.send = _hear  # type: ignore[method-assign]
         self._now = 1000.0
         self._generation = itertools.count()
         self._begin()
@@ -418,18 +421,25 @@ class _Wire:
     def receive(self, most: int = MAX_BATCH) -> list[bytes]:
         taken, self._waiting = self._waiting[:most], self._waiting[most:]
         if not self._waiting:
-            self.socket.hush()
+            self.socket.silence()
         return taken
 
     def lost(self) -> tuple[Cause, str] | None:
         return (Cause.SESSION_LOST, "the script says so") if self._ended else None
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> bool:
         messages.decode_consumer_message(data)  # what we say fits the schema, too
+        return True
 
     def close(self) -> None:
         self.socket.close()
         self.monitor.close()
+
+
+def _hear(_: bytes, data: bytes) -> bool:
+    """Stands for `Listener.send`: senders are made up, and hear everything."""
+    messages.decode_producer_message(data)  # what we say fits the schema, too
+    return True
 
 
 class _Bell:
@@ -446,13 +456,13 @@ class _Bell:
         if self._open:
             os.eventfd_write(self._descriptor, 1)
 
-    def hush(self) -> None:
-        """It was rung for nothing that still waits."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
+    def silence(self) -> None:
+        """Nothing waits any more."""
+        if self._open:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
 
     def fileno(self) -> int:
-        """As `zmq_poll` asks what is no ZeroMQ socket."""
         return self._descriptor
 
     def close(self) -> None:
