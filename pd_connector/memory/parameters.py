@@ -12,6 +12,7 @@ _SAMPLE_BYTES = 256
 _FINE_SAMPLE_BYTES = 8
 _PRIMES = (127, 251, 509, 1021, 2039)
 """Numbers of fine samples. A prime: they do not all fall on the same place of a row."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Loaded(NamedTuple):
@@ -71,6 +72,8 @@ def _samples(parameter: torch.Tensor) -> list[torch.Tensor]:
 def _fine_samples(parameter: torch.Tensor) -> Iterable[torch.Tensor]:
     """Bytes `[n]` of a parameter, from so many places that each of its experts is seen, and all of it where
     it is small."""
+    if parameter.element_size() in _BITS:  # not every dtype can be indexed
+        parameter = parameter.view(_BITS[parameter.element_size()])
     order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim))
     dense = parameter.permute(order)
     if not dense.is_contiguous():  # some of its rows

@@ -76,3 +76,13 @@ def test_a_single_expert_is_seen():
     model = nn.Module()
     model.experts = nn.Parameter(torch.rand(128, 64, 32), False)
     assert all(changed(model, model.experts.data[expert])[1] for expert in range(128))
+
+
+def test_parameters_that_torch_cannot_index_are_sampled():
+    """Of quantised weights with padded rows."""
+    model = nn.Module()
+    codes = torch.zeros(300, 64, dtype=torch.uint8)
+    model.padded = nn.Parameter(codes.view(torch.float4_e2m1fn_x2)[:, :32], False)
+    before = loaded_fingerprint(model)
+    codes[:, 3] = 7
+    assert loaded_fingerprint(model).fine != before.fine
