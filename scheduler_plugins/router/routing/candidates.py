@@ -28,6 +28,8 @@ class Candidates:
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
+        self._without_kv: dict[BackendEngine, EngineFailedError] = {}
+        """Decode engines that live, and what they said last of a prompt whose KV had not come."""
         self._pairing = Pairing(body)
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
@@ -68,6 +70,7 @@ class Candidates:
         if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
             # It lives, and has not got the KV: with another prefill engine it may.
             self._pairing.failed.add((prefill, attempt.answering))
+            self._without_kv[attempt.answering] = failure
             return
         self._failed[attempt.answering] = failure
 
@@ -95,7 +98,7 @@ class Candidates:
         """Every engine, and why it did not serve this request."""
         found = list[tuple[BackendEngine, str, str]]()
         for engine in self._pool.engines:
-            if failure := self._failed.get(engine):
+            if failure := self._failed.get(engine) or self._without_kv.get(engine):
                 found.append((engine, failure.cause, str(failure)))
             elif engine.up:
                 left = f"not tried: {self._attempts} engines had failed (setting attempts)"
