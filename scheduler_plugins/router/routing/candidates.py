@@ -37,6 +37,8 @@ class Candidates:
         self._failed: dict[BackendEngine, EngineFailedError] = {}
         self._pairing = Pairing(body, one_engine=one_engine)
         self._model = body.get("model")
+        self._without_kv: dict[BackendEngine, EngineFailedError] = {}
+        """Decode engines that live, and what they said last of a prompt whose KV had not come."""
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
@@ -83,6 +85,7 @@ class Candidates:
         if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
             # It lives, and has not got the KV: with another prefill engine it may.
             self._pairing.failed.add((prefill, attempt.answering))
+            self._without_kv[attempt.answering] = failure
             return
         self._failed[attempt.answering] = failure
 
@@ -110,7 +113,7 @@ class Candidates:
         """Every engine, and why it did not serve this request."""
         found, others = list[tuple[BackendEngine, str, str]](), self._of_other_models()
         for engine in self._pool.engines:
-            if failure := self._failed.get(engine):
+            if failure := self._failed.get(engine) or self._without_kv.get(engine):
                 found.append((engine, failure.cause, str(failure)))
             elif engine in others:
                 continue

@@ -373,6 +373,17 @@ def test_kv_that_does_not_come_becomes_another_pair(streams: bool) -> None:
     run(scenario())
 
 
+def test_where_no_other_pair_is_left_the_client_is_told_how_this_one_failed() -> None:
+    async def scenario() -> None:
+        async with world("s", "s") as w:
+            w.d[0].behave = kv_does_not_come_from(BOOTSTRAP_PORT, False)
+            reply = await w.complete()
+            assert reply.status == 503
+            assert "decode: 1 status_500" in reply.text
+
+    run(scenario())
+
+
 def test_a_prefill_engine_that_refuses_its_copy_is_replaced() -> None:
     async def scenario() -> None:
         async with world("ss", "s") as w:
