@@ -99,7 +99,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """How long a producer keeps pages without a heartbeat of their consumer, in seconds."""
     lease_share: float = 0.8
     """The part of a producer's cache that may be leased. If it is exceeded, the oldest leases that
-    nobody has begun to fetch end."""
+    nobody has begun to fetch, or has room for, end."""
     heartbeat_s: float = 1.0
     """Time between two heartbeats of a consumer, in seconds. They extend leases."""
     idle_timeout_s: float = 300.0

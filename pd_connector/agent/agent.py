@@ -271,21 +271,29 @@ class Agent:
         """Fail everything that is owed and make a new loop, with a new epoch, on the same port."""
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
-            with self._submitting:  # what is submitted later is the new loop's
-                self._commands.clear()
-                self._owed.fail_all(Cause.INTERNAL, "agent died")
-                self._gate.reset()
-                self._abandoned = False
-                self._turn.begin(pause_s)
+            self._begin_again(pause_s)
             self._closing.wait(pause_s)
             try:
                 self._loop = self._make_loop(self.port)
             except Exception:
                 logger.exception("agent cannot start again; it tries on")
             else:
+                self._turn.begin()
+                if self._abandoned:  # this took longer than the engine waits for a turn
+                    self._begin_again()
                 self.telemetry.count("agent_restarts")
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _begin_again(self, in_s: float = 0.0) -> None:
+        """Fail everything that is owed. What is submitted later is the next loop's, which is there in
+        so many seconds."""
+        with self._submitting:
+            self._commands.clear()
+            self._owed.fail_all(Cause.INTERNAL, "agent died")
+            self._gate.reset()
+            self._abandoned = False
+            self._turn.begin(in_s)
 
     def _close_loop(self) -> None:
         try:

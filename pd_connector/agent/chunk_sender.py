@@ -9,7 +9,6 @@ from pd_connector.agent.in_flight import Key
 from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import RevokedError
 from pd_connector.agent.resources import RankResources
-from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, TransportError
 from pd_connector.protocol import messages
 from pd_connector.protocol.outgoing import Action, Send
@@ -22,6 +21,7 @@ class ChunkSender:
     """Used by the agent's thread only.
 
     Args:
+        say: sends a message to a consumer.
         act: carries out what the state machine wants done.
     """
 
@@ -31,7 +31,7 @@ class ChunkSender:
         producer: Producer,
         outbox: Outbox,
         sessions: ConsumerSessions,
-        listener: Listener,
+        say: Callable[[bytes, messages.Message], None],
         act: Callable[[list[Action]], None],
     ) -> None:
         self._telemetry = resources.telemetry
@@ -39,7 +39,7 @@ class ChunkSender:
         self._producer = producer
         self._outbox = outbox
         self._sessions = sessions
-        self._listener = listener
+        self._say = say
         self._act = act
 
     def ready(self) -> Iterator[Send]:
@@ -74,7 +74,7 @@ class ChunkSender:
             self._telemetry.count("early_chunks")
         self._telemetry.count("sent_chunks")
         if offer is not None:
-            self._listener.send(send.session, messages.encode(offer))
+            self._say(send.session, offer)
 
     def settle(self) -> None:
         """Nothing that was begun early is under way any more. Must follow the last `send` of a turn."""

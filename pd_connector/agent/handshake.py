@@ -114,6 +114,9 @@ def check_welcome(
             Cause.VERSION,
             f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
         )
+    if message.slot_bytes < (least := RULES[message.schema].min_chunk_bytes):
+        detail = f"the producer's slots have {message.slot_bytes} bytes, must have {least} at least"
+        raise RefusedError(Cause.GEOMETRY, detail)  # a plan would have millions of chunks
     mine, facts = identity.facts, message.facts
     if mine is not None and facts is not None:
         _check_model(facts, mine)

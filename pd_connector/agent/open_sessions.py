@@ -10,6 +10,7 @@ import zmq
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import ReceivePath
 from pd_connector.config import Config
+from pd_connector.control.addresses import readable_among
 from pd_connector.control.sockets import MAX_BATCH, Connection
 from pd_connector.errors import Cause
 from pd_connector.protocol import messages
@@ -89,7 +90,10 @@ class OpenSessions:
     @property
     def urgent(self) -> bool:
         """Whether messages wait that the poller will not tell of."""
-        self._used = {s: o for s, o in self._used.items() if o.connection.readable}
+        if self._used:
+            by_socket = {used.connection.socket: used for used in self._used.values()}
+            found = [by_socket[socket] for socket in readable_among(by_socket)]
+            self._used = {session.source: session for session in found}
         return bool(self._used)
 
     @property
@@ -162,7 +166,7 @@ class OpenSessions:
         return list(ready.values())
 
     def send(self, session: OpenSession, message: messages.Message) -> None:
-        session.connection.send(messages.encode(message))
+        session.has_event |= not session.connection.send(messages.encode(message))
         self._used[session.source] = session
 
     def send_heartbeats(
@@ -201,9 +205,11 @@ class OpenSessions:
         self._asked, self.answers_due = [], float("inf")
 
     def received(self, session: OpenSession) -> list[bytes]:
-        """Messages that wait; more may follow."""
-        messages_ = session.connection.receive()
-        if len(messages_) >= MAX_BATCH:
+        """Messages that wait; more may follow. Of those that have been asked mostly the answer is
+        all that comes: whether there is more is then looked up for all of them together."""
+        most = 1 if session.asked else MAX_BATCH
+        messages_ = session.connection.receive(most)
+        if len(messages_) >= most:
             self._used[session.source] = session
         return messages_
 

@@ -69,10 +69,11 @@ class ProducerSide:
                 config.host,
             )
         self._sessions = ConsumerSessions(resources)
+        self._unheard: set[bytes] = set()  # who has missed something that was said
         self._next_sweep = 0.0
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
         self._sender = ChunkSender(
-            resources, self._producer, self._outbox, self._sessions, self._listener, self._act
+            resources, self._producer, self._outbox, self._sessions, self._say, self._act
         )
 
     @property
@@ -181,8 +182,12 @@ class ProducerSide:
         ranks = [
             messages.RankAddress(source.host, source.port, shard) for source, shard in self._ranks()
         ]
-        answer = messages.Ranks(self._identity.engine_id, ranks)
-        self._listener.send(sender, messages.encode(answer))
+        self._say(sender, messages.Ranks(self._identity.engine_id, ranks))
+
+    def _say(self, receiver: bytes, message: messages.Message) -> None:
+        """Send a message. Whoever does not take it has lost its session: it would wait in vain."""
+        if not self._listener.send(receiver, messages.encode(message)):
+            self._unheard.add(receiver)
 
     @contextlib.contextmanager
     def _ending_on_error(self, sender: bytes, now: float) -> Iterator[None]:
@@ -213,6 +218,13 @@ class ProducerSide:
             if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
                 self._reject(sender, Cause.STALLED, detail, now)
+        unheard, self._unheard = self._unheard, set()
+        for sender in unheard:
+            if sender in self._sessions:
+                logger.info(
+                    "consumer %s takes no messages: session ended", self._sessions[sender].engine_id
+                )
+                self._forget(sender, now)
         if now >= self._next_sweep:
             self._next_sweep = now + self._config.heartbeat_s / 2
             for sender in self._sessions.silent(now):
@@ -249,8 +261,7 @@ class ProducerSide:
             case messages.Heartbeat():
                 self._producer.heartbeat(sender, message.transfers, now)
                 age_ms = int(1000 * self._steps.age_s())
-                pulse = messages.Pulse(self._identity.epoch, age_ms)
-                self._listener.send(sender, messages.encode(pulse))
+                self._say(sender, messages.Pulse(self._identity.epoch, age_ms))
 
     def _greet(self, sender: bytes, hello: messages.Hello, now: float) -> None:
         self._forget(sender, now)
@@ -259,7 +270,7 @@ class ProducerSide:
         except RefusedError as refused:
             return self._reject(sender, refused.cause, str(refused), now)
         self._listener.serve(sender, now)
-        self._listener.send(sender, messages.encode(welcome))
+        self._say(sender, welcome)
         return None
 
     def _reject(self, sender: bytes, cause: Cause, detail: str, now: float) -> None:
@@ -268,7 +279,7 @@ class ProducerSide:
         self._telemetry.count("rejected_sessions", cause=cause)
         self._forget(sender, now)
         reject = messages.Reject(cause, detail, messages.SCHEMA, messages.OLDEST_SCHEMA)
-        self._listener.send(sender, messages.encode(reject))
+        self._say(sender, reject)
 
     def _forget(self, sender: bytes, now: float) -> None:
         session = self._sessions.pop(sender)
@@ -285,7 +296,7 @@ class ProducerSide:
         for action in actions:
             match action:
                 case Reply(session, message):
-                    self._listener.send(session, messages.encode(message))
+                    self._say(session, message)
                 case Free(request, cause):
                     self._outbox.forget(request)
                     self._telemetry.count("releases", cause=cause or "delivered")

@@ -2,6 +2,8 @@
 """Host names, addresses and ZeroMQ endpoints."""
 
 import socket
+from collections.abc import Iterable
+from typing import Any
 
 import zmq
 
@@ -38,3 +40,9 @@ def bound_port(bound: zmq.Socket[bytes]) -> int:
 def readable(polled: zmq.Socket[bytes]) -> bool:
     """Whether a receive would not wait. (`polled.get(zmq.EVENTS)` takes twice as long.)"""
     return bool(zmq.zmq_poll([(polled, _POLLIN)], 0))
+
+
+def readable_among(polled: Iterable[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
+    """Those of which a receive would not wait. Asked together, many cost a third."""
+    found: list[Any] = zmq.zmq_poll([(each, _POLLIN) for each in polled], 0)
+    return [polled for polled, _ in found]

@@ -54,7 +54,8 @@ class Connections:
 
     def serve(self, descriptor: int, now: float) -> None:
         """There is a session over this connection."""
-        self._read_events(now)  # libzmq has told of the connection before its first message
+        while readable(self.monitor):  # libzmq has told of the connection before its first message
+            self._read_events(now)
         if self._waiting.pop(descriptor, None) is not None:
             self._serving.add(descriptor)
 

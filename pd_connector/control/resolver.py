@@ -8,7 +8,6 @@ threads of their own.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from pd_connector.control.addresses import numeric
@@ -17,6 +16,11 @@ from pd_connector.hosts import numeric_address
 
 _MOST_LOOKUPS = 4
 """At a time; each takes a thread until the name server has answered."""
+_HUNG_S = 30.0
+"""A lookup that takes longer does not count: the name is looked up anew, and others go on."""
+_MOST_THREADS = 32
+_ASKED_S = 30.0
+"""A name that waits for its lookup is forgotten when nobody has asked for it for so long."""
 _KEEP_S = 60.0
 _KEEP_FAILURE_S = 5.0
 _MOST_KEPT = 1024
@@ -45,8 +49,9 @@ class Resolver:
         self._lookup = lookup
         self._lock = threading.Lock()
         self._closed = False
-        self._running: set[str] = set()
-        self._queued: deque[str] = deque()
+        self._threads = 0
+        self._running: dict[str, float] = {}  # lookups that count, and when they began
+        self._queued: dict[str, float] = {}  # names, and when somebody last asked for them
         # Address, or what went wrong, and until when that is believed.
         self._known: dict[str, tuple[str, str, float]] = {}
 
@@ -58,14 +63,15 @@ class Resolver:
         if (spelled := canonical(host)) is not None:
             return spelled
         with self._lock:
+            now = time.monotonic()
             address, problem, until = self._known.get(host, ("", "", 0.0))
-            if until > time.monotonic():
+            if until > now:
                 if problem:
                     raise UnknownHostError(problem)
                 return address
-            if host not in self._running and host not in self._queued:
-                self._queued.append(host)
-            self._start()
+            if self._running.get(host, float("-inf")) + _HUNG_S <= now:
+                self._queued[host] = now
+            self._start(now)
         return None
 
     def close(self) -> None:
@@ -73,23 +79,41 @@ class Resolver:
         with self._lock:
             self._closed = True
 
-    def _start(self) -> None:
-        while self._queued and len(self._running) < _MOST_LOOKUPS:
-            host = self._queued.popleft()
-            self._running.add(host)
-            threading.Thread(target=self._run, args=(host,), name="pd-resolve", daemon=True).start()
+    def _start(self, now: float) -> None:
+        running = {host: began for host, began in self._running.items() if began + _HUNG_S > now}
+        self._running = running
+        while self._queued and len(running) < _MOST_LOOKUPS and self._threads < _MOST_THREADS:
+            host = next(iter(self._queued))
+            if self._queued.pop(host) + _ASKED_S <= now:
+                continue
+            thread = threading.Thread(
+                target=self._run, args=(host, now), name="pd-resolve", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives this process no more threads
+                self._learn(host, "", f"host {host!r} cannot be looked up: {error}")
+            else:
+                self._threads += 1
+                running[host] = now
 
-    def _run(self, host: str) -> None:
-        address, problem, keep_s = "", "", _KEEP_S
+    def _learn(self, host: str, address: str, problem: str) -> None:
+        if len(self._known) >= _MOST_KEPT:
+            del self._known[next(iter(self._known))]
+        keep_s = _KEEP_FAILURE_S if problem else _KEEP_S
+        self._known[host] = address, problem, time.monotonic() + keep_s
+
+    def _run(self, host: str, began: float) -> None:
+        address, problem = "", ""
         try:
             address = canonical(self._lookup(host)) or ""
         except (OSError, ValueError) as error:  # ValueError: no text that could be a name
-            problem, keep_s = f"host {host!r} cannot be resolved: {error}", _KEEP_FAILURE_S
+            problem = f"host {host!r} cannot be resolved: {error}"
         with self._lock:
-            self._running.discard(host)
-            if len(self._known) >= _MOST_KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[host] = address, problem, time.monotonic() + keep_s
-            self._start()
+            self._threads -= 1
+            if self._running.get(host) == began:
+                del self._running[host]
+            self._learn(host, address, problem)
+            self._start(time.monotonic())
             if not self._closed:
                 self._wake()

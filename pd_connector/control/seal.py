@@ -39,21 +39,30 @@ def trusted_peers(params: TransferParams, config: Config) -> tuple[Peer, ...]:
     Raises:
         UntrustedAddressError: one may not be dialled.
     """
-    peers = params.peers()
-    if config.key and params.remote_seal:
-        wanted = _seal(params.remote_engine_id or "", peers, config.key)
+    address = ProducerAddress(params.remote_engine_id or "", params.peers(), params.remote_seal)
+    return trusted_address(address, config)
+
+
+def trusted_address(address: ProducerAddress, config: Config) -> tuple[Peer, ...]:
+    """The ranks of a producer, all of which may be dialled.
+
+    Raises:
+        UntrustedAddressError: one may not be dialled.
+    """
+    if config.key and address.seal:
+        wanted = _seal(address.engine_id, address.peers, config.key)
         # As bytes: text that is not ASCII, which a client may have written, cannot be compared.
-        if hmac.compare_digest(wanted.encode(), params.remote_seal.encode()):
-            return peers
-    for peer in peers:
+        if hmac.compare_digest(wanted.encode(), address.seal.encode()):
+            return address.peers
+    for peer in address.peers:
         if not config.is_peer(peer.source.host):
-            seal = "its seal is not ours" if params.remote_seal else "it has no seal"
+            seal = "its seal is not ours" if address.seal else "it has no seal"
             raise UntrustedAddressError(
                 f"producer at {peer.source.host!r}: {seal}, and it is not within peers "
                 f"{list(config.peers)}. Give all engines one key and pass on kv_transfer_params "
                 "whole, or add the network of the prefill engines to the config key peers"
             )
-    return peers
+    return address.peers
 
 
 def _seal(engine_id: str, peers: tuple[Peer, ...], key: str) -> str:

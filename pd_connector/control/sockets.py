@@ -28,6 +28,12 @@ _WATCHED = sum(_LOST)
 _MOST_SENDERS = 8192
 MAX_BATCH = 256
 """Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
+_MOST_ARRIVED = MAX_BATCH
+"""Messages that libzmq keeps of each peer until they are taken. Each may have `MAX_MESSAGE_BYTES`."""
+_MOST_ANSWERS = 1 << 12
+_MOST_ASKED = 1 << 16
+"""Messages to a peer that wait for room in the connection: of a producer, and of a consumer, which may
+ask for thousands of transfers at once."""
 
 
 class Listener:
@@ -51,6 +57,7 @@ class Listener:
         self.socket.linger = 0
         self.socket.handshake_ivl = max(1, int(patience_s * 1000))
         self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self.socket.rcvhwm, self.socket.sndhwm = _MOST_ARRIVED, _MOST_ANSWERS
         self.socket.ipv6 = True
         self.socket.router_mandatory = True
         if keys:
@@ -135,12 +142,14 @@ class Connection:
 
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys | None) -> None:
         """Raises PDConnectorError if the address cannot be dialled, or no descriptor is left."""
+        self._is_full = False
         with contextlib.ExitStack() as undo:
             try:
                 self.socket = context.socket(zmq.DEALER)
                 undo.callback(self.close)
                 self.socket.linger = 100  # milliseconds, for a last `Cancel`
                 self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+                self.socket.rcvhwm, self.socket.sndhwm = _MOST_ARRIVED, _MOST_ASKED
                 self.socket.ipv6 = True
                 self.socket.reconnect_ivl = 100
                 if keys:
@@ -151,41 +160,41 @@ class Connection:
                 raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
             undo.pop_all()
 
-    def receive(self) -> list[bytes]:
-        """Messages that wait. If there are `MAX_BATCH`, more may wait; otherwise ZeroMQ's descriptor
-        tells of the next one."""
+    def receive(self, most: int = MAX_BATCH) -> list[bytes]:
+        """Messages that wait, at most so many. If there are so many, more may wait; otherwise ZeroMQ's
+        descriptor tells of the next one."""
         arrived: list[bytes] = []
         try:  # mostly there is just one, so that nobody asks first whether there is one
-            while len(arrived) < MAX_BATCH:
+            while True:
                 frame = self.socket.recv(zmq.DONTWAIT, copy=False)
                 arrived.append(b"" if frame.more else frame.bytes)
                 while frame.more:
                     frame = self.socket.recv(copy=False)
-                if not readable(self.socket):
+                if len(arrived) >= most or not readable(self.socket):
                     break
         except zmq.Again:
             pass
         return arrived
 
-    @property
-    def readable(self) -> bool:
-        """Whether a message waits."""
-        return readable(self.socket)
-
     def lost(self) -> tuple[Cause, str] | None:
-        """Why the connection is no more, once that is so."""
+        """Why the connection is no more, or of no use, once that is so."""
+        if self._is_full:
+            return Cause.SESSION_LOST, "the producer takes no messages"
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             if event["event"] in _LOST:
                 return _LOST[event["event"]]
         return None
 
-    def send(self, data: bytes) -> None:
-        """Queue a message. One that cannot be queued is lost: the session's timeout notices that."""
+    def send(self, data: bytes) -> bool:
+        """Queue a message; returns whether it was queued. Otherwise the connection is of no use any
+        more: something that was said is missing."""
         try:
             self.socket.send(data, flags=zmq.DONTWAIT)
         except zmq.Again:
-            return
+            self._is_full = True
+            return False
+        return True
 
     def close(self) -> None:
         self.socket.disable_monitor()

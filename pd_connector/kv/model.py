@@ -23,6 +23,10 @@ _LOCAL_KEYS = frozenset(
 # In them `dtype` says how numbers are quantised, and not what an engine computes in.
 _QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
 
+_ON_DISK = ("weights_full", "weights_fine", "weights")
+_LOADED = ("loaded_fine", "loaded")
+"""Fingerprints of weights, the one that sees most first: it decides, if both engines have it."""
+
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -51,10 +55,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         config: of the model's config, the dtype it computes in, and its quantisation.
-        weights: of samples of every tensor on disk.
+        weights: of a few samples of every tensor on disk.
         weights_full: of all bytes on disk.
-        loaded: of samples of every parameter in memory. Ranks can be compared by it if they hold the
-            same part of the model.
+        weights_fine: of more samples, which see parts of tensors; decides where both have it.
+        loaded: of a few samples of every parameter in memory. Ranks can be compared by it if they hold
+            the same part of the model.
+        loaded_fine: the same of more samples.
         held: which part that is.
         model_id: what the operator calls the model (config key `model_id`).
         updates: how often the weights were found to have changed since the engine started.
@@ -73,6 +79,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     version: _Name = ""
     draft: _Print = b""
     layers: Annotated[tuple[LayerFacts, ...], msgspec.Meta(max_length=4096)] = ()
+    weights_fine: _Print = b""
+    loaded_fine: _Print = b""
 
 
 def config_fingerprint(config: Mapping[str, Any], **served: str | int | None) -> bytes:
@@ -122,25 +130,23 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         )
     if producer.version:
         return ""
-    alike = producer.held == consumer.held and producer.loaded and consumer.loaded
+    same_part = producer.held == consumer.held
     if producer.updates or consumer.updates:
-        if alike and producer.loaded == consumer.loaded:
+        decides = next((kind for kind in _LOADED if _both(producer, consumer, kind)), "")
+        if same_part and decides and getattr(producer, decides) == getattr(consumer, decides):
             return ""
         return (
             f"weights have changed while the engines served ({producer.updates} times at the "
             f"producer, {consumer.updates} at the consumer), and are not known to be the same now: "
             "tell both engines the version of their weights (docs/configuration.md, weights that change)"
         )
-    for kind, name in (
-        ("weights_full", "all bytes"),
-        ("weights", "samples"),
-        ("loaded", "samples"),
-    ):
-        ours, theirs = getattr(producer, kind), getattr(consumer, kind)
-        if not ours or not theirs or (kind == "loaded" and not alike):
+    for kind in (*_ON_DISK, *(_LOADED if same_part else ())):
+        if not _both(producer, consumer, kind):
             continue
+        ours, theirs = getattr(producer, kind), getattr(consumer, kind)
         if ours == theirs:
             return ""
+        name = "all bytes" if kind == "weights_full" else "samples"
         return (
             f"weights fingerprint ({name}) {_hex(ours)} at the producer, {_hex(theirs)} at the "
             "consumer: both engines must serve the same weights"
@@ -152,6 +158,10 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         f"the weights of the {lacking} were not found on its disk, so that nothing shows that both "
         "serve the same: give both engines the same name of the model (config key model_id)"
     )
+
+
+def _both(producer: ModelFacts, consumer: ModelFacts, kind: str) -> bool:
+    return bool(getattr(producer, kind) and getattr(consumer, kind))
 
 
 def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:

@@ -6,26 +6,25 @@ names, or how the tensors are spread over files.
 |---|---|---|
 | safetensors | name, dtype and shape of every tensor, and bytes of every tensor | all bytes of every tensor |
 | `.bin`, `.pt`, `.pth` (zip archives of torch) | name, size and CRC-32 of every entry, as the archive has them, and bytes of every entry | all bytes |
-| GGUF and others | size, and 4,096 samples of each file | all bytes |
+| GGUF | name, type and shape of every tensor, and bytes of every tensor | all bytes |
+| others | size, and 4,096 samples of each file | all bytes |
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
-import struct
 import tempfile
-import zipfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_connector.kv.tensor_files import safetensors
+from pd_connector.kv.weight_samples import FINGERPRINT_BYTES, MODULUS, digest, sampled, total
+
 logger = logging.getLogger("pd_connector.kv.weights")
 
-FINGERPRINT_BYTES = 16
 _KINDS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """In this order: a folder that has files of several kinds is loaded from the first."""
 _KINDS_OF_FORMAT = {
@@ -37,43 +36,21 @@ _KINDS_OF_FORMAT = {
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "scheduler.pt"})
 _INDEX = "model.safetensors.index.json"
 _INDEX_OF_FORMAT = {"mistral": "consolidated.safetensors.index.json"}
-_MOST_HEADER_BYTES = 100 << 20
-_SAMPLE_BYTES = 1024
-_SAMPLES_PER_TENSOR = 4
-_MOST_SAMPLES = 40_000
-"""Samples of a whole checkpoint. If four a tensor would be more than this, each tensor has fewer, but at least one."""
-_SAMPLES_PER_FILE = 4096
-_READERS = 8
 _BLOCK_BYTES = 8 << 20
-_LENGTHS_IN_ENTRY = 26
-"""Where the header before an entry of a zip archive has the lengths of its name and its extra field,
-the last of the header."""
-_MODULUS = 1 << (8 * FINGERPRINT_BYTES)
 
 
 class Weights(NamedTuple):
     """Fingerprints of a checkpoint.
 
     Attributes:
-        sampled: of samples of its bytes.
+        sampled: of few samples of its bytes, as releases before have it.
         full: of all bytes; empty where only samples were read.
+        fine: of more samples, which see parts of fused tensors, and each tensor of a GGUF file.
     """
 
     sampled: bytes
     full: bytes = b""
-
-
-class _Tensor(NamedTuple):
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # in the file
-    stop: int
-
-    @property
-    def head(self) -> bytes:
-        return f"{self.name}\0{self.dtype}\0{self.shape}\0".encode()
+    fine: bytes = b""
 
 
 def read_weights(
@@ -98,8 +75,20 @@ def read_weights(
     files = [path] if path.is_file() else weight_files(path, load_format)
     if not files:
         return None
-    sampled = _sum(_sampled(files))
-    return Weights(sampled, _full(files, cache) if full else b"")
+    coarse, fine = sampled(files)
+    return Weights(coarse, _full(files, cache) if full else b"", fine)
+
+
+def together(parts: Sequence[Weights]) -> Weights:
+    """Of a model that is loaded from several checkpoints, in this order."""
+    if len(parts) == 1:
+        return parts[0]
+    kinds = zip(*parts, strict=True)
+    return Weights(*(_digest_of(prints) if all(prints) else b"" for prints in kinds))
+
+
+def _digest_of(prints: Iterable[bytes]) -> bytes:
+    return digest(*prints).to_bytes(FINGERPRINT_BYTES, "little")
 
 
 def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
@@ -123,95 +112,6 @@ def _listed(index: Path) -> set[str]:
     return set()
 
 
-def _sum(parts: Iterable[int]) -> bytes:
-    """A fingerprint of parts in any order."""
-    return (sum(parts) % _MODULUS).to_bytes(FINGERPRINT_BYTES, "little")
-
-
-def _digest(*parts: bytes) -> int:
-    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
-    for part in parts:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little")
-
-
-def _sampled(files: list[Path]) -> Iterator[int]:
-    tensors: list[_Tensor] = []
-    for file in files:
-        if file.suffix == ".safetensors":
-            tensors += _tensors(file)
-        elif zipfile.is_zipfile(file):
-            yield from _sampled_archive(file)
-        else:
-            size = file.stat().st_size
-            yield _digest(str(size).encode(), *_samples_of(file, 0, size, _SAMPLES_PER_FILE))
-    each = max(1, min(_SAMPLES_PER_TENSOR, _MOST_SAMPLES // max(1, len(tensors))))
-    with ThreadPoolExecutor(_READERS, "pd-weights") as readers:
-        yield from readers.map(lambda tensor: _sampled_tensor(tensor, each), tensors)
-
-
-def _sampled_archive(file: Path) -> Iterator[int]:
-    """Of each entry. Its CRC alone does not do: torch can be told to save without."""
-    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
-        for entry in archive.infolist():
-            name = entry.filename.partition("/")[2]  # without the archive's own name
-            stream.seek(entry.header_offset + _LENGTHS_IN_ENTRY)
-            lengths: tuple[int, int] = struct.unpack("<HH", stream.read(4))
-            start = entry.header_offset + _LENGTHS_IN_ENTRY + 4 + sum(lengths)
-            samples = _samples_of(file, start, start + entry.compress_size, _SAMPLES_PER_TENSOR)
-            yield _digest(f"{name}\0{entry.file_size}\0{entry.CRC}".encode(), *samples)
-
-
-def _sampled_tensor(tensor: _Tensor, samples: int) -> int:
-    return _digest(
-        tensor.head, *_samples_of(tensor.file, tensor.start, tensor.stop, samples, tensor.name)
-    )
-
-
-def _samples_of(file: Path, start: int, stop: int, samples: int, name: str = "") -> Iterator[bytes]:
-    """Samples of bytes [start, stop) of a file: the first, the last and evenly between. One sample
-    alone is at a place that depends on the name, so that not all tensors are sampled at their start."""
-    room = max(0, stop - start - _SAMPLE_BYTES)
-    if samples == 1:
-        places = [room * (_digest(name.encode()) % 97) // 96]
-    else:
-        places = sorted({room * sample // (samples - 1) for sample in range(samples)})
-    with file.open("rb", buffering=0) as stream:
-        for place in places:
-            nbytes = min(_SAMPLE_BYTES, stop - start - place)
-            yield os.pread(stream.fileno(), nbytes, start + place)
-
-
-def _tensors(file: Path) -> list[_Tensor]:
-    """The tensors in a safetensors file, by its header."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(_MOST_HEADER_BYTES, size - 8):
-            raise ValueError(f"{file.name}: not a safetensors file, or cut off")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ValueError(f"{file.name}: the safetensors header is no JSON: {error}") from None
-    found = []
-    try:
-        for name, told in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = told["data_offsets"]
-            if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(
-                    f"{file.name}: tensor {name} lies outside the file, which is cut off"
-                )
-            shape = tuple(int(extent) for extent in told["shape"])
-            place = 8 + length + begin, 8 + length + end
-            found.append(_Tensor(file, name, str(told["dtype"]), shape, *place))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file.name}: the safetensors header lacks {error!r}") from None
-    return found
-
-
 def _full(files: list[Path], cache: Path | None) -> bytes:
     known = _read_cache(cache)
     parts: list[int] = []
@@ -223,10 +123,10 @@ def _full(files: list[Path], cache: Path | None) -> bytes:
                 known = _read_cache(cache)
                 if key not in known:
                     logger.info("hashing %s (weights: full)", file)
-                    known[key] = sum(_whole(file)) % _MODULUS
+                    known[key] = sum(_whole(file)) % MODULUS
                     _write_cache(cache, known)
         parts.append(known[key])
-    return _sum(parts)
+    return total(parts)
 
 
 @contextmanager
@@ -249,14 +149,14 @@ def _locked(cache: Path | None) -> Iterator[None]:
 def _whole(file: Path) -> Iterator[int]:
     spans = [(b"", 0, file.stat().st_size)]
     if file.suffix == ".safetensors":
-        spans = [(tensor.head, tensor.start, tensor.stop) for tensor in _tensors(file)]
+        spans = [(tensor.head, tensor.start, tensor.stop) for tensor in safetensors(file)]
     with file.open("rb", buffering=0) as stream:
         for head, start, stop in spans:
             blocks = (
                 os.pread(stream.fileno(), min(_BLOCK_BYTES, stop - place), place)
                 for place in range(start, stop, _BLOCK_BYTES)
             )
-            yield _digest(head, *blocks)
+            yield digest(head, *blocks)
 
 
 def _cache_key(file: Path) -> str:

@@ -4,6 +4,8 @@
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.plan.route import Route
@@ -15,6 +17,10 @@ from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
 from pd_connector.protocol.outgoing_transfers import OutgoingTransfers
 from pd_connector.protocol.past_transfers import PastTransfers
 from pd_connector.protocol.send_queue import SendQueue
+
+_MOST_EARLY_SLOTS = 64
+"""Slots of an opening that are kept until it is known how many chunks there will be."""
+_TOO_MANY = Cause.UNKNOWN_TRANSFER, "too many transfers are asked for that are not announced here"
 
 
 class Openings:
@@ -50,7 +56,9 @@ class Openings:
         if outgoing is None:
             if self._past.is_over(transfer):
                 return [_refusal(session, transfer, *self._past.why_not(transfer))]
-            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
+            outgoing = self._transfers.asked(session, transfer, now + self._config.lease_s)
+        if outgoing is None:
+            return [_refusal(session, transfer, *_TOO_MANY)]
         self._transfers.touch(session, outgoing)
         outgoing.watchers.add(session)
         return outgoing.tell_watchers()
@@ -66,16 +74,18 @@ class Openings:
         if outgoing is None:
             if not message.wait or self._past.is_over(transfer):
                 return [_refusal(session, transfer, *self._past.why_not(transfer))]
-            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
+            outgoing = self._transfers.asked(session, transfer, now + self._config.lease_s)
+        if outgoing is None:
+            return [_refusal(session, transfer, *_TOO_MANY)]
         if session in outgoing.streams or outgoing.full(message.readers):
             return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
         self._transfers.touch(session, outgoing)
         outgoing.watchers.discard(session)
         outgoing.readers = max(outgoing.readers, message.readers)
         leased_only = self._provisional and not message.provisional
-        outgoing.streams[session] = OutgoingStream(
-            message, routes, deque(message.slots), leased_only
-        )
+        slots = message.slots if outgoing.offer else message.slots[:_MOST_EARLY_SLOTS]
+        kept = msgspec.structs.replace(message, slots=[])
+        outgoing.streams[session] = OutgoingStream(kept, routes, deque(slots), leased_only)
         return self.start(outgoing, session)
 
     def start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
@@ -131,10 +141,12 @@ class Openings:
         if outgoing is None:
             if (session, transfer) in self._draining:
                 return self._draining.confirm(session, transfer)
-            if readers == 1:
+            if readers > 1:
+                until = now + self._config.lease_s
+                outgoing = self._transfers.asked(session, transfer, until)
+            if outgoing is None:
                 self._past.unwant(transfer, cause, now + self._config.lease_s)
                 return [Reply(session, messages.Cancelled(transfer))]
-            outgoing = self._transfers.known(transfer, now + self._config.lease_s)
         outgoing.watchers.discard(session)
         if session not in outgoing.streams:
             known = session in outgoing.refused or session in outgoing.finished
@@ -194,6 +206,7 @@ class Openings:
         if stream is not None:
             self._draining.add(session, transfer, stream)
         outgoing.finished[session] = cause
+        outgoing.moved = True
         if not outgoing.all_finished:
             return []
         # A prefill that is under way goes on to its end, where its pages are freed at once.

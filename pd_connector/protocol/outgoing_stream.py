@@ -45,6 +45,11 @@ class OutgoingStream:
     last_gathered: float = float("-inf")  # the engine's step in which a chunk was gathered last
     queues: dict[_Layers, LayerQueue] = field(default_factory=dict)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a chunk was sent to it, or it has room for one."""
+        return bool(self.credits) or self.unsent < self.planned
+
     def prepare(self) -> tuple[Cause, str] | None:
         """Plan the chunks; returns why there is no plan, if so."""
         asked = self.message
@@ -64,6 +69,8 @@ class OutgoingStream:
                 self.queues[layers] = LayerQueue(chunk.layers(self.routes[chunk.route])[-1])
             self.queues[layers].chunks.append(chunk)
         self.planned = self.unsent = len(chunks)
+        while len(self.credits) > self.planned:
+            self.credits.pop()
         self.token_bytes = bytes_per_token(self.routes)
         return None
 

@@ -25,8 +25,9 @@ class OutgoingTransfer:
     # Sessions that asked and were refused: their `Cancel` is not the true consumer's.
     refused: set[SessionId] = field(default_factory=set)
     sessions: set[SessionId] = field(default_factory=set)  # all that have asked for it
-    # When its lease ends although a consumer speaks for it, if nobody has begun to fetch by then.
+    # When its lease ends although a consumer speaks for it, if no chunk is sent by then.
     lease_ends: float = float("inf")
+    moved: bool = False  # a chunk was sent, or a reader has ended, since the last heartbeat
     ends_early: bool = False  # for that reason
 
     @property
@@ -55,10 +56,21 @@ class OutgoingTransfer:
         """The first reason for which a reader did not get everything."""
         return next((cause for cause in self.finished.values() if cause is not None), None)
 
-    def extend(self, until: float) -> None:
-        """A consumer speaks for it: keep it until then, or until its lease ends."""
-        self.ends_early = until > self.lease_ends and not self.streams and not self.finished
-        self.expires = max(self.expires, self.lease_ends if self.ends_early else until)
+    @property
+    def waits(self) -> bool:
+        """Whether no consumer has begun to fetch it, nor has room for any of it."""
+        return not self.finished and not any(stream.begun for stream in self.streams.values())
+
+    def extend(self, until: float, lease_ends: float) -> None:
+        """A consumer speaks for it: keep it until then, or until its lease ends.
+
+        Args:
+            lease_ends: when the lease ends if it has moved since the last call.
+        """
+        if self.moved:
+            self.lease_ends, self.moved = lease_ends, False
+        self.ends_early = until > self.lease_ends
+        self.expires = max(self.expires, min(until, self.lease_ends))
 
     def link_s(self, tokens: int) -> float:
         """How long the slowest reader's link takes from what is computed to `tokens`, in seconds."""
@@ -83,6 +95,7 @@ class OutgoingTransfer:
         taken = stream.take(offer, self.step)
         if taken is None:
             return None
+        self.moved = True
         chunk, slot = taken
         route = stream.routes[chunk.route]
         span = chunk.pages(route.source.page_size)

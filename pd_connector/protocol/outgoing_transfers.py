@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All transfers of a producer, found by name, session or deadline, and the pages leased for them."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from pd_connector.protocol.deadlines import Deadlines
 from pd_connector.protocol.outgoing import SessionId
 from pd_connector.protocol.outgoing_stream import OutgoingStream
 from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
+
+MOST_UNANNOUNCED = 1 << 17
+"""Transfers that consumers ask for and this engine has not announced (yet), at most."""
+_SHARE_OF_ONE = 4
+"""One session may have at most one in so many of them."""
 
 
 class OutgoingTransfers:
@@ -18,6 +24,8 @@ class OutgoingTransfers:
         self._deadlines: Deadlines[str] = Deadlines()
         self._leases: dict[str, int] = {}  # transfer -> pages, in the order in which they began
         self.leased_pages = 0
+        self._unannounced: dict[str, SessionId] = {}  # transfer -> who asked for it first
+        self._unannounced_of: Counter[SessionId] = Counter()
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -34,13 +42,35 @@ class OutgoingTransfers:
     def get(self, transfer: str) -> OutgoingTransfer | None:
         return self._transfers.get(transfer)
 
-    def known(self, transfer: str, expires: float) -> OutgoingTransfer:
-        """This transfer; one that was not heard of before is kept until `expires`."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None:
-            outgoing = self._transfers[transfer] = OutgoingTransfer(transfer, expires)
-            self.schedule(outgoing)
+    def announced(self, transfer: str) -> OutgoingTransfer:
+        """This transfer, which this engine has queued or computed. The caller says how long one that
+        was not heard of before is kept."""
+        self._announce(transfer)
+        return self._transfers.get(transfer) or self._new(transfer, 0.0)
+
+    def asked(self, session: SessionId, transfer: str, expires: float) -> OutgoingTransfer | None:
+        """This transfer, which a consumer asks for. One that was not heard of before is kept until
+        `expires`; None if too many are."""
+        if (outgoing := self._transfers.get(transfer)) is not None:
+            return outgoing
+        most = MOST_UNANNOUNCED
+        of_session = self._unannounced_of[session]
+        if len(self._unannounced) >= most or of_session >= most // _SHARE_OF_ONE:
+            return None
+        self._unannounced[transfer] = session
+        self._unannounced_of[session] += 1
+        return self._new(transfer, expires)
+
+    def _new(self, transfer: str, expires: float) -> OutgoingTransfer:
+        outgoing = self._transfers[transfer] = OutgoingTransfer(transfer, expires)
+        self.schedule(outgoing)
         return outgoing
+
+    def _announce(self, transfer: str) -> None:
+        if (session := self._unannounced.pop(transfer, None)) is not None:
+            self._unannounced_of[session] -= 1
+            if not self._unannounced_of[session]:
+                del self._unannounced_of[session]
 
     def stream(self, session: SessionId, transfer: str) -> OutgoingStream | None:
         """What this session reads of the transfer, if it has opened it."""
@@ -70,13 +100,14 @@ class OutgoingTransfers:
         """The oldest lease whose pages nobody has begun to fetch, other than `but`."""
         for transfer in self._leases:
             outgoing = self._transfers[transfer]
-            if outgoing is not but and not outgoing.streams and not outgoing.finished:
+            if outgoing is not but and outgoing.waits:
                 return outgoing
         return None
 
     def remove(self, outgoing: OutgoingTransfer) -> None:
         transfer = outgoing.transfer
         del self._transfers[transfer]
+        self._announce(transfer)
         self._deadlines.discard(transfer)
         self.leased_pages -= self._leases.pop(transfer, 0)
         for session in outgoing.sessions:
@@ -109,5 +140,10 @@ class OutgoingTransfers:
                 raise RuntimeError(f"transfer {transfer}: {unknown} would not be found")
         if leased != self.leased_pages or leased != sum(self._leases.values()):
             raise RuntimeError(f"{self.leased_pages} leased pages, wanted {leased}")
+        unannounced = {t for t, one in self._transfers.items() if not (one.expected or one.offer)}
+        if unannounced != self._unannounced.keys():
+            raise RuntimeError(f"{len(self._unannounced)} not announced, wanted {unannounced}")
+        if self._unannounced_of != Counter(self._unannounced.values()):
+            raise RuntimeError(f"transfers not announced by session {self._unannounced_of}")
         if by_session != self._by_session:
             raise RuntimeError(f"transfers by session {self._by_session}, wanted {by_session}")

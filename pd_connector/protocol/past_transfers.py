@@ -5,6 +5,8 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.deadlines import Deadlines
 
 _REMEMBERED = 1024
+_MOST_UNWANTED = 1 << 16
+"""That are remembered. KV of one that was forgotten waits for the end of its lease."""
 
 
 class PastTransfers:
@@ -56,10 +58,13 @@ class PastTransfers:
         cause, until_now = self._unwanted.get(transfer, (cause, until))
         self._unwanted[transfer] = cause, max(until, until_now)
         self._deadlines.set(transfer, until)
+        if len(self._unwanted) > _MOST_UNWANTED:
+            self.forget_unwanted(next(iter(self._unwanted)))
 
     def forget_unwanted(self, transfer: str) -> None:
         """Its request has ended."""
         self._unwanted.pop(transfer, None)
+        self._deadlines.discard(transfer)
 
     def tick(self, now: float) -> None:
         """Forget what was to be remembered until now."""

@@ -61,7 +61,7 @@ class Producer:
         if self._past.is_unwanted(transfer):
             return
         self._past.begin_again(transfer)
-        outgoing = self._transfers.known(transfer, 0.0)
+        outgoing = self._transfers.announced(transfer)
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
         self._transfers.schedule(outgoing)
@@ -74,7 +74,7 @@ class Producer:
             cause = self._past.why_unwanted(offer.transfer)
             self._past.forget_unwanted(offer.transfer)
             return [Free(offer.request, cause)]
-        outgoing = self._transfers.known(offer.transfer, 0.0)
+        outgoing = self._transfers.announced(offer.transfer)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
         outgoing.offer = offer
@@ -216,7 +216,8 @@ class Producer:
         for transfer in transfers:
             outgoing = self._transfers.get(transfer)
             if outgoing is not None and outgoing.final:
-                outgoing.extend(now + self._config.lease_s)
+                config = self._config
+                outgoing.extend(now + config.lease_s, now + config.wait_timeout_s)
 
     def session_lost(self, session: SessionId) -> list[Action]:
         """A consumer is gone. Nobody will fetch what it had opened."""
@@ -260,7 +261,8 @@ class Producer:
 
     def _evict(self, new: OutgoingTransfer) -> list[Action]:
         """Too many pages are leased: the oldest that nobody has begun to fetch lose theirs, so
-        that decode engines that do not come for them cannot hold this engine's cache."""
+        that decode engines that do not come for them, or come without room, cannot hold this
+        engine's cache."""
         actions: list[Action] = []
         while self._transfers.leased_pages > self._most_leased:
             oldest = self._transfers.oldest_waiting(but=new)

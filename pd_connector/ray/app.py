@@ -2,6 +2,7 @@
 """Serve applications with PDConnector."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from ray import serve
@@ -107,9 +108,12 @@ def _without_ingress(pd: PDServingArgs, prefill: Application) -> Application:
 
 
 def _config(given: str | Mapping[str, Any] | LLMConfig) -> LLMConfig:
+    """One side's config; a copy, because one object may be given for both sides."""
     if isinstance(given, str):
         return LLMConfig.from_file(given)
-    return given if isinstance(given, LLMConfig) else LLMConfig.model_validate(dict(given))
+    if isinstance(given, LLMConfig):
+        return given.model_copy(deep=True)
+    return LLMConfig.model_validate(deepcopy(dict(given)))
 
 
 def _with_connector(side: str, config: LLMConfig, role: str) -> LLMConfig:

@@ -26,6 +26,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
+from pd_connector.control.seal import UntrustedAddressError, trusted_address
 from pd_connector.hosts import is_loopback
 from pd_connector.protocol.params import (
     ProducerAddress,
@@ -151,11 +152,17 @@ class PDConnectorBackend(BaseConnectorBackend):
         elif elsewhere and is_loopback(address.host):
             detail = f"it is on another node, and its address is {address.host}: it has no key"
         else:
-            return address
+            try:
+                trusted_address(address, self.config)
+            except UntrustedAddressError as error:  # the engine would compute the prompt, too
+                detail = str(error)
+            else:
+                return address
         self._refuse(
             address.engine_id,
             f"{detail}. Set {KEY_VARIABLE} to the same secret on every node (`pd-connector key` "
-            "makes one), or `insecure: true` on both sides if the network is trusted",
+            "makes one), or `insecure: true` on both sides and the nodes' network as `peers` if it is "
+            "trusted",
         )
         return None
 

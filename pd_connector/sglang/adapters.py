@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters (LoRA) by their content: SGLang's own ids of them differ from process to process."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import adapter_fingerprint
+
+logger = logging.getLogger("pd_connector.sglang")
 
 
 class Adapters:
@@ -18,10 +21,23 @@ class Adapters:
     def __init__(self, model_runner: Any) -> None:
         self._model_runner = model_runner
         self._known: dict[str, str] = {}
+        self._looked_at: set[str] = set()
+
+    def look(self) -> None:
+        """Read adapters that SGLang has loaded since the last call: their files may be replaced before the
+        first request for them, and SGLang goes on with what it has."""
+        manager = self._model_runner.lora_manager
+        loaded = set() if manager is None else set(manager.lora_refs)
+        for lora_id in loaded - self._looked_at:
+            try:
+                self.name(lora_id)
+            except PDConnectorError as error:  # its requests will say so
+                logger.debug("%s", error)
+        self._looked_at = loaded
 
     def name(self, lora_id: str | None) -> str:
-        """Name and content of the adapter with this id of SGLang's; empty for none. Files are read once:
-        an adapter that is loaded again gets a new id.
+        """Name and content of the adapter with this id of SGLang's; empty for none. Files are read once,
+        when it is loaded (`look`): an adapter that is loaded again gets a new id.
 
         Raises:
             PDConnectorError: its files cannot be read, or it is not known.
@@ -39,7 +55,7 @@ class Adapters:
             raise PDConnectorError(f"adapter {lora_id} is not loaded")
         try:
             content = adapter_fingerprint(_folder(loaded.lora_path))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # Hugging Face's: no name of a repository
             problem = f"adapter {loaded.lora_name} cannot be told by content: {error}"
             raise PDConnectorError(problem) from error
         return f"{loaded.lora_name} {content}"

@@ -38,6 +38,7 @@ from pd_connector.sglang.requests import fingerprint, transfer_of
 from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
+from pd_connector.sglang.weights import WeightsWatch
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -71,6 +72,8 @@ class Manager(BaseKVManager):
     page_limit: int
     most_prompt_tokens: float = inf
     """The longest prompt for which SGLang's queue of a decode engine ever finds room."""
+    vocabulary: float = inf
+    """The first number that is no token of the model's."""
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class Manager(BaseKVManager):
         self.page_limit = pool.size // pool.page_size + 1  # page 0 is padding
         self._scheduler = scheduler
         self._adapters = Adapters(scheduler.tp_worker.model_runner)
+        self._adapters.look()
         self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -138,6 +142,7 @@ class Manager(BaseKVManager):
             self.register_to_bootstrap()
         else:
             look_up_often(queue)
+            self.vocabulary = scheduler.model_config.vocab_size
             self.most_prompt_tokens = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
@@ -146,6 +151,7 @@ class Manager(BaseKVManager):
         own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
         ranks = [rank for rank in world.all_gather_object(own) if rank.replica == own.replica]
         engine_id = ranks[0].name  # one name for all of them
+        facts = model_facts(self._scheduler, self._config, shard)
         self.agent = Agent(
             self._config,
             engine_id,
@@ -156,8 +162,10 @@ class Manager(BaseKVManager):
             shards=[rank.shard for rank in ranks],
             tells=(FIRST_TOKEN,) if self.produces else (),
             needs=() if self.produces else (FIRST_TOKEN,),
-            facts=model_facts(self._scheduler, self._config, shard),
+            facts=facts,
         )
+        model = self._scheduler.tp_worker.model_runner.model
+        self._weights = WeightsWatch(model, facts, self.agent.submit)
         self.outcomes = Outcomes(self.agent)
         peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
         peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
@@ -174,13 +182,20 @@ class Manager(BaseKVManager):
         """Within, the scheduler computes the batch."""
         self.agent.engine_steps()
         self._backoff.reset()
+        self._adapters.look()
+        self._weights.step()
         with self._streaming.step(batch) if self._streaming else contextlib.nullcontext():
             yield
+
+    def flushed(self) -> None:
+        """SGLang has flushed its cache, as it does after its weights have changed."""
+        self._weights.flushed()
 
     def idle(self) -> None:
         """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
         the agent's thread needs Python's lock to move it."""
         self.agent.engine_steps()
+        self._adapters.look()
         self._backoff.pause(self.agent.wait_for_outcome)
 
     def register_to_bootstrap(self) -> None:

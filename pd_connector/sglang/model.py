@@ -20,6 +20,7 @@ from pd_connector.kv.model import (
 )
 from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.kv.weights import Weights, read_weights
+from pd_connector.memory.parameters import Loaded, loaded_fingerprint
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -27,6 +28,14 @@ _LABEL = "model/attention"
 _MOST_TEXT = 200
 _STRETCHED = frozenset({"llama3", "yarn", "deepseek_yarn"})
 """Rotations whose factor and original length SGLang takes for what they are where the config has none."""
+
+_READ_FROM_DISK = frozenset(
+    {
+        *("auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
+        *("bitsandbytes", "gguf", "layered", "runai_streamer", "sharded_state"),
+    }
+)
+"""Load formats with which SGLang reads the files in the model's folder."""
 
 
 def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
@@ -41,12 +50,14 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
     weights = _weights(scheduler, folder, full=config.weights == "full")
     if weights is None:
         logger.warning(
-            "weights of %s are not files on this disk: no session is opened unless both engines have "
-            "the same model_id (config key model_id)",
+            "weights of %s are not files on this disk: parameters in memory are compared between SGLang's "
+            "ranks that hold the same part of the model; other sessions need the same model_id on both "
+            "sides (config key model_id)",
             model.model_path,
         )
         weights = Weights(b"")
     served = _config(scheduler, folder)
+    loaded = _loaded(scheduler)
     return ModelFacts(
         config=config_fingerprint(
             served,
@@ -55,6 +66,10 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
         ),
         weights=weights.sampled,
         weights_full=weights.full,
+        weights_fine=weights.fine,
+        loaded=loaded.sampled,
+        loaded_fine=loaded.fine,
+        held=f"SGLang's rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
     )
@@ -69,8 +84,8 @@ def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
 
 
 def _folder(model: Any) -> Path | None:
-    """Where the checkpoint lies on this disk."""
-    if Path(model.model_path).is_dir():
+    """Where the checkpoint lies on this disk: a folder, or one file (GGUF)."""
+    if Path(model.model_path).exists():
         return Path(model.model_path)
     try:
         from huggingface_hub import snapshot_download
@@ -93,13 +108,21 @@ def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def _weights(scheduler: Any, folder: Path | None, *, full: bool) -> Weights | None:
-    if folder is None or scheduler.server_args.load_format == "dummy":
+    load_format = str(scheduler.server_args.load_format)
+    if folder is None or load_format not in _READ_FROM_DISK:
         return None
     try:
-        return read_weights(folder, full=full, load_format=scheduler.server_args.load_format)
+        return read_weights(folder, full=full, load_format=load_format)
     except (OSError, ValueError) as error:
         logger.warning("weights in %s cannot be hashed: %s", folder, error)
         return None
+
+
+def _loaded(scheduler: Any) -> Loaded:
+    """Of the parameters in memory; empty where SGLang moves experts from rank to rank as it serves."""
+    if getattr(scheduler.server_args, "enable_eplb", False):
+        return Loaded()
+    return loaded_fingerprint(scheduler.tp_worker.model_runner.model)
 
 
 def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]:

@@ -131,15 +131,19 @@ def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **option
 
 
 def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any) -> Any:
-    """Only requests with a usable transfer id come into a queue. SGLang's own health checks have
-    none: no KV passes for them."""
+    """Only requests with a usable transfer id, and on the decode side with a host to ask, come into a queue.
+    SGLang's own health checks have neither: no KV passes for them."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-    from pd_connector.sglang.requests import reject, room_problem
+    from pd_connector.sglang.requests import host_problem, reject, room_problem
 
     checked = _is_ours(queue) and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
-    if checked and (problem := room_problem(req.bootstrap_room)):
-        return reject(req, problem, queue.scheduler)
+    if checked:
+        problem = room_problem(req.bootstrap_room)
+        if not queue.kv_manager.produces:
+            problem = problem or host_problem(req.bootstrap_host)
+        if problem:
+            return reject(req, problem, queue.scheduler)
     result = original(queue, req, *args, **options)
     if checked and queue.kv_manager.produces and req.disagg_kv_sender is None:
         queue.kv_manager.turned_away(req)
@@ -180,6 +184,14 @@ def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
     if manager is not None:
         manager.idle()
     return result
+
+
+def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    flushed = original(scheduler, *args, **options)
+    manager = _manager_of(scheduler)
+    if manager is not None:
+        manager.flushed()
+    return flushed
 
 
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
@@ -228,5 +240,6 @@ _HOOKS = (
     ),
     _Hook(f"{_SCHEDULER}.run_batch", ("self", "batch"), _step),
     _Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
+    _Hook(f"{_SCHEDULER}.flush_cache", ("self",), _flush),
     _Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
 )

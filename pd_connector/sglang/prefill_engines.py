@@ -10,11 +10,9 @@ port itself, which is how an engine that is not SGLang's is reached.
 Look-ups happen in threads of their own: the engine's thread never waits for a peer.
 """
 
-import http
 import socket
 import sys
 import time
-import urllib.error
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -28,7 +26,8 @@ _RETRY_S = 0.2
 _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
-_AT_ONCE = 4
+AT_ONCE = 16
+"""Look-ups side by side. Each ends within `connect_timeout_s`; so addresses that clients made up seldom hold others up."""
 _POLL_S = 0.02
 MAX_REPLICAS = 256
 """More than this many replicas are not asked for, whatever a registry says."""
@@ -54,7 +53,7 @@ class PrefillEngines:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="pd-discovery")
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pd-discovery")
         self._lookups: dict[str, Future[Found]] = {}
 
     def look_up(self, address: str) -> Found | None:
@@ -129,17 +128,14 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
 
 def _ask(host: str, port: int, replica: int, deadline: float) -> dict[str, Any] | None:
     """What a registry tells of a replica, or of the engine; None where a control port listens, which
-    is no registry. Raises as `_control_ports` does."""
+    is no registry. Raises as `_control_ports` does, in time."""
     while True:
         left_s = deadline - time.monotonic()
         try:
             if replica == ENGINE and _greets(host, port, max(left_s, _RETRY_S)):
                 return None
             return ask_row(host, port, replica, max(left_s, _RETRY_S))
-        except urllib.error.HTTPError as error:
-            if error.code != http.HTTPStatus.SERVICE_UNAVAILABLE or left_s <= 0:  # it is starting
-                raise
-        except OSError:
+        except OSError:  # maybe it is starting
             if left_s <= 0:
                 raise
         time.sleep(_RETRY_S)

@@ -176,6 +176,11 @@ class Receiver(BaseKVReceiver):
             self._ended(finished.cause or Cause.INTERNAL, finished.detail)
             return
         self._asked = False
+        token = finished.words.first_token
+        if token >= self.kv_mgr.vocabulary:  # SGLang would answer with status 200, and end early
+            detail = f"first token {token}: the model's vocabulary has {self.kv_mgr.vocabulary}"
+            self._ended(Cause.WORDS, detail)
+            return
         write_row(self.kv_mgr.buffers, self._row, finished.words, self.bootstrap_room)
         self._state = KVPoll.Success
 

@@ -10,8 +10,6 @@ import http
 import json
 import logging
 import secrets
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_connector.errors import Cause
+from pd_connector.sglang.exchange import exchange
 from pd_connector.sglang.registry import ENGINE, ask_row, split
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -110,19 +109,22 @@ class SecondPrefills:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, address: str, body: Mapping[str, Any]) -> str:
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
         try:
-            url = f"http://{_http_address(address)}/generate"
-            headers = {"Content-Type": "application/json"}
-            if self._api_key:
-                headers["Authorization"] = f"Bearer {self._api_key}"
-            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                answer.read(_MOST_BYTES)
-        except urllib.error.HTTPError as error:
-            return f"status {error.code} {http.HTTPStatus(error.code).phrase}"
+            status, _ = exchange(
+                *_http_address(address),
+                "/generate",
+                timeout_s=self._timeout_s,
+                most_bytes=_MOST_BYTES,
+                method="POST",
+                body=json.dumps(body).encode(),
+                headers=headers,
+            )
         except Exception as error:  # whatever listens there may answer anything
-            return f"{getattr(error, 'reason', None) or error!r}"
-        return ""
+            return repr(error)
+        return "" if status == http.HTTPStatus.OK else f"status {status}"
 
 
 def request_body(req: Any, room: int) -> dict[str, Any] | None:
@@ -158,10 +160,10 @@ def request_body(req: Any, room: int) -> dict[str, Any] | None:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _http_address(address: str) -> str:
+def _http_address(address: str) -> tuple[str, int]:
     """Where the prefill engine whose registry is here takes requests. Raises OSError, ValueError."""
-    port = ask_row(*split(address), ENGINE, _LOOK_UP_S).get("prefill_http_port")
+    host, registry_port = split(address)
+    port = ask_row(host, registry_port, ENGINE, _LOOK_UP_S).get("prefill_http_port")
     if not isinstance(port, int):
         raise ValueError("its registry does not tell where it takes requests")
-    host, _, _ = address.rpartition(":")
-    return f"{host}:{port}"
+    return host, port

@@ -6,9 +6,10 @@ import json
 import logging
 import threading
 import time
-import urllib.request
+from http import HTTPStatus
 from typing import Any
 
+from pd_connector.sglang.exchange import exchange
 from pd_connector.sglang.registry import ROUTE
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -16,6 +17,7 @@ logger = logging.getLogger("pd_connector.sglang")
 _RETRY_S = 0.5
 _TIMEOUT_S = 5.0
 _GIVE_UP_S = 300.0
+_MOST_BYTES = 1 << 16
 
 
 def register(kv_args: Any, host: str, port: int) -> None:
@@ -26,9 +28,9 @@ def register(kv_args: Any, host: str, port: int) -> None:
         host: under which peers reach this rank's agent.
         port: of its control channel.
     """
-    url = f"{_registry()}{ROUTE}"
     row = json.dumps(_row(kv_args, host, port)).encode()
-    threading.Thread(target=_put, args=(url, row), name="pd-register", daemon=True).start()
+    args = (*_registry(), row)
+    threading.Thread(target=_put, args=args, name="pd-register", daemon=True).start()
 
 
 def global_rank(parallel: Any) -> int:
@@ -48,7 +50,7 @@ def _replicas(parallel: Any) -> int:
     return 1 if parallel.attn_dp_size > 1 else int(parallel.dp_size)
 
 
-def _registry() -> str:
+def _registry() -> tuple[str, int]:
     """Where SGLang's registry is: beside the HTTP server, or on the first node of several."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
     from sglang.srt.utils.network import NetworkAddress
@@ -56,7 +58,7 @@ def _registry() -> str:
     first_node = get_parallel().dist_init_addr
     host = NetworkAddress.parse(first_node).resolved().host if first_node else get_serving().host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # where it listens everywhere
-    return str(NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url())
+    return host, get_disagg().disaggregation_bootstrap_port
 
 
 def _row(kv_args: Any, host: str, port: int) -> dict[str, Any]:
@@ -85,20 +87,29 @@ def _row(kv_args: Any, host: str, port: int) -> dict[str, Any]:
     }
 
 
-def _put(url: str, row: bytes) -> None:
+def _put(host: str, port: int, row: bytes) -> None:
     give_up = time.monotonic() + _GIVE_UP_S
     headers = {"Content-Type": "application/json"}
     while True:
-        request = urllib.request.Request(url, row, headers, method="PUT")
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+            status, _ = exchange(
+                *(host, port, ROUTE),
+                timeout_s=_TIMEOUT_S,
+                most_bytes=_MOST_BYTES,
+                method="PUT",
+                body=row,
+                headers=headers,
+            )
+            if status == HTTPStatus.OK:
                 return
-        except OSError as error:
-            if time.monotonic() >= give_up:
-                logger.error(
-                    "registry %s does not take this rank (%s): no decode engine will find it. Is "
-                    "another server at --disaggregation-bootstrap-port?",
-                    *(url, error),
-                )
-                return
+            problem = f"status {status}"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if time.monotonic() >= give_up:
+            logger.error(
+                "registry %s:%d does not take this rank (%s): no decode engine will find it. Is "
+                "another server at --disaggregation-bootstrap-port?",
+                *(host, port, problem),
+            )
+            return
         time.sleep(_RETRY_S)

@@ -3,8 +3,10 @@
 of the engine's ranks (`registration.py` puts them there), and one for the engine."""
 
 import json
-import urllib.request
+from http import HTTPStatus
 from typing import Any
+
+from pd_connector.sglang.exchange import exchange
 
 ROUTE = "/route"
 ENGINE = -1
@@ -13,18 +15,25 @@ _QUERY = "prefill_dp_rank={0}&prefill_cp_rank={1}&target_tp_rank={1}&target_pp_r
 _MOST_BYTES = 1 << 16
 
 
+class NotReadyError(OSError):
+    """Not all ranks of the engine have registered yet."""
+
+
 def ask_row(host: str, port: int, replica: int, timeout_s: float) -> dict[str, Any]:
     """The row of a replica's first rank, or of the engine.
 
     Raises:
-        OSError: nobody answers in time, or not with status 200.
+        OSError: nobody answers in time; NotReadyError, which is one: the engine is starting.
         ValueError: who answers is no registry.
     """
-    name = f"[{host}]" if ":" in host else host
     query = _QUERY.format(replica, ENGINE if replica == ENGINE else 0)
-    url = f"http://{name}:{port}{ROUTE}?{query}"
-    with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-        row = json.loads(answer.read(_MOST_BYTES))
+    path = f"{ROUTE}?{query}"
+    status, body = exchange(host, port, path, timeout_s=timeout_s, most_bytes=_MOST_BYTES)
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        raise NotReadyError("its registry still waits for ranks of the engine")
+    if status != HTTPStatus.OK:
+        raise ValueError(f"it answers with status {status}: wanted the 200 of SGLang's registry")
+    row = json.loads(body)
     if not isinstance(row, dict):
         raise ValueError(f"it answers {str(row)[:40]!r}: wanted a JSON object")
     return row

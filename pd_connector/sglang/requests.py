@@ -4,10 +4,14 @@
 from http import HTTPStatus
 from typing import Any
 
+from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import token_fingerprint
 
 MAX_ROOM = (1 << 63) - 1
 """Largest `bootstrap_room`: what fits in a signed 64-bit integer."""
+
+_BESIDE_TOKENS = ("input_embeds", "positional_embed_overrides", "multi_item_delimiter_indices")
+"""What SGLang computes a prompt from beside its token ids, which are made up where there are embeddings."""
 
 
 def transfer_of(room: int) -> str:
@@ -20,6 +24,14 @@ def room_problem(room: Any) -> str:
     if isinstance(room, int) and 0 < room <= MAX_ROOM:
         return ""
     return f"bootstrap_room {room!r}: must be a whole number from 1 to {MAX_ROOM}"
+
+
+def host_problem(host: Any) -> str:
+    """Why a decode engine cannot ask this host (`bootstrap_host`) for KV; empty where it can be tried.
+    SGLang makes an address of it, and what that raises would end the engine."""
+    if isinstance(host, str) and host:
+        return ""
+    return f"bootstrap_host {host!r}: must be the name or address of the prefill engine's host"
 
 
 def reject(req: Any, problem: str, scheduler: Any) -> None:
@@ -36,5 +48,10 @@ def fingerprint(req: Any, adapter: str) -> bytes:
 
     Args:
         adapter: name and content of its adapter; empty for none.
+
+    Raises:
+        PDConnectorError: its token ids do not say what the prompt is.
     """
+    if told := [name for name in _BESIDE_TOKENS if getattr(req, name, None) is not None]:
+        raise PDConnectorError(f"a prompt with {told[0]}: only token prompts are moved")
     return token_fingerprint(req.origin_input_ids, salt=req.cache_salt or "", adapter=adapter)

@@ -195,7 +195,8 @@ def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
     mode = layer.spec.kv_quant_mode
     stored = getattr(layer.spec, "cache_dtype_str", None) or cache_dtype
     if mode is KVQuantMode.FP8_PER_TENSOR and stored in ("fp8", "fp8_e4m3"):
-        return "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
+        codes = "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
+        return f"{codes} scaled by head" if _scaled_by_head(layer, vllm_config) else codes
     name = _DTYPE_NAMES.get(layer.spec.dtype)
     return name if mode is KVQuantMode.NONE and name else f"{stored}/{mode.name}"
 
@@ -206,6 +207,14 @@ def _is_fnuz() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_fp8_fnuz())
+
+
+def _scaled_by_head(layer: _Layer, vllm_config: "VllmConfig") -> bool:
+    """Whether each head has scales of its own (llm-compressor's `attn_head`), of which vLLM tells the
+    largest only."""
+    module = vllm_config.compilation_config.static_forward_context.get(layer.name)
+    scales = (getattr(module, name, None) for name in ("_k_scale", "_v_scale"))
+    return any(scale is not None and scale.numel() > 1 for scale in scales)
 
 
 def _halves(

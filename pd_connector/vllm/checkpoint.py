@@ -2,42 +2,69 @@
 """Where vLLM's checkpoint and its config lie on this disk. A model may be named by a folder, a file, a
 repository, a repository and a quantisation (GGUF), or an address of an object store."""
 
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.kv.checkpoint import read_config as read_checkpoint_config
-from pd_connector.kv.weights import Weights, read_weights, weight_files
+from pd_connector.kv.weights import Weights, read_weights, together, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+    from vllm.config.load import LoadConfig
 
 logger = logging.getLogger("pd_connector.vllm")
 
 _CACHE = "pd-connector/weights.json"
+_MISTRALS_WEIGHTS = "consolidated*.safetensors"
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_READ_FROM_DISK = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
+        *("pt", "runai_streamer", "runai_streamer_sharded", "sharded_state", "gguf"),
+        "bitsandbytes",
+    }
+)
+"""Load formats with which vLLM reads the files in the model's folder. Tensorizer's are elsewhere, a weight
+cache may be of older files, and of a plugin's loader nothing is known."""
 
 
-def weights_path(model: str, revision: str | None, weights: str = "") -> Path | None:
+def weights_path(
+    model: str,
+    revision: str | None,
+    weights: str = "",
+    download_dir: str | None = None,
+    subfolder: str = "",
+) -> Path | None:
     """Where the weights of a model are: a folder or a file; None where they are not on this disk.
 
     Args:
         model: as vLLM was told.
         revision: of the repository.
         weights: where vLLM loads weights from, if it is another place.
+        download_dir: where vLLM keeps repositories, if not in Hugging Face's cache.
+        subfolder: of the model's folder.
     """
     name = weights or model
     if "://" in name:
         return None
-    path = Path(name)
-    if path.is_file() or (path.is_dir() and weight_files(path)):
+    path = Path(name) / subfolder
+    if path.is_file() or weight_files(path):
         return path
     repository, _, quantisation = name.partition(":")
-    folder = in_cache(repository, revision)
+    folder = in_cache(repository, revision, download_dir)
     if folder is None:
         return None
     if not quantisation:
+        folder /= subfolder
         return folder if weight_files(folder) else None
     found = sorted(folder.rglob(f"*{quantisation}*.gguf"))
     return found[0] if len(found) == 1 else found[0].parent if found else None
@@ -45,29 +72,95 @@ def weights_path(model: str, revision: str | None, weights: str = "") -> Path | 
 
 def read_config(model: "ModelConfig") -> dict[str, Any]:
     """The config that vLLM serves: `config.json` as it is on disk, with the operator's overrides, or
-    vLLM's own object where there is no such file."""
+    vLLM's own object where there is no such file. Beside it, under its name, `params.json`, where vLLM
+    reads that instead."""
     overrides = model.hf_overrides
-    place = getattr(model, "hf_config_path", None) or model.model
-    folder = Path(place) if Path(place).is_dir() else in_cache(place, model.revision)
+    folder = _folder(getattr(model, "hf_config_path", None) or model.model, model.revision)
     if folder is not None and isinstance(overrides, Mapping | None):
         try:
             if (known := read_checkpoint_config(folder)) is not None:
-                return _overridden(known, overrides or {})
+                if params := _mistrals(folder, getattr(model, "config_format", "auto")):
+                    known["params.json"] = params
+                return _overridden(known, overrides or {}, model.hf_config)
         except (OSError, ValueError) as error:
             logger.warning("the config in %s cannot be read: %s", folder, error)
     found: dict[str, Any] = model.hf_config.to_dict()
     return found
 
 
+def read_processor_files(model: "ModelConfig") -> dict[str, str]:
+    """What the checkpoint says of how images and the like are processed: the files' text by name."""
+    folder = _folder(model.model, model.revision)
+    files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
+    return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}
+
+
+def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
+    """Fingerprint of the code that comes with a checkpoint, where vLLM runs the model by it
+    (`--trust-remote-code`); None where it does not.
+
+    Args:
+        served: the model's config.
+    """
+    by_transformers = getattr(model, "using_transformers_backend", lambda: True)
+    named = served.get("auto_map") or {}
+    if not named or not model.trust_remote_code or not by_transformers():
+        return None
+    told = [str(each) for each in named.values()]
+    elsewhere = {name.partition("--")[0] for name in told if "--" in name}
+    folders = {model.model: _folder(model.model, model.revision)}
+    folders |= {name: in_cache(name, model.code_revision) for name in sorted(elsewhere)}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, folder in folders.items():
+        if folder is None:
+            digest.update(f"\0{name} {model.code_revision}\0".encode())
+            continue
+        for file in sorted(folder.glob("*.py")):
+            digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _folder(place: str, revision: str | None) -> Path | None:
+    return Path(place) if Path(place).is_dir() else in_cache(place, revision)
+
+
 def read_model_weights(
-    model: "ModelConfig", *, full: bool, load_format: str = "auto"
+    model: "ModelConfig", load: "LoadConfig", *, full: bool, others: Iterable[Any] = ()
 ) -> Weights | None:
-    """Fingerprints of the weights on disk; None where they are not there, or cannot be read."""
-    path = weights_path(model.model, model.revision, getattr(model, "model_weights", "") or "")
+    """Fingerprints of the weights on disk; None where they are not there, or cannot be read.
+
+    Args:
+        others: what else the model is loaded from, such as another model that is a part of it: `Source`s
+            of vLLM's loader.
+    """
+    load_format = str(load.load_format)
+    if load_format not in _READ_FROM_DISK:
+        logger.info("--load-format %s: files on this disk say nothing of the weights", load_format)
+        return None
+    weights = getattr(model, "model_weights", "") or ""
+    found = [_read(model.model, model.revision, load, weights=weights, full=full)]
+    for source in others:
+        place = source.model_or_path, source.revision
+        found.append(_read(*place, load, subfolder=source.subfolder or "", full=full))
+    known = [each for each in found if each is not None]
+    return together(known) if len(known) == len(found) else None
+
+
+def _read(
+    model: str,
+    revision: str | None,
+    load: "LoadConfig",
+    *,
+    weights: str = "",
+    subfolder: str = "",
+    full: bool,
+) -> Weights | None:
+    path = weights_path(model, revision, weights, load.download_dir, subfolder)
     if path is None:
         return None
+    load_format = str(load.load_format)
     try:
-        if load_format == "auto" and any(path.glob("consolidated*.safetensors")):
+        if load_format == "auto" and any(path.glob(_MISTRALS_WEIGHTS)):
             load_format = "mistral"  # as vLLM decides
         return read_weights(path, full=full, cache=_cache_home() / _CACHE, load_format=load_format)
     except (OSError, ValueError) as error:
@@ -75,28 +168,50 @@ def read_model_weights(
         return None
 
 
-def in_cache(repository: str, revision: str | None) -> Path | None:
-    """The folder of a repository in Hugging Face's cache."""
-    try:
-        from huggingface_hub import snapshot_download
+def in_cache(repository: str, revision: str | None, download_dir: str | None = None) -> Path | None:
+    """The folder of a repository in Hugging Face's cache, or in the folder that vLLM has in its place."""
+    from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    try:
+        found = snapshot_download(
+            repository, revision=revision, cache_dir=download_dir, local_files_only=True
+        )
     except Exception as error:  # no such repository, or no name of one: whatever it is called
         logger.debug("%s is not in the cache: %s", repository, error)
         return None
+    return Path(found)
+
+
+def _mistrals(folder: Path, config_format: str) -> dict[str, Any]:
+    """`params.json`, where vLLM takes the config from it."""
+    file = folder / "params.json"
+    chosen = str(config_format) == "mistral" or (
+        str(config_format) == "auto" and any(folder.glob(_MISTRALS_WEIGHTS))
+    )
+    if not chosen or not file.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def _cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with overrides, at any depth."""
+def _overridden(
+    config: dict[str, Any], overrides: Mapping[str, Any], served: object
+) -> dict[str, Any]:
+    """A config with overrides, as vLLM has it: those of a config within go into that, and any other value
+    takes the old one's place.
+
+    Args:
+        served: vLLM's own object of this config.
+    """
     merged = dict(config)
     for name, value in overrides.items():
-        below = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(below, dict):
-            merged[name] = _overridden(below, value)
+        below, inner = merged.get(name), getattr(served, name, None)
+        if isinstance(value, Mapping) and isinstance(below, dict) and hasattr(inner, "to_dict"):
+            merged[name] = _overridden(below, value, inner)
         else:
             merged[name] = value
     return merged

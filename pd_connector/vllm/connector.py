@@ -26,7 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.vllm.inputs import adapter_settings
+from pd_connector.vllm.adapter_loads import watch_loads
+from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
@@ -89,7 +90,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 adapters=adapter_settings(vllm_config),
+                processor=processor_settings(vllm_config),
             )
+            if vllm_config.lora_config is not None:
+                watch_loads(self._scheduler.identity)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config)
 
@@ -265,6 +269,11 @@ def load_config(extra: dict[str, Any]) -> Config:
 
 
 def _check_supported(vllm_config: "VllmConfig") -> None:
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # 0.31
+        raise ConfigError(
+            "calculate_kv_scales: vLLM would compute scales of the FP8 cache when it serves already, and peers "
+            "are told them when it starts; take a checkpoint that has scales, or leave the option out"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from pd_connector.kv.identity import adapter_files, adapter_fingerprint, token_fingerprint
-from pd_connector.vllm.checkpoint import in_cache
+from pd_connector.vllm.checkpoint import in_cache, read_processor_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _MOST_INPUTS = 4096
 """Images and the like whose hashes are remembered."""
+_LEAST_ELEMENTS = 256
+"""Of the largest tensor of an image or the like. One with less is told by its size only, as where an encode
+engine has the rest."""
 
 
 _State = tuple[int, int, int, int]
@@ -51,15 +55,31 @@ def adapter_settings(vllm_config: "VllmConfig") -> str:
     return "under " + hashlib.blake2b(text, digest_size=8).hexdigest() if found else ""
 
 
+def processor_settings(vllm_config: "VllmConfig") -> str:
+    """Fingerprint of how the engine processes images and the like; empty where it processes none."""
+    told = vllm_config.model_config.multimodal_config
+    if told is None:
+        return ""
+    known: dict[str, Any] = {
+        "mm_processor_kwargs": told.mm_processor_kwargs,
+        "media_io_kwargs": told.media_io_kwargs,
+        "files": read_processor_files(vllm_config.model_config),
+    }
+    text = json.dumps(known, sort_keys=True, default=str).encode()
+    return "under " + hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
 class RequestIdentity:
     """Fingerprints of requests' prompts. Used by one thread.
 
     Args:
         settings: what the engine is told of adapters (`adapter_settings`).
+        processor: how it processes images and the like (`processor_settings`).
     """
 
-    def __init__(self, settings: str = "") -> None:
+    def __init__(self, settings: str = "", processor: str = "") -> None:
         self._settings = settings
+        self._processor = processor
         self._adapters: dict[tuple[int, str], _Adapter] = {}
         self._inputs: OrderedDict[str, str] = OrderedDict()
 
@@ -81,6 +101,10 @@ class RequestIdentity:
     def adapter(self, request: "Request") -> str:
         """Name and content of a request's adapter; empty for none. Raises as `of`."""
         return self._adapter(request.lora_request) if request.lora_request else ""
+
+    def load(self, lora: Any) -> None:
+        """vLLM is about to load an adapter: take note of its content now. Raises as `of`."""
+        self._adapter(lora)
 
     def _adapter(self, lora: Any) -> str:
         """Name and content of an adapter. Its files are read once, unless vLLM is told to load it
@@ -111,16 +135,32 @@ class RequestIdentity:
         """Hash of what the model is given for an image or the like: of what the engine's processor
         made of it, so that the processor's settings count, and the model's path does not, which is
         in vLLM's own identifier."""
-        known = str(feature.identifier)
+        known, data = str(feature.identifier), feature.data
         if known in self._inputs:
             self._inputs.move_to_end(known)
-        elif feature.data is None:  # processed elsewhere: vLLM's identifier is all there is
-            return f"{feature.modality} {known}"
+        elif data is None or "address" in data:
+            # Processed elsewhere, or in shared memory: vLLM's identifier is all there is. It knows
+            # nothing of the engine's own settings.
+            return f"{feature.modality} {known} {self._processor}".rstrip()
         else:
-            self._inputs[known] = f"{feature.modality} {_content(feature.data)}"
+            content = _content(data)
+            if _elements(data) < _LEAST_ELEMENTS:
+                content = f"{content} {known}"
+            self._inputs[known] = f"{feature.modality} {content}"
             if len(self._inputs) > _MOST_INPUTS:
                 self._inputs.popitem(last=False)
         return self._inputs[known]
+
+
+def _elements(value: object) -> int:
+    """Of the largest tensor or array within a value."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return math.prod(value.shape)
+    if isinstance(value, Mapping):
+        return max(map(_elements, value.values()), default=0)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return max(map(_elements, value), default=0)
+    return _elements(value.data) if hasattr(value, "data") else 0
 
 
 def _untouched(adapter: _Adapter) -> bool:
@@ -154,6 +194,11 @@ def _add(digest: "hashlib.blake2b", value: object) -> None:
         digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         digest.update(f"array {value.dtype} {value.shape}\0".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)}\0".encode())
+        for name in sorted(value, key=str):
+            digest.update(f"{name}\0".encode())
+            _add(digest, value[name])
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         digest.update(f"list {len(value)}\0".encode())
         for each in value:

@@ -17,14 +17,15 @@ from pd_connector.kv.model import (
     config_fingerprint,
     rotation_fingerprint,
 )
-from pd_connector.vllm.checkpoint import read_config, read_model_weights
+from pd_connector.kv.weights import Weights
+from pd_connector.memory.parameters import Loaded, loaded_fingerprint
+from pd_connector.vllm.checkpoint import read_config, read_model_weights, remote_code
 from pd_connector.vllm.layers import CacheId, draft_names, identify
-from pd_connector.vllm.loaded import loaded_fingerprint
-from pd_connector.vllm.owners import model_of
+from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -59,29 +60,34 @@ def model_facts(
     seed = model.seed if dummy else None
     weights = None
     if not dummy:
-        full, load_format = config.weights == "full", str(vllm_config.load_config.load_format)
-        weights = read_model_weights(model, full=full, load_format=load_format)
+        weights = read_model_weights(
+            model,
+            vllm_config.load_config,
+            full=config.weights == "full",
+            others=getattr(_model(vllm_config), "secondary_weights", ()),
+        )
     if dummy:
-        sampled, whole = _made_up(seed), b""
-    elif weights is not None:
-        sampled, whole = weights
-    else:
-        sampled, whole = b"", b""
+        weights = Weights(_made_up(seed))
     loaded = loaded_weights(vllm_config)
-    if not sampled:
+    if weights is None:
         logger.warning(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
         )
+        weights = Weights(b"")
     return ModelFacts(
         config=config_fingerprint(
             served,
             dtype=str(model.dtype),
             quantization=None if "quantization_config" in served else _plain(model.quantization),
             quantised_online=_told(getattr(model, "quantization_config", None)),
+            code=remote_code(model, served),
+            **_encoder(model),
         ),
-        weights=sampled,
-        weights_full=whole,
-        loaded=loaded,
+        weights=weights.sampled,
+        weights_full=weights.full,
+        weights_fine=weights.fine,
+        loaded=loaded.sampled,
+        loaded_fine=loaded.fine,
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         draft=_draft(vllm_config),
@@ -89,21 +95,19 @@ def model_facts(
     )
 
 
-def loaded_weights(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the parameters in memory; empty where the model cannot be reached, or where the
+def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
+    """Fingerprints of the parameters in memory; empty where the model cannot be reached, or where the
     engine moves experts from rank to rank as it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
-        return b""
-    for module in _modules(vllm_config).values():
-        model = model_of(module)
-        return b"" if model is None else loaded_fingerprint(model)
-    return b""
+        return Loaded()
+    model = _model(vllm_config)
+    return Loaded() if model is None else loaded_fingerprint(model)
 
 
-def _what_then(loaded: bytes, config: Config) -> str:
+def _what_then(loaded: Loaded, config: Config) -> str:
     if config.model_id:
         return f"engines with model_id {config.model_id!r} are taken for the same"
-    if loaded:
+    if loaded.fine:
         return (
             "parameters in memory are compared instead, which needs the same parallelism on both "
             "sides, or the same model_id (config key model_id)"
@@ -117,6 +121,12 @@ def _modules(vllm_config: "VllmConfig") -> dict[str, torch.nn.Module]:
     return {
         name: module for name, module in context.items() if hasattr(module, "get_kv_cache_spec")
     }
+
+
+def _model(vllm_config: "VllmConfig") -> torch.nn.Module | None:
+    """The model itself, if it can be reached."""
+    first = next(iter(_modules(vllm_config).values()), None)
+    return None if first is None else model_of(first)
 
 
 def _model_number(module: torch.nn.Module) -> int | None:
@@ -138,6 +148,17 @@ def _told(setting: object) -> str | None:
     return None if setting is None else str(setting)
 
 
+def _encoder(model: "ModelConfig") -> dict[str, str | None]:
+    """What the operator says of the encoder of images and the like that changes what it makes of them."""
+    told = getattr(model, "multimodal_config", None)
+    rate = getattr(told, "video_pruning_rate", None)
+    method = getattr(told, "video_pruning_method", "evs")
+    return {
+        "encoder_attention": _told(getattr(told, "mm_encoder_attn_dtype", None)),
+        "video_pruning": f"{rate:g} by {method}" if rate else None,
+    }
+
+
 def _draft(vllm_config: "VllmConfig") -> bytes:
     """Fingerprint of the draft model; empty where there is none, or it is not on this disk."""
     speculative = vllm_config.speculative_config
@@ -145,7 +166,8 @@ def _draft(vllm_config: "VllmConfig") -> bytes:
     if draft is None or speculative is None:
         return b""
     try:
-        weights = read_model_weights(draft, full=False)
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        weights = read_model_weights(draft, load, full=False)
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = config_fingerprint(read_config(draft), **told)
     except Exception as error:  # a draft is optional, whatever it is
@@ -191,14 +213,31 @@ def _attention_text(module: torch.nn.Module) -> str:
         parts.append("ALiBi")
     if getattr(module, "has_sink", False) or getattr(impl, "sinks", None) is not None:
         parts.append("sinks")
+    # Llama 4's queries grow with the position if --max-model-len is above 32,768, or if the generation
+    # config says so.
+    if getattr(next(owners(module), None), "attn_temperature_tuning", False):
+        parts.append("temperature tuning")
     return ", ".join(parts)
 
 
 def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
     """What the config says of rotation, where the layer's own module is not known; empty where it
     says nothing."""
-    told = {name: served[name] for name in _ROTARY_KEYS if served.get(name) is not None}
+    told = _of_rotation(served)
     if not told:
         return ""
     longest = vllm_config.model_config.max_model_len
     return json.dumps({**told, "max_model_len": longest}, sort_keys=True, default=str)
+
+
+def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of rotation, also in configs within it."""
+    told = {name: config[name] for name in _ROTARY_KEYS if config.get(name) is not None}
+    for name, value in config.items():
+        if (
+            name.endswith("_config")
+            and isinstance(value, Mapping)
+            and (found := _of_rotation(value))
+        ):
+            told[name] = found
+    return told

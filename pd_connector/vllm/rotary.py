@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a layer of vLLM's rotates its keys, by the values that its module was made with."""
 
+from collections.abc import Mapping
+
 import torch
 
 from pd_connector.kv import rotation_table
@@ -9,14 +11,19 @@ from pd_connector.vllm.owners import owners
 
 _LEVELS = 4
 """Owners that are asked for the rotation of a layer's keys: the attention block, and around it."""
+_OF_TRANSFORMERS = ("default", "linear", "llama3", "yarn")
+"""Types of rotation that transformers' modules keep for all of their life."""
 
 
 def rotation_text(layer: torch.nn.Module) -> str | None:
-    """The rotation of a layer's keys; None where the layer's block has none that is known."""
+    """The rotation of a layer's keys: empty where its block says that it rotates nothing (every fourth of
+    Llama 4's), None where the block has none that is known."""
     for owner in _blocks(layer):
         found = {name: part for name, part in owner.named_children() if is_rotary(part)}
         if found:
             return "; ".join(_text(found[name]) for name in sorted(found))
+        if getattr(owner, "rotary_emb", owner) is None:
+            return ""
     return None
 
 
@@ -29,7 +36,44 @@ def _blocks(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _text(module: torch.nn.Module) -> str:
-    return rotation_table.rotation_text(module, _made_with(module), _row(module))
+    made = _made_with(module)
+    if made is not None:
+        return rotation_table.rotation_text(module, made, _row(module))
+    made = _made_by_transformers(module)
+    return rotation_table.rotation_text(module, made, _row_of_frequencies(module) if made else None)
+
+
+def _made_by_transformers(module: torch.nn.Module) -> Made | None:
+    """The same for a module of transformers', by which vLLM runs models that it has no code of its own for.
+    None where the rotation depends on a batch, or differs from layer to layer.
+
+    Dims are taken to pair by halves: the module does not say, and where it is otherwise, the engine that
+    says so has another rotation.
+    """
+    frequencies = getattr(module, "inv_freq", None)
+    config = getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(frequencies, torch.Tensor) or not isinstance(parameters, Mapping):
+        return None
+    if parameters.get("rope_type", "default") not in _OF_TRANSFORMERS:
+        return None
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        return None
+    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return Made(parameters, 2 * len(frequencies), False, longest)
+
+
+def _row_of_frequencies(module: torch.nn.Module) -> Row:
+    """Rows of the table that a module of transformers' makes when it is used."""
+    frequencies = module.inv_freq.detach().double().cpu()
+    magnitude = float(getattr(module, "attention_scaling", 1.0))
+
+    def row(position: int) -> list[float]:
+        angles = position * frequencies
+        found: list[float] = (torch.cat([angles.cos(), angles.sin()]) * magnitude).tolist()
+        return found
+
+    return row
 
 
 def _made_with(module: torch.nn.Module) -> Made | None:

@@ -51,6 +51,7 @@ class SchedulerSide:
         produces: whether requests may offer their KV.
         consumes: whether requests may fetch their KV.
         adapters: what the engine is told of adapters (`inputs.adapter_settings`).
+        processor: how it processes images and the like (`inputs.processor_settings`).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SchedulerSide:
         produces: bool,
         consumes: bool,
         adapters: str = "",
+        processor: str = "",
     ) -> None:
         self.telemetry = Telemetry()
         self._config = config
@@ -73,7 +75,7 @@ class SchedulerSide:
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
         self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
-        self._identity = RequestIdentity(adapters)
+        self.identity = RequestIdentity(adapters, processor)
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if config.overlap != "off" else None
         self._commands: list[Command] = []
@@ -94,6 +96,8 @@ class SchedulerSide:
                 return
             if request.prompt_token_ids is None or request.prompt_embeds is not None:
                 raise ValueError("the prompt has embeddings: only token prompts are moved")
+            if getattr(request, "resumable", False):
+                raise ValueError("the prompt may grow: only whole prompts are moved")
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -274,7 +278,7 @@ class SchedulerSide:
         """What its KV depends on, and its adapter; None where that is not known, and the request is
         computed here."""
         try:
-            return self._identity.of(request), self._identity.adapter(request)
+            return self.identity.of(request), self.identity.adapter(request)
         except OSError as error:
             detail = f"its adapter cannot be told by content: {error}"
             self._ignore(request, Cause.MODEL, detail)

@@ -213,26 +213,30 @@ class WorkerSide:
         """The operator has changed the weights while the engine served, and calls them so now."""
         if self._agent is None or self._facts is None:
             return
-        loaded = loaded_weights(self._vllm_config)
-        self._change(msgspec.structs.replace(self._facts, version=version, loaded=loaded))
+        self._change(self._as_loaded(self._facts, version=version))
 
     def _compare_weights(self) -> None:
         """Find out whether the weights are still those that peers were told of."""
         self._next_compare = time.monotonic() + _COMPARE_S
         facts = self._facts
-        if facts is None or not facts.loaded:
+        if facts is None or not facts.loaded_fine:
             return
-        loaded = loaded_weights(self._vllm_config)
-        if loaded == facts.loaded:
+        changed = self._as_loaded(facts, updates=facts.updates + 1, version="")
+        if changed.loaded_fine == facts.loaded_fine:
             return
         logger.warning(
             "the weights have changed while this engine served: until both engines are told the "
             "version of their weights, KV passes only between ranks that hold the same part of the "
             "model (docs/configuration.md#weights-that-change)"
         )
-        updates = facts.updates + 1
-        changed = msgspec.structs.replace(facts, loaded=loaded, updates=updates, version="")
         self._change(changed)
+
+    def _as_loaded(self, facts: ModelFacts, **told: Any) -> ModelFacts:
+        """What is told of the model, with its parameters as they are in memory now."""
+        loaded = loaded_weights(self._vllm_config)
+        return msgspec.structs.replace(
+            facts, loaded=loaded.sampled, loaded_fine=loaded.fine, **told
+        )
 
     def _change(self, facts: ModelFacts) -> None:
         assert self._agent is not None

@@ -152,6 +152,8 @@ class Board:
         Of several API servers each makes a configuration, and an instance id, of its own; they and
         the engine core are children of one process.
         """
+        if not _is_private(self._folder):
+            return  # another user's, who may write there what they like
         yield from self._folder.glob(f"{self._instance}.*.dp{self._rank}")
         yield from self._folder.glob(f"*.{_parent()}.dp{self._rank}")
 
@@ -285,12 +287,22 @@ def _plain(name: str) -> str:
 def _make_private(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_private(folder):
+        found = folder.lstat()
         raise BoardError(
             f"{folder}: must be a directory of mode 0700 that belongs to user {os.getuid()}; "
             f"found mode {stat.filemode(found.st_mode)} of user {found.st_uid}. Remove it"
         )
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is a directory that only this user may enter; False if there is none."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return mine and not found.st_mode & 0o077
 
 
 def _clear_away(path: Path) -> None:

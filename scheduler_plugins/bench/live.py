@@ -101,6 +101,7 @@ class RunningEngine:
         page_size: int,
         until_s: float | None = None,
         headers: Callable[[Waiting], dict[str, str]] | None = None,
+        answered: Callable[[], None] = lambda: None,
     ) -> list[RequestRecord]:
         """Send requests at their times, to an empty prefix cache.
 
@@ -109,6 +110,7 @@ class RunningEngine:
             page_size: of their hashes.
             until_s: hang up on everything then, by the clock of the arrivals; None: never.
             headers: of each request.
+            answered: called with each answer.
         """
         await self.drained()
         await self._reset()
@@ -122,6 +124,7 @@ class RunningEngine:
                 until_s=until_s,
                 headers=headers,
                 by_length=self.contender.by_length,
+                answered=answered,
             )
 
     async def hit(

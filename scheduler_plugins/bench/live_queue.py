@@ -21,6 +21,7 @@ from scheduler_plugins.bench.live import (
     running,
 )
 from scheduler_plugins.bench.replay import Outcome, per_second
+from scheduler_plugins.bench.runs import Runs
 from scheduler_plugins.sim.workload import poisson, shared_profiles
 
 FCFS, MINE = "fcfs", order.OURS
@@ -55,17 +56,21 @@ async def compare(
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(running(one, setup, say)) for one in CONTENDERS]
         noise = Noise([pid for engine in engines for pid in engine.pids])
+        runs = Runs(rounds * (1 + len(loads) * len(engines)), say)
         for seed in range(_SEED, _SEED + rounds):
             requests = shared_profiles(
                 seed, posts=posts, profile_tokens=PROFILE_TOKENS, post_tokens=POST_TOKENS
             )
-            drained = await engines[0].serve(requests, page_size=PAGE_SIZE)
+            async with runs.run(f"what {FCFS} drains", len(requests)) as count:
+                drained = await engines[0].serve(requests, page_size=PAGE_SIZE, answered=count)
             rates.append(per_second([one.ttft_s for one in drained]))
             say(f"capacity of {CONTENDERS[0].name}: {rates[-1]:.1f} requests a second")
             for load, engine in product(loads, engines):
                 timed = poisson(requests, load * rates[-1], seed)
                 name = engine.contender.name
-                found[name, load].append(outcome(*await engine.hit(timed, page_size=PAGE_SIZE)))
+                async with runs.run(f"{name} at {load:g}", len(timed)) as count:
+                    records, hit = await engine.hit(timed, page_size=PAGE_SIZE, answered=count)
+                found[name, load].append(outcome(records, hit))
                 say(_line(name, load, found[name, load][-1]))
         others_cores = noise.cores()
     comparisons = [

@@ -24,6 +24,7 @@ from scheduler_plugins.bench.live import (
 )
 from scheduler_plugins.bench.live_queue import CACHED_PROFILES, POST_TOKENS, PROFILE_TOKENS
 from scheduler_plugins.bench.replay import Outcome, per_second
+from scheduler_plugins.bench.runs import Runs
 from scheduler_plugins.bench.sending import RequestRecord
 from scheduler_plugins.bench.sglang_bars import FCFS, OURS, THEIRS, comparisons
 from scheduler_plugins.profile.client import connect
@@ -59,21 +60,25 @@ async def compare(
             stack.enter_context(service)
         wait_all(services)
         engines = [
-            await stack.enter_async_context(_running(one, service, setup))
+            await stack.enter_async_context(_running(one, service, setup, say))
             for one, service in zip(CONTENDERS, services, strict=True)
         ]
         noise = Noise([pid for engine in engines for pid in engine.pids])
+        runs = Runs(rounds * (1 + len(loads) * len(engines)), say)
         for seed in range(_SEED, _SEED + rounds):
             requests = shared_profiles(
                 seed, posts=posts, profile_tokens=PROFILE_TOKENS, post_tokens=POST_TOKENS
             )
-            drained = await engines[0].serve(requests, page_size=PAGE_SIZE)
+            async with runs.run(f"what {FCFS} drains", len(requests)) as count:
+                drained = await engines[0].serve(requests, page_size=PAGE_SIZE, answered=count)
             rates.append(per_second([one.ttft_s for one in drained]))
             say(f"capacity of {FCFS}: {rates[-1]:.1f} requests a second")
             for load, engine in product(loads, engines):
                 timed = poisson(requests, load * rates[-1], seed)
-                records = await engine.serve(timed, page_size=PAGE_SIZE)
-                name, result = engine.contender.name, outcome(records, _hit(records))
+                name = engine.contender.name
+                async with runs.run(f"{name} at {load:g}", len(timed)) as count:
+                    records = await engine.serve(timed, page_size=PAGE_SIZE, answered=count)
+                result = outcome(records, _hit(records))
                 found[name, load].append(result)
                 say(
                     f"  {name} at {load:g}: mean {result.mean_s:.3f} s, p99 {result.p99_s:.3f} s, "
@@ -107,6 +112,8 @@ def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine
             f"--chunked-prefill-size={CHUNK_TOKENS}",
             f"--context-length={setup.max_model_len}",
             "--enable-cache-report",
+            # Those whose turn it is not would each take a core: SGLang's loop turns without pause.
+            "--sleep-on-idle",
             *contender.args,
         ],
         env={SETTINGS_VARIABLE: str(settings)},
@@ -118,7 +125,7 @@ def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine
 
 @asynccontextmanager
 async def _running(
-    contender: Contender, service: SglangEngine, setup: EngineSetup
+    contender: Contender, service: SglangEngine, setup: EngineSetup, say: Say
 ) -> AsyncIterator[RunningEngine]:
     """Connect to a started contender and warm it up. Raises BenchError: it does not do what it should."""
     async with connect(service.base_url) as client:
@@ -128,5 +135,6 @@ async def _running(
         found = RunningEngine(
             contender, client, settings, pids, Noise(pids), under_way=_UNDER_WAY, reset=_RESET
         )
+        say(f"warming {contender.name} up")
         await warm_up(found, setup.max_model_len)
         yield found

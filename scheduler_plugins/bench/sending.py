@@ -49,6 +49,7 @@ async def send_all(
     headers: Callable[[Waiting], dict[str, str]] | None = None,
     by_length: bool = False,
     salt: str | None = None,
+    answered: Callable[[], None] = lambda: None,
 ) -> list[RequestRecord]:
     """Send requests at their times, and wait for the answers.
 
@@ -60,6 +61,7 @@ async def send_all(
         headers: of each request.
         by_length: each has the length of its prompt as vLLM's `priority`.
         salt: requests with another one, or none, share no KV with these.
+        answered: called with each answer.
 
     Raises:
         BenchError: one was answered with neither 200 nor 429.
@@ -75,6 +77,7 @@ async def send_all(
             extra["cache_salt"] = salt
         given = headers(request) if headers else {}
         answer = await client.complete(prompt, request.max_tokens, headers=given, **extra)
+        answered()
         if answer.status not in (200, 429):
             raise BenchError(f"{client.url}: {answer.status}: {answer.error}")
         return RequestRecord(request, answer, answer.sent_s - due_s)

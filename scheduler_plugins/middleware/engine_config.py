@@ -17,7 +17,15 @@ PAIR_CONNECTORS = ("PDConnector", "NixlConnector", "MooncakeConnector", "P2pNccl
 def is_half_of_a_pair(config: Any) -> bool:
     """Whether the engine hands KV over to another one, or gets it from there."""
     transfer = getattr(config, "kv_transfer_config", None)
-    return getattr(transfer, "kv_connector", None) in PAIR_CONNECTORS
+    if getattr(transfer, "kv_connector", None) in PAIR_CONNECTORS:
+        return True
+    # `MultiConnector` has its connectors in here.
+    extra = getattr(transfer, "kv_connector_extra_config", None)
+    inner = extra.get("connectors") if isinstance(extra, dict) else None
+    return any(
+        isinstance(one, dict) and one.get("kv_connector") in PAIR_CONNECTORS
+        for one in (inner if isinstance(inner, list) else ())
+    )
 
 
 def with_cache(told: EngineReport, config: Any) -> EngineReport:

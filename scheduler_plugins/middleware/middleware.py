@@ -69,6 +69,9 @@ GUARDED = ("/v1/", "/v2/")
 BODY_BYTES = 64 << 20
 """Larger bodies are answered with 413. The whole body is held while the class is written into it."""
 
+_MOST_DIGITS = 10
+"""A rank has fewer; vLLM says what is wrong with others."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -200,7 +203,7 @@ def _request_id(headers: Mapping[str, str]) -> str:
 def _rank(headers: Mapping[str, str]) -> int | None:
     """The data-parallel rank that the client chose; vLLM reads the same header."""
     chosen = headers.get("x-data-parallel-rank", "")
-    return int(chosen) if chosen.isdecimal() else None
+    return int(chosen) if chosen.isdecimal() and len(chosen) < _MOST_DIGITS else None
 
 
 def _with_request_id(scope: Scope, request_id: str) -> Scope:

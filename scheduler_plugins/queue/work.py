@@ -54,5 +54,8 @@ class WorkHistogram:
         if self._arrived_at_s is not None and now_s > self._arrived_at_s:
             kept = exp((self._arrived_at_s - now_s) / WINDOW_S)
             self._arrived = [work * kept for work in self._arrived]
-        if self._arrived_at_s is None or now_s > self._arrived_at_s:
+        # Arrivals may be a little out of order. A clock that was set back is another matter: nothing would
+        # age until it has caught up.
+        last_s = self._arrived_at_s
+        if last_s is None or now_s > last_s or now_s < last_s - WINDOW_S:
             self._arrived_at_s = now_s

@@ -55,8 +55,7 @@ def tokens_left(request: Request) -> int:
 
 def is_loaded(request: Request) -> bool:
     """Whether another engine sends the prompt's KV, and has not been tried yet."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_prefill")) and request.num_preemptions == 0
+    return _is_asked(request, "do_remote_prefill") and request.num_preemptions == 0
 
 
 def is_prefill_only(request: Request) -> bool:
@@ -65,8 +64,13 @@ def is_prefill_only(request: Request) -> bool:
     A prompt that is prefilled for another engine generates one token here as well, but the
     conversation goes on: the next prompt begins with this one.
     """
+    return request.max_tokens == 1 and not _is_asked(request, "do_remote_decode")
+
+
+def _is_asked(request: Request, name: str) -> bool:
+    """Whether the request's transfer parameters say so. Clients can write anything into them (`vllm_xargs`)."""
     params = request.kv_transfer_params
-    return request.max_tokens == 1 and not (params and params.get("do_remote_decode"))
+    return isinstance(params, dict) and bool(params.get(name))
 
 
 class OrderedRequests(RequestQueue):

@@ -318,6 +318,10 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
         [msgspec.structs.replace(WELCOME, slot_bytes=1)],
         {Cause.GEOMETRY},
     ),
+    "slots so small that a plan would never end": (
+        [msgspec.structs.replace(WELCOME, slot_bytes=4096)],
+        {Cause.GEOMETRY},
+    ),
     "only pulses": ([messages.Pulse(1)] * 3, {Cause.UNREACHABLE}),
     "welcome and silence": ([WELCOME], {Cause.SESSION_LOST, Cause.WAIT_TIMEOUT}),
     "no cause": ([messages.Reject("no such", "", 9, 9)], {Cause.UNREACHABLE}),

@@ -14,6 +14,7 @@ from support.children import Children, children, nursery
 from pd_connector.agent import loop, session_keeper
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.control import addresses
+from pd_connector.control.sockets import Connection, Listener
 from pd_connector.errors import Cause
 from pd_connector.protocol.peers import Peer, Source
 
@@ -93,6 +94,34 @@ def test_a_connection_over_which_no_session_comes_is_closed(ranks: Ranks):
     assert producer.gauge("consumer_sessions") == 1
     assert_serves(producer, consumer, "over the session that was there")
     assert consumer.count("lost_sessions", cause=Cause.SESSION_LOST) == 0
+
+
+@pytest.mark.parametrize("who", ["producer", "consumer"])
+def test_a_message_that_is_lost_ends_the_session_and_nobody_waits_for_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, who: str
+):
+    """The other side has not read for long, so that there is no room for more."""
+    settings = LONG | {"transports": ("tcp",), "wait_timeout_s": 60.0}
+    producer, consumer = ranks.pair(settings)
+    assert_serves(producer, consumer)
+    owner, kind = (Listener, b"Accept") if who == "producer" else (Connection, b"Open")
+    send, lost = owner.send, list[bytes]()
+
+    def without_room(self: Any, *message: bytes) -> bool:
+        if kind not in message[-1] or lost:
+            return bool(send(self, *message))
+        lost.append(message[-1])
+        self._is_full = True
+        return False
+
+    with monkeypatch.context() as full:
+        full.setattr(owner, "send", without_room)
+        producer.offer("t", [1])
+        consumer.load(producer.source, "t", [2])
+        assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    assert lost
+    assert_serves(producer, consumer, "afterwards")
+    producer.freed("t")
 
 
 def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(ranks: Ranks):

@@ -116,6 +116,22 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
     consumer.counts.clear()
 
 
+def test_an_agent_that_takes_long_to_start_again_serves_once_it_has(ranks: Ranks):
+    producer, consumer = ranks.pair(SETTINGS)
+    assert_serves_on(producer, consumer, "before")
+    hang = Hang(consumer.agent, "_make_loop")
+    consumer.agent._loop.step = fail  # type: ignore[method-assign]
+    assert hang.reached.wait(60)
+    consumer.load(producer.source, "early", [1])
+    overdue(consumer)
+    assert consumer.loaded("early").cause == Cause.AGENT_HUNG
+    hang.release.set()
+    until(lambda: consumer.count("agent_restarts") == 1)
+    assert_serves_on(producer, consumer)
+    assert consumer.count("agent_restarts") == 1, "it need not start twice"
+    consumer.counts.clear()
+
+
 def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_on(ranks: Ranks):
     producer, consumer = ranks.pair(SETTINGS | {"agent_timeout_s": 1.0})
     assert_serves_on(producer, consumer, "before")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is asked by heartbeats, who has answered, and when anybody is looked at."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from support.agents import until
 
 from pd_connector.agent.open_sessions import OpenSession, OpenSessions
 from pd_connector.config import Config
+from pd_connector.control.addresses import readable
 from pd_connector.control.sockets import Connection
 from pd_connector.protocol.peers import Source
 
@@ -55,7 +57,7 @@ class Standing:
     def miss(self) -> None:
         """Wait for the answer; ZeroMQ's descriptor does not tell of it any more, as when a message is sent
         at that moment."""
-        until(lambda: self.session.connection.readable)
+        until(lambda: readable(self.session.connection.socket))
 
     def close(self) -> None:
         self.sessions.close()
@@ -110,3 +112,18 @@ def test_who_is_silent_is_looked_at_when_its_session_ends(standing: Standing) ->
     sessions.look_for_answers(sessions.answers_due)
     assert sessions.due(session.deadline - 0.1) == []
     assert sessions.due(session.deadline) == [session]
+
+
+def test_what_came_with_an_answer_is_found_at_once(standing: Standing) -> None:
+    sessions, session = standing.sessions, standing.session
+    standing.ask(NOW)
+    sender, _ = standing.producer.recv_multipart()
+    for data in (b"answer", b"news"):
+        standing.producer.send_multipart([sender, data])
+    standing.miss()
+    time.sleep(0.1)  # both are there
+    assert sessions.received(session) == [b"answer"]
+    assert sessions.urgent
+    assert sessions.ready() == [session]
+    assert sessions.received(session) == [b"news"]
+    assert not sessions.urgent

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pd_connector.control import resolver as resolver_module
 from pd_connector.control.resolver import Resolver, UnknownHostError, canonical
 
 
@@ -86,3 +87,97 @@ def test_after_its_end_nobody_is_woken():
     while any(thread.name == "pd-resolve" for thread in threading.enumerate()):
         pass
     assert not woken.is_set()
+
+
+def test_a_system_without_threads_is_an_error_of_the_name_and_not_of_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    names, woken = resolver(lambda host: "10.0.0.1")
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", start)
+        for i in range(8):
+            assert names.address(f"{i}") is None
+            with pytest.raises(UnknownHostError, match="can't start new thread"):
+                names.address(f"{i}")
+    assert names.address("later") is None
+    assert woken.wait(20)
+    assert names.address("later") == "10.0.0.1"
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(resolver_module, "time", made)
+    return made
+
+
+def test_lookups_that_hang_do_not_keep_other_names_waiting_for_ever(clock: Clock):
+    release = threading.Event()
+    asked: list[str] = []
+
+    def lookup(host: str) -> str:
+        asked.append(host)
+        assert not host.startswith("hung") or release.wait(60)
+        return "10.0.0.1"
+
+    names, woken = resolver(lookup)
+    before = threading.active_count()
+    for _ in range(20):  # each name is asked for again and again
+        for i in range(100):
+            names.address(f"hung {i}")
+        clock.now += 29.0
+    assert threading.active_count() - before <= 32
+    assert names.address("good") is None
+    release.set()
+    while names.address("good") is None:
+        assert woken.wait(20)
+        clock.now += 0.1
+
+
+def test_a_hung_lookup_makes_room_for_another_name(clock: Clock):
+    release = threading.Event()
+    names, woken = resolver(lambda host: "10.0.0.1" if host == "good" or release.wait(60) else "")
+    for i in range(4):
+        assert names.address(f"hung {i}") is None
+    assert names.address("good") is None
+    assert not woken.wait(0.1)
+    clock.now += 31.0
+    assert names.address("good") is None
+    assert woken.wait(20)
+    assert names.address("good") == "10.0.0.1"
+    release.set()
+
+
+def test_names_that_nobody_asks_for_any_more_are_not_looked_up(clock: Clock):
+    release = threading.Event()
+    asked: list[str] = []
+
+    def lookup(host: str) -> str:
+        asked.append(host)
+        assert release.wait(20)
+        return "10.0.0.1"
+
+    names, woken = resolver(lookup)
+    for i in range(1000):
+        assert names.address(f"{i}") is None
+    clock.now += 29.0
+    assert names.address("999") is None
+    clock.now += 2.0
+    release.set()
+    while names.address("999") is None:
+        assert woken.wait(20)
+    assert len(asked) == 5
+    assert not names._queued

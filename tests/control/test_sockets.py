@@ -10,6 +10,7 @@ import zmq
 from support.descriptors import no_descriptors
 from support.waits import until
 
+from pd_connector.control import sockets
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.control.sockets import Connection, Context, Listener
 from pd_connector.errors import Cause, PDConnectorError
@@ -81,6 +82,33 @@ def test_sending_to_someone_who_does_not_read_does_not_wait(context: Context):
     listener = Listener(context, "127.0.0.1", None)
     _, sender = greeted(context, listener)
     assert not all(listener.send(sender, bytes(1 << 16)) for _ in range(10_000))
+
+
+def test_a_connection_that_lost_a_message_is_of_no_use(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sockets, "_MOST_ASKED", 100)
+    listener = Listener(context, "127.0.0.1", None)
+    connection, _ = greeted(context, listener)
+    assert connection.lost() is None
+    assert not all(connection.send(bytes(1 << 16)) for _ in range(10_000))
+    assert lost(connection) == Cause.SESSION_LOST
+
+
+def test_a_peer_that_floods_a_thread_which_does_not_look_takes_bounded_memory(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    peer = context.socket(zmq.DEALER)
+    peer.sndhwm = 1
+    peer.connect(f"tcp://127.0.0.1:{listener.port}")
+    sent = 0
+    while sent < 600 and peer.poll(2000, zmq.POLLOUT):
+        peer.send(bytes(1 << 19))
+        sent += 1
+    assert sent < 600, "what is not taken waits at the peer, and in the system"
+    arrived = 0
+    while listener.socket.poll(200):
+        arrived += len(listener.receive())
+    assert arrived == sent
 
 
 def test_a_message_above_the_limit_ends_the_connection(context: Context):

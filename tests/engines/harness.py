@@ -165,7 +165,10 @@ def largest_difference(found: Answer, other: Answer) -> float:
 
 
 def wait_until(
-    condition: Callable[[], Any], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+    condition: Callable[[], Any],
+    what: str | Callable[[], str],
+    deadline_s: float = DEADLINE_S,
+    every_s: float = 0.1,
 ) -> Any:
     """Wait until a condition is true and return its value; `what` says what was waited for."""
     end = time.monotonic() + deadline_s
@@ -173,7 +176,7 @@ def wait_until(
         if time.monotonic() > end:
             text = what if isinstance(what, str) else what()
             raise AssertionError(f"not within {deadline_s:.0f} s: {text}")
-        time.sleep(0.1)
+        time.sleep(every_s)
     return value
 
 

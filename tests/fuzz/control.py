@@ -2,6 +2,7 @@
 """Both sides of an agent behind its control port, without sockets: frames go straight to the
 handlers, and the clock is the script's."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -31,6 +32,7 @@ from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
+from pd_connector.control.sockets import MAX_BATCH
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
@@ -413,13 +415,11 @@ class _Wire:
         self._ended = True
         self.monitor.ring()
 
-    def receive(self) -> list[bytes]:
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
-    @property
-    def readable(self) -> bool:
-        return bool(self._waiting)
+    def receive(self, most: int = MAX_BATCH) -> list[bytes]:
+        taken, self._waiting = self._waiting[:most], self._waiting[most:]
+        if not self._waiting:
+            self.socket.hush()
+        return taken
 
     def lost(self) -> tuple[Cause, str] | None:
         return (Cause.SESSION_LOST, "the script says so") if self._ended else None
@@ -445,6 +445,15 @@ class _Bell:
     def ring(self) -> None:
         if self._open:
             os.eventfd_write(self._descriptor, 1)
+
+    def hush(self) -> None:
+        """It was rung for nothing that still waits."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
+
+    def fileno(self) -> int:
+        """As `zmq_poll` asks what is no ZeroMQ socket."""
+        return self._descriptor
 
     def close(self) -> None:
         if self._open:

@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import zipfile
@@ -103,13 +104,14 @@ def test_copies_beside_the_indexed_files_do_not_count(tmp_path: Path, folder: Pa
 def test_a_bit_between_samples_counts_only_if_all_bytes_are_read(
     tmp_path: Path, folder: Path
 ) -> None:
-    changed = tensors()
-    changed["embed"][300, 3] += 1
+    changed = {**tensors(), "embed": np.zeros((40_000, 64), np.float32)}
+    save(folder, changed)
+    changed["embed"][10, 3] += 1
     other = save(tmp_path / "other", changed)
     ours, theirs = read_weights(folder, full=True), read_weights(other, full=True)
     assert ours is not None
     assert theirs is not None
-    assert ours.sampled == theirs.sampled, "so that the test tests what it says"
+    assert ours[::2] == theirs[::2], "samples are the same, so that the test tests what it says"
     assert ours.full != theirs.full
 
 
@@ -226,6 +228,92 @@ def test_one_file_of_a_form_that_is_not_known_is_sampled(tmp_path: Path) -> None
     data[: 1 << 16] = os.urandom(1 << 16)
     moved.write_bytes(data)
     assert read_weights(moved) != before
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (32, 2), (71, 1), (48, 8)])
+def test_keys_of_a_fused_projection_count(tmp_path: Path, heads: int, kv_heads: int) -> None:
+    """Of Falcon's, GLM's, Phi's and DBRX's."""
+    made = tensors()
+    fused = np.random.default_rng(1).random(((heads + 2 * kv_heads) * 64, 512), np.float32)
+    before = read_weights(save(tmp_path / "model", {**made, "qkv_proj": fused}))
+    fused[heads * 64 : (heads + kv_heads) * 64] *= np.float32(1.5)
+    after = read_weights(save(tmp_path / "other", {**made, "qkv_proj": fused}))
+    assert before is not None
+    assert after is not None
+    assert before.fine != after.fine
+    if kv_heads == 2 and heads == 32:
+        assert before.sampled == after.sampled, "so that the test tests what it says"
+
+
+def test_columns_of_a_fused_projection_count(tmp_path: Path) -> None:
+    """Of GPT-2's, which has Q, K and V beside each other in every row."""
+    made = {**tensors(), "c_attn": np.random.default_rng(1).random((768, 2304), np.float32)}
+    before = read_weights(save(tmp_path / "model", made))
+    made["c_attn"][:, 768:1536] *= np.float32(1.5)
+    after = read_weights(save(tmp_path / "other", made))
+    assert before is not None
+    assert after is not None
+    assert before.fine != after.fine
+    assert before.sampled == after.sampled, "so that the test tests what it says"
+
+
+def test_every_single_expert_of_a_fused_tensor_counts(tmp_path: Path) -> None:
+    made = {**tensors(), "experts.down_proj": np.zeros((64, 64, 256), np.float32)}
+    before = read_weights(save(tmp_path / "model", made))
+    for expert in range(64):
+        made["experts.down_proj"][expert] = 1
+        assert read_weights(save(tmp_path / "other", made)) != before, expert
+        made["experts.down_proj"][expert] = 0
+
+
+def gguf(made: Tensors) -> bytes:
+    """A GGUF file with metadata of every kind."""
+
+    def text(told: str) -> bytes:
+        return struct.pack("<Q", len(told)) + told.encode()
+
+    values = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("llama.rope.freq_base") + struct.pack("<If", 6, 10000.0),
+        text("general.alignment") + struct.pack("<II", 4, 64),
+        text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"),
+        text("scores") + struct.pack("<IIQ2d", 9, 12, 2, 0.5, 1.5),
+        text("flag") + struct.pack("<I?", 7, True),
+    ]
+    infos, at = [], 0
+    for name, tensor in made.items():
+        dims = struct.pack(f"<I{tensor.ndim}Q", tensor.ndim, *reversed(tensor.shape))
+        infos.append(text(name) + dims + struct.pack("<IQ", 0, at))
+        at += -(-tensor.nbytes // 64) * 64
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(values)) + b"".join((*values, *infos))
+    data = b"".join(t.tobytes().ljust(-(-t.nbytes // 64) * 64, b"\0") for t in made.values())
+    return head.ljust(-(-len(head) // 64) * 64, b"\0") + data
+
+
+def test_every_tensor_of_a_gguf_file_counts(tmp_path: Path) -> None:
+    big = {"embed": np.zeros((4096, 512), np.float32)}
+    file = tmp_path / "model-Q4_K_M.gguf"
+
+    def read(made: Tensors) -> module.Weights | None:
+        file.write_bytes(gguf({**big, **made}))
+        return read_weights(file)
+
+    before = read(tensors())
+    assert read(tensors()) == before
+    for name in tensors():
+        changed = tensors()
+        changed[name] = changed[name] * np.float32(1.5)
+        assert read(changed) != before, name
+    renamed = tensors()
+    renamed["layers.0.w"] = renamed.pop("layers.0.norm")
+    assert read(renamed) != before
+
+
+@pytest.mark.parametrize("kept", [4, 5, 30, 300, 1000, -1])
+def test_a_gguf_file_that_is_cut_off_is_sampled_as_a_whole(tmp_path: Path, kept: int) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(gguf(tensors())[:kept])
+    assert read_weights(file) is not None
 
 
 def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def offer(transfer: str, pages: int) -> Offer:
     )
 
 
-def opening(transfer: str, pages: int) -> messages.Open:
-    identity, slot = identity_of(transfer), CONFIG.slot_bytes
-    return messages.Open(transfer, identity, 0, 2 * pages, False, [0], slot)
+def opening(transfer: str, pages: int, slots: tuple[int, ...] = (0,)) -> messages.Open:
+    identity, slot_bytes = identity_of(transfer), CONFIG.slot_bytes
+    return messages.Open(transfer, identity, 0, 2 * pages, False, list(slots), slot_bytes)
 
 
 def freed(actions: list[Action]) -> list[tuple[str, Cause | None]]:
@@ -125,19 +125,53 @@ def test_two_full_caches_that_wait_for_each_other_end_at_a_deadline():
 
 
 def test_without_that_deadline_they_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
-    def extend(self: OutgoingTransfer, until: float) -> None:
+    def extend(self: OutgoingTransfer, until: float, lease_ends: float) -> None:
         self.expires = max(self.expires, until)
 
     monkeypatch.setattr(OutgoingTransfer, "extend", extend)
     assert circular_wait(10 * CONFIG.wait_timeout_s) == []
 
 
-def test_a_lease_that_is_being_fetched_lasts_as_long_as_its_consumer_speaks():
-    producer = Producer(CONFIG)
-    producer.offer(offer("a", 2), 0.0)
-    producer.open(ONE, opening("a", 2), ROUTES, 0.0)
-    now = 0.0
-    while now < 3 * CONFIG.wait_timeout_s:
+def test_who_opens_transfers_and_has_no_room_for_them_is_no_better_than_who_waits():
+    producer = Producer(HALF, pages=12)
+    for number in range(3):
+        assert freed(producer.offer(offer(f"{number}", 2), 0.0)) == []
+        producer.open(ONE, opening(f"{number}", 2, slots=()), ROUTES, 0.0)
+    assert freed(producer.offer(offer("new", 2), 0.0)) == [("request 0", Cause.LEASE_EVICTED)]
+    producer.check_integrity()
+
+
+def speak(producer: Producer, *, slot_every_s: float, until: float) -> float:
+    """A consumer says that it wants the transfer, and grants a slot now and then. Returns when the
+    lease ended."""
+    now, granted = 0.0, 0.0
+    while now < until:
         now += CONFIG.heartbeat_s
+        if now - granted >= slot_every_s:
+            granted = now
+            producer.credit(ONE, "a", [0])
+        if send := producer.next_send():
+            producer.written(send.session, send.transfer, True, "")
         producer.heartbeat(ONE, ["a"], now)
-        assert producer.tick(now) == []
+        if freed(producer.tick(now)):
+            return now
+    return now
+
+
+def test_a_lease_that_is_being_fetched_lasts_as_long_as_chunks_of_it_move():
+    producer, wait_s = Producer(CONFIG), CONFIG.wait_timeout_s
+    producer.offer(offer("a", 16), 0.0)
+    (accepted,) = producer.open(ONE, opening("a", 16, slots=()), ROUTES, 0.0)
+    assert isinstance(accepted, Reply)
+    assert isinstance(accepted.message, messages.Accept)
+    assert accepted.message.chunks > 4
+    assert speak(producer, slot_every_s=0.9 * wait_s, until=3 * wait_s) >= 3 * wait_s
+
+
+def test_a_lease_of_which_nothing_moves_ends_although_its_consumer_has_opened_it_and_speaks():
+    producer, wait_s = Producer(CONFIG), CONFIG.wait_timeout_s
+    producer.offer(offer("a", 2), 0.0)
+    producer.open(ONE, opening("a", 2, slots=()), ROUTES, 0.0)
+    ended = speak(producer, slot_every_s=float("inf"), until=3 * wait_s)
+    assert ended <= wait_s + 2 * CONFIG.heartbeat_s
+    producer.check_integrity()

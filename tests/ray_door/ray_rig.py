@@ -7,13 +7,13 @@ import contextlib
 import os
 import signal
 import socket
+import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from unittest import mock
 
 import ray
 from harness import Answer, completion, wait_until
@@ -22,47 +22,17 @@ from ray._private import state
 from ray.cluster_utils import Cluster
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 from ray.serve._private.common import DeploymentID
-from ray_watched import WithControl
+from ray_application import DECODE, PREFILL, ROOT, application
 
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.ray import app, build_pd_app
 from pd_connector.tools.launch import Client, Samples, proc
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "pd_connector" / "tools" / "demo" / "model"
 APP = "default"
-PREFILL, DECODE = "Prefill:demo", "Decode:demo"
 REQUESTS = "serve_requests"
 PROMPT = "def quicksort(items):\n    " * 45  # about 1,200 tokens: five steps of a prefill
 TOLERANCE = 2e-4
 """Pages of another size are added up in another order."""
-
-
-def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
-    """An `LLMConfig` whose replicas run on the node that has this resource."""
-    return {
-        "model_loading_config": {"model_id": "demo", "model_source": str(MODEL)},
-        "accelerator_config": {"kind": "cpu"},
-        "engine_kwargs": {
-            "dtype": "float32",
-            "max_model_len": 4096,
-            "enforce_eager": True,
-            "max_num_batched_tokens": 256,
-            **engine_kwargs,
-        },
-        "placement_group_config": {"bundles": [{"CPU": 0.5, node: 1}]},
-        "deployment_config": {
-            "num_replicas": 1,
-            "request_router_config": {
-                "request_router_class": "ray_watched:WatchedRouter",
-                "request_router_kwargs": {"policy": "cache_aware"},
-            },
-            "ray_actor_options": {"num_cpus": 0},
-            "health_check_period_s": 1,
-            "graceful_shutdown_wait_loop_s": 0.2,
-        },
-    }
 
 
 def grown(now: Samples, before: Samples, name: str, **labels: str) -> float:
@@ -106,6 +76,7 @@ class Rig:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",  # 15 otherwise: the last on a busy machine
                 "RAY_METRICS_REPORT_INTERVAL_MS": "500",
+                "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its sampler at an engine's first request
                 "SPT_NOENV": "1",  # what ends its processes by their environment can read it
             }
         )
@@ -138,7 +109,7 @@ class Rig:
         trace: TracebackType | None,
     ) -> None:
         try:
-            serve.shutdown()
+            self.end_serve()
         finally:
             ray.shutdown()
             self._cluster.shutdown()
@@ -152,56 +123,62 @@ class Rig:
         port = int(self.url.rpartition(":")[2])
         # With one on each node they would share this machine's port, and requests go with a lost node.
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        with mock.patch.object(app, "DecodeServer", WithControl):
-            application = build_pd_app(
-                {
-                    "prefill_config": side("prefill", block_size=32),
-                    "decode_config": side(
-                        "decode",
-                        block_size=64,
-                        scheduler_cls="scheduler_plugins.vllm.PrefixAwareScheduler",
-                    ),
-                    "ingress_deployment_config": {
-                        "num_replicas": 1,
-                        "graceful_shutdown_wait_loop_s": 0.2,
-                        "ray_actor_options": {"resources": {"decode": 1}},
-                    },
-                }
-            )
-        serve.run(application, name=APP, external_scaler_enabled=True)
+        serve.run(application(), name=APP, external_scaler_enabled=True)
         self.wait_for(1, 1)
 
-    def scale(self, prefill: int, decode: int) -> None:
-        """Have this many replicas, as a scaler asks Serve, and wait until they are there."""
+    def want(self, deployment: str, replicas: int) -> None:
+        """Ask Serve for this many replicas, as a scaler does."""
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-        for name, replicas in ((PREFILL, prefill), (DECODE, decode)):
-            wanted = DeploymentID(name=name, app_name=APP)
-            ray.get(controller.update_deployment_replicas.remote(wanted, replicas))
+        wanted = DeploymentID(name=deployment, app_name=APP)
+        ray.get(controller.update_deployment_replicas.remote(wanted, replicas))
+
+    def scale(self, prefill: int, decode: int) -> None:
+        """Have this many replicas, and wait until they are there."""
+        self.want(PREFILL, prefill)
+        self.want(DECODE, decode)
         self.wait_for(prefill, decode)
+
+    def end_serve(self) -> None:
+        """End Serve. A replica that has no node to start on is ended first: Serve would wait for it for the
+        whole `graceful_shutdown_timeout_s`."""
+        with contextlib.suppress(ValueError):  # ended already
+            self.want(PREFILL, 0)
+            for name in self._actors(PREFILL, lambda state: "PENDING" in state):
+                with contextlib.suppress(ValueError):
+                    ray.kill(ray.get_actor(name, namespace="serve"))
+        serve.shutdown()
 
     def wait_for(self, prefill: int, decode: int) -> None:
         """Wait until exactly these replicas are there, and running."""
+        wanted = {PREFILL: {"RUNNING": prefill}, DECODE: {"RUNNING": decode}}
         wait_until(
-            lambda: (
-                self.replicas(PREFILL) == {"RUNNING": prefill}
-                and self.replicas(DECODE) == {"RUNNING": decode}
-            ),
-            lambda: f"{prefill}, {decode}: {self.replicas(PREFILL)}, {self.replicas(DECODE)}",
+            lambda: self.replicas() == wanted,
+            lambda: f"{wanted}: {self.replicas()}",
             400.0,
+            every_s=0.5,  # the controller has something else to do
         )
 
-    def replicas(self, deployment: str) -> dict[str, int]:
-        """How many replicas of a deployment are in which state."""
-        found = serve.status().applications[APP].deployments.get(deployment)
-        return {str(state): n for state, n in found.replica_states.items()} if found else {}
+    def replicas(self) -> dict[str, dict[str, int]]:
+        """For each deployment, how many replicas are in which state."""
+        found = serve.status().applications[APP].deployments
+        return {
+            name: {str(state): n for state, n in found[name].replica_states.items()}
+            for name in (PREFILL, DECODE)
+            if name in found
+        }
 
     def pids(self, deployment: str) -> dict[str, int]:
         """Processes of a deployment's living replicas, by the replicas' names."""
+        found = self._actors(deployment, lambda state: state == "ALIVE")
+        return {name.rpartition("#")[2]: pid for name, pid in found.items()}
+
+    def _actors(self, deployment: str, wanted: Callable[[str], bool]) -> dict[str, int]:
+        """Names and processes of a deployment's replicas in states of Ray's."""
         prefix = f"SERVE_REPLICA::{APP}#{deployment}#"
         return {
-            actor["Name"].removeprefix(prefix): actor["Pid"]
+            actor["Name"]: actor["Pid"]
             for actor in state.actors().values()
-            if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"
+            if actor["Name"].startswith(prefix) and wanted(actor["State"])
         }
 
     def alone(self, prompt: str, max_tokens: int, salt: str) -> Answer:
@@ -229,13 +206,15 @@ class Rig:
         )
 
     def metrics(self) -> Samples:
-        """What all living nodes export."""
+        """What all living nodes export. Ray lists a node for some time after it was lost."""
         text = ""
         for node in ray.nodes():
-            if node["Alive"]:
-                url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-                with urllib.request.urlopen(url, timeout=10.0) as answer:
-                    text += answer.read().decode()
+            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            with (
+                contextlib.suppress(ConnectionError, urllib.error.URLError),
+                urllib.request.urlopen(url, timeout=10.0) as answer,
+            ):
+                text += answer.read().decode()
         return Samples.parse(text)
 
     @contextlib.contextmanager
@@ -250,17 +229,17 @@ class Rig:
             found = grown(self.metrics(), before, name, **labels)
             return found >= least
 
-        wait_until(enough, lambda: f"{least} more of {name} {labels}: {found}", 60.0)
+        wait_until(enough, lambda: f"{least} more of {name} {labels}: {found}", 60.0, 0.25)
 
     def idle(self) -> None:
         """Wait until no living engine holds anything for another."""
+        wait_until(lambda: not any(self.held()), lambda: f"no transfer left: {self.held()}")
+
+    def held(self) -> list[int]:
+        """For each prefill replica, the transfers that decode replicas have yet to fetch."""
         handle = serve.get_deployment_handle(PREFILL, APP)
-
-        def held() -> int:
-            found = handle.broadcast("collective_rpc", "outgoing_transfers").results()
-            return sum(sum(ranks) for ranks in found)
-
-        wait_until(lambda: not held(), lambda: f"no transfer left: {held()}")
+        found = handle.broadcast("collective_rpc", "outgoing_transfers").results()
+        return [sum(ranks) for ranks in found]
 
     def processes(self, name: str) -> list[int]:
         """Living processes of this cluster whose title has `name` in it."""
@@ -276,18 +255,22 @@ class Rig:
                     found.append(pid)
         return found
 
-    def logged(self, deployment: str, text: str) -> bool:
-        """Whether a replica of a deployment has logged a line with this text."""
+    def logged(self, deployment: str, text: str) -> int:
+        """How many lines with this text the replicas of a deployment have logged."""
         logs = Path(self._cluster.head_node.get_logs_dir_path())
         # vLLM sends to stderr what its process logs.
         lines = (
             line for file in logs.glob("worker-*.err") for line in file.read_text().split("\n")
         )
-        return any(text in line and f"{APP}_{deployment}" in line for line in lines)
+        return sum(text in line and f"{APP}_{deployment}" in line for line in lines)
 
     def engine_of(self, pid: int) -> list[int]:
         """Processes of a replica's engine."""
         return sorted(proc.descendants(proc.table(), {pid}) - {pid})
+
+    def engines(self, deployment: str) -> list[int]:
+        """Processes of all engines of a deployment."""
+        return [p for pid in self.pids(deployment).values() for p in self.engine_of(pid)]
 
     def asked(self, deployment: str) -> set[str]:
         """Names of the replicas of a deployment that have requests now."""

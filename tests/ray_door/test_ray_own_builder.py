@@ -17,7 +17,7 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import (
 )
 from ray.serve.schema import ReplicaRank, ServeDeploySchema
 
-from pd_connector.ray import PDConnectorBackend, register
+from pd_connector.ray import PDConnectorBackend, build_pd_app, register
 
 # The shape of the configuration in Ray's guide to prefill/decode disaggregation.
 GUIDE = """
@@ -81,6 +81,22 @@ def test_rays_builder_takes_our_name(registered):
 def test_the_same_configuration_is_one_for_ours(registered):
     for name, server in servers("pd_connector.ray:build_pd_app").items():
         assert server.__module__ == "pd_connector.ray.servers", name
+
+
+def test_one_config_object_may_be_that_of_both_sides(registered):
+    """Each side gets its own role, and the caller's object is as it was."""
+    both = LLMConfig(model_loading_config={"model_id": "m"})
+    ingress = build_pd_app({"prefill_config": both, "decode_config": both})
+    (decode,) = ingress._bound_deployment.init_kwargs["llm_deployments"].values()
+    prefill = decode._bound_deployment.init_kwargs["prefill_server"]
+    roles = [
+        side._bound_deployment.init_kwargs["llm_config"].engine_kwargs["kv_transfer_config"][
+            "kv_role"
+        ]
+        for side in (prefill, decode)
+    ]
+    assert roles == ["kv_producer", "kv_consumer"]
+    assert "kv_transfer_config" not in both.engine_kwargs
 
 
 @pytest.mark.parametrize("engine_id", [{}, {"engine_id": "engine1"}])

@@ -13,6 +13,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 )
 
 from pd_connector.config import Config
+from pd_connector.control.seal import sealed
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.params import ProducerAddress, parse
@@ -22,10 +23,12 @@ from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.binding import BindingPatience
 from pd_connector.ray.carried import why_alone
 from pd_connector.ray.published import NoAddressError, PublishedAddress
+from scheduler_plugins.vllm.request_queue import qos_of
 
 KEY = "0123456789abcdef" * 4
-ADDRESS = ProducerAddress(
-    "prefill-1", (Peer(Source("10.0.0.1", 7000, "prefill-1"), Shard(0, 4, 0, 1)),)
+ADDRESS = sealed(
+    ProducerAddress("prefill-1", (Peer(Source("10.0.0.1", 7000, "prefill-1"), Shard(0, 4, 0, 1)),)),
+    KEY,
 )
 
 
@@ -103,6 +106,8 @@ def test_a_prefill_request_asks_for_one_token_and_nothing_else():
     assert asked.min_tokens == 5
 
 
+OTHER_KEY = "fedcba9876543210" * 4
+TRUSTED = Config(insecure=True, host="10.0.0.2", peers=("10.0.0.0/8",))
 LOOPBACK = ProducerAddress(
     "prefill-1", (Peer(Source("127.0.0.1", 7000, "prefill-1"), Shard(0, 4, 0, 1)),)
 )
@@ -115,10 +120,13 @@ LOOPBACK = ProducerAddress(
         (Config(), ADDRESS, "node-1", False),  # no key here
         (Config(), LOOPBACK, "node-1", False),  # no key there: its loopback is not ours
         (Config(), LOOPBACK, "node-2", True),
-        (Config(insecure=True, host="10.0.0.2"), ADDRESS, "node-1", True),
+        (TRUSTED, ADDRESS, "node-1", True),
+        (Config(insecure=True, host="10.0.0.2"), ADDRESS, "node-1", False),
+        (Config(key=OTHER_KEY, host="10.0.0.2"), ADDRESS, "node-1", False),
+        (Config(key=KEY, host="10.0.0.2"), ADDRESS._replace(seal=""), "node-1", False),
     ],
 )
-def test_no_key_no_other_node(config, address, node, reached, caplog):
+def test_what_the_engine_would_not_dial_is_not_asked(config, address, node, reached, caplog):
     found = backend(config).address_of(peer(address, node))
     assert (found == address) == reached
     assert reached or "PD_CONNECTOR_KEY" in caplog.text
@@ -177,3 +185,22 @@ def test_middleware_is_refused_by_name():
     with_middleware = config(middleware=["scheduler_plugins.vllm.AdmissionMiddleware"])
     with pytest.raises(ConfigError, match="prefill_config: middleware"):
         build_pd_app({"prefill_config": with_middleware, "decode_config": config()})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_request_names_its_class_to_the_schedulers_of_both_sides(chat):
+    """`scheduler_cls` works inside Serve: what it reads is in both requests."""
+    asked = (
+        ChatCompletionRequest(
+            model="m", messages=[{"role": "user", "content": "x"}], vllm_xargs={"qos": "premium"}
+        )
+        if chat
+        else request(vllm_xargs={"qos": "premium"})
+    )
+    made = backend()
+    for shaped in (
+        made.prepare_prefill_request(request=asked, peer=peer()),
+        made.prepare_decode_request(request=asked, peer=peer(), prefill_response=None),
+    ):
+        sampling = shaped.to_sampling_params(shaped.max_tokens or 9, {})
+        assert qos_of(SimpleNamespace(sampling_params=sampling)) == "premium"

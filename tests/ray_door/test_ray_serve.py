@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from harness import assert_same_logprobs, fresh_salt, request_body, wait_until
 from ray_rig import DECODE, PREFILL, PROMPT, REQUESTS, TOLERANCE, ask, grown, hand_over
-from ray_watched import TWO_STEPS
+from ray_watched import RAYS_SERVER, TWO_STEPS
 
 pytestmark = pytest.mark.ray
 
@@ -39,6 +39,24 @@ def test_answers_are_those_of_one_engine_and_kv_comes_while_the_prompt_is_comput
             wanted = rig.alone(prompt, 16, salt)
             found = ask(rig, prompt, cache_salt=salt + "'")
             assert_same_logprobs(found, wanted, TOLERANCE)
+    rig.idle()
+
+
+def test_rays_own_server_hands_over_with_our_backend(rig):
+    """What an application of Ray's own builder does with a request after `register()`."""
+    hand_over(rig)
+    with rig.counts("early_chunks", 1), rig.counts("received_transfers", 4):
+        for n in range(4):
+            prompt, salt = PROMPT + str(n), fresh_salt()
+            wanted = rig.alone(prompt, 16, salt)
+            found = ask(rig, prompt, cache_salt=salt + "'", user=RAYS_SERVER)
+            assert_same_logprobs(found, wanted, TOLERANCE)
+    for fields in (
+        {"n": 2, "temperature": 1.0},
+        {"prompt": ["one", "two"]},
+    ):  # no transfer carries these
+        body = request_body(rig.url, "one", 4) | fields | {"user": RAYS_SERVER}
+        assert len(rig.client.post("/v1/completions", body)["choices"]) == 2
     rig.idle()
 
 

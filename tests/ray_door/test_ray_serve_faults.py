@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from harness import assert_same_logprobs, fresh_salt, request_body, wait_until
@@ -35,11 +36,10 @@ def load(rig, threads=2):
     stop = threading.Event()
 
     def run(n):
-        asked = 0
-        while not stop.wait(0.2):
+        for asked in itertools.count():
             assert len(ask(rig, f"{n} {asked} " + PROMPT[:400], 4).tokens) == 4
-            asked += 1
-        return asked
+            if stop.wait(2.0):
+                return
 
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(run, n) for n in range(threads)]
@@ -47,7 +47,8 @@ def load(rig, threads=2):
             yield
         finally:
             stop.set()
-        assert all(job.result() for job in running)
+        for job in running:
+            job.result()
 
 
 def sending(rig):
@@ -65,27 +66,53 @@ def sessions(rig, gauge):
     return rig.metrics().total(f"ray_pd_connector_{gauge}")
 
 
+def gone(engine):
+    """Wait until nothing is left of an engine."""
+    wait_until(
+        lambda: not [pid for pid in engine if os.path.exists(f"/proc/{pid}")],
+        f"processes {engine} have ended",
+    )
+
+
 def end_at_once(rig, deployment, replica):
-    """Kill a replica. Nothing of its engine is left after it."""
+    """Kill a replica; returns the processes of its engine."""
     pid = rig.pids(deployment)[replica]
     engine = rig.engine_of(pid)
     os.kill(pid, signal.SIGKILL)
-    return lambda: wait_until(
-        lambda: not [p for p in engine if os.path.exists(f"/proc/{p}")],
-        lambda: f"the engine of {replica} is gone: {engine}",
-    )
+    return engine
+
+
+@contextmanager
+def kv_held_by_all_prefill_replicas(rig, pool, prompt=PROMPT[:800], max_tokens=4):
+    """Within, the decode engines stand still, and each prefill replica has computed prompts whose KV they are
+    to fetch. Yields the requests, one for each of the pool's threads. Nothing else may be under way."""
+    replicas = len(rig.pids(PREFILL))
+    done = "CALL completions OK"
+    with stopped(rig.engines(DECODE)):
+        with stopped(rig.engines(PREFILL)):  # all are under way at once: load spreads what is new
+            answers = [
+                pool.submit(ask, rig, prompt if n == 0 else f"{n}: {prompt}", max_tokens)
+                for n in range(pool._max_workers)
+            ]
+            wait_until(lambda: len(rig.asked(PREFILL)) == replicas, "all have a request")
+            before = rig.logged(PREFILL, done)
+        wait_until(
+            lambda: rig.logged(PREFILL, done) == before + len(answers), "the prompts are computed"
+        )
+        held = rig.held()
+        assert len(held) == replicas
+        assert all(held), held
+        yield answers
 
 
 def test_one_to_two_replicas_under_load(rig):
     before = sending(rig)
     with load(rig):
         rig.scale(2, 2)
-        wait_until(lambda: sending(rig) - before, "the new prefill replica has sent KV")
+        wait_until(
+            lambda: sending(rig) - before, "the new prefill replica has sent KV", every_s=0.25
+        )
     rig.idle()
-
-
-def prefill_engines(rig):
-    return [p for pid in rig.pids(PREFILL).values() for p in rig.engine_of(pid)]
 
 
 def test_prompts_that_begin_alike_go_to_the_same_prefill_replica(rig):
@@ -100,7 +127,7 @@ def test_prompts_that_begin_alike_go_to_the_same_prefill_replica(rig):
         return seen, sum(map(len, seen))
 
     with ThreadPoolExecutor(6) as pool:
-        with stopped(prefill_engines(rig)):  # all are under way at once: load spreads what is new
+        with stopped(rig.engines(PREFILL)):  # all are under way at once: load spreads what is new
             first = pool.map(one, range(6))
             wait_until(lambda: routes()[1] == 6, lambda: f"six requests have a replica: {routes()}")
         list(first)
@@ -122,10 +149,10 @@ def test_a_decode_replica_killed_with_requests_under_way(rig):
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, rig, prompt) for prompt in prompts]
         victim = wait_until(lambda: rig.asked(DECODE), "a decode replica has a request").pop()
-        gone = end_at_once(rig, DECODE, victim)
+        engine = end_at_once(rig, DECODE, victim)
         assert_same_logprobs(answers[0].result(), wanted, TOLERANCE)
         assert all(len(answer.result().tokens) == 16 for answer in answers)
-    gone()
+    gone(engine)
     rig.idle()
 
 
@@ -135,26 +162,37 @@ def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
     with (
         rig.counts(REQUESTS, 1, outcome="prefill_failed"),
         ThreadPoolExecutor(1) as pool,
-        stopped(prefill_engines(rig)),
+        stopped(rig.engines(PREFILL)),
     ):
         answer = pool.submit(ask, rig)
         victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
-        gone = end_at_once(rig, PREFILL, victim)
+        engine = end_at_once(rig, PREFILL, victim)
         assert_same_logprobs(answer.result(), wanted, TOLERANCE)
     # Whoever has not noticed yet may choose it before the other.
     assert_same_logprobs(ask(rig), wanted, TOLERANCE)
-    gone()
+    gone(engine)
 
 
 def test_two_replicas_to_one_under_load(rig):
     """Replicas that end give what they keep: no KV is missed. The dead are forgotten."""
     rig.wait_for(2, 2)
     hand_over(rig)
+    engines = {*rig.engines(PREFILL), *rig.engines(DECODE)}
     before = rig.metrics()
-    with load(rig):
+    with ThreadPoolExecutor(6) as pool, ExitStack() as stack:
+        with kv_held_by_all_prefill_replicas(rig, pool) as answers:
+            stack.enter_context(load(rig))
+            rig.want(PREFILL, 1)
+            told = "stopping when decode replicas have fetched KV"
+            wait_until(
+                lambda: rig.logged(PREFILL, told), "a replica waits for its KV to be fetched"
+            )
+            assert rig.replicas()[PREFILL] == {"RUNNING": 1, "STOPPING": 1}
+        assert all(len(answer.result().tokens) == 4 for answer in answers)
         rig.scale(1, 1)
     assert grown(rig.metrics(), before, "failed_transfers") == 0
     rig.idle()
+    gone(engines - {*rig.engines(PREFILL), *rig.engines(DECODE)})
     for gauge in ("consumer_sessions", "producer_sessions"):
         wait_until(
             lambda gauge=gauge: sessions(rig, gauge) <= 1,
@@ -163,13 +201,29 @@ def test_two_replicas_to_one_under_load(rig):
 
 
 def test_the_node_of_all_prefill_replicas_is_lost(rig):
-    """One request is past its prefill, others come. Last: the node does not come back."""
+    """One request has KV, that of another is computed and not fetched, others come. The node does not come
+    back."""
     wanted, whole = ask(rig), ask(rig, max_tokens=64).text
     body = request_body(rig.url, PROMPT, 64, cache_salt=fresh_salt())
     events = rig.client.stream("/v1/completions", body)
     begun = next(events)
-    with load(rig):
-        rig.lose_node()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        rig.counts("failed_transfers", 1),
+        ExitStack() as stack,
+    ):
+        with kv_held_by_all_prefill_replicas(rig, pool, PROMPT, 16) as (answer,):
+            stack.enter_context(load(rig))
+            rig.lose_node()
         text = "".join(e["choices"][0]["text"] for e in [begun, *events] if e["choices"])
         assert text == whole
+        assert_same_logprobs(answer.result(), wanted, TOLERANCE)
         assert_same_logprobs(ask(rig), wanted, TOLERANCE)
+
+
+def test_no_process_is_left_when_serve_ends(rig):
+    """Last: nothing can be asked after it."""
+    assert rig.processes("VLLM::")
+    rig.end_serve()
+    wait_until(lambda: not rig.processes("VLLM::"), lambda: f"left: {rig.processes('VLLM::')}")
+    assert not rig.processes("ServeReplica")

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +95,10 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         scheduler = SimpleNamespace(
             sliding_window_size=None,
             req_to_token_pool=SimpleNamespace(req_to_token=None),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=None)),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, vocab_size=259),
+            tp_worker=SimpleNamespace(
+                model_runner=SimpleNamespace(lora_manager=None, model=torch.nn.Module())
+            ),
         )
         buffers = MetadataBuffers(4, 16, torch.float32, 0)
         queue = SimpleNamespace(
@@ -217,6 +220,27 @@ def test_the_registry_is_told_where_in_its_engine_a_rank_is(
     found = registration._row(SimpleNamespace(**args | kv_args), "h", 5)
     assert found == {**found, **row}
     assert registration.global_rank(place) == number
+
+
+def test_a_rank_registers_once_the_registry_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not through a proxy of the environment, and not where a redirect points to."""
+    taken, answers = list[tuple[str, bytes]](), [503, 302, 200]
+
+    class Registry(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            taken.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(answers.pop(0))
+            self.send_header("Location", "http://127.0.0.1:9/")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    monkeypatch.setattr(registration, "_RETRY_S", 0.01)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        registration._put("127.0.0.1", server.server_port, b"row")
+        server.shutdown()
+    assert taken == [("/route", b"row")] * 3
 
 
 def test_a_prefill_engine_is_known_as_soon_as_it_has_answered() -> None:

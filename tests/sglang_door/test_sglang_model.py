@@ -55,6 +55,7 @@ class Block(torch.nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.attn = RadixAttention(number)
+        self.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
         self.rotary_emb: torch.nn.Module = RotaryEmbedding()
 
 
@@ -103,6 +104,20 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert "weights" in model_problem(facts(scheduler()), facts(scheduler(copied)))
 
 
+@pytest.mark.parametrize("load_format", ["dummy", "remote_instance", "ipc_cache", "flash_rl"])
+def test_files_that_are_not_what_is_loaded_are_not_believed(load_format: str) -> None:
+    made = scheduler()
+    made.server_args.load_format = load_format
+    assert facts(scheduler()).weights
+    assert not facts(made).weights
+
+
+def test_one_file_of_weights_is_believed(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q8_0.gguf"
+    file.write_bytes(b"GGUF and so on")
+    assert facts(scheduler(file)).weights
+
+
 def test_another_dtype_or_override_is_another_model() -> None:
     other = scheduler(dtype=torch.float32)
     assert "config" in model_problem(facts(scheduler()), facts(other))
@@ -132,8 +147,14 @@ def test_weights_that_are_not_on_disk_need_a_name_from_the_operator() -> None:
     dummies = [scheduler(), scheduler()]
     for made in dummies:
         made.server_args.load_format = "dummy"
-    assert "model_id" in model_problem(*(facts(made) for made in dummies))
-    named = [facts(made, model_id="mine") for made in dummies]
+    ours, theirs = (facts(made) for made in dummies)
+    assert model_problem(ours, theirs) == "", "their parameters in memory are the same"
+    with torch.no_grad():
+        blocks(dummies[1])[0].weight.add_(1)
+    assert "weights" in model_problem(ours, facts(dummies[1]))
+    apart = msgspec.structs.replace(theirs, held="rank 0 of 2")
+    assert "model_id" in model_problem(ours, apart)
+    named = [facts(dummies[0], model_id="mine"), msgspec.structs.replace(apart, model_id="mine")]
     assert model_problem(*named) == ""
     assert model_problem(named[0], msgspec.structs.replace(named[0], model_id="yours"))
 

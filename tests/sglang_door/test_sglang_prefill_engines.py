@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill engine is found by its registry or by a control port; whoever else listens is told apart."""
 
+import contextlib
 import json
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,11 +16,25 @@ from support.agents import KEY, LONG, Ranks, ranks, until
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.sglang.prefill_engines import Found, PrefillEngines
+from pd_connector.sglang.prefill_engines import AT_ONCE, Found, PrefillEngines
 
 __all__ = ["ranks"]
 
 Registry = Callable[..., str]
+
+
+def serve(servers: list[ThreadingHTTPServer], handler: type[BaseHTTPRequestHandler]) -> str:
+    """Start a server of the kind; returns its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    servers.append(server)
+    return f"127.0.0.1:{server.server_port}"
+
+
+def end(servers: list[ThreadingHTTPServer]) -> None:
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture
@@ -39,15 +55,10 @@ def registry() -> Iterator[Registry]:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return f"127.0.0.1:{server.server_port}"
+        return serve(servers, Handler)
 
     yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    end(servers)
 
 
 @pytest.fixture
@@ -165,3 +176,82 @@ def test_addresses_that_are_none_end_the_request_and_nothing_else(
     engines: PrefillEngines, address: str
 ) -> None:
     assert found(engines, address).problem is not None
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """Sends whoever asks to another address."""
+
+    to = ""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", f"http://{self.to}{self.path}")
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_registry_cannot_send_an_engine_to_another_address(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines
+) -> None:
+    """That one would not be asked whether it is within `peers`."""
+    there = registry((200, row(ranks(LONG).agent.port)))
+    servers: list[ThreadingHTTPServer] = []
+    address = serve(servers, type("There", (Elsewhere,), {"to": there}))
+    try:
+        problem = found(engines, address).problem
+    finally:
+        end(servers)
+    assert problem is not None
+    assert problem[0] is Cause.UNREACHABLE
+    assert "status 302" in problem[1]
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_an_engine(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        urllib.request, "_opener", None
+    )  # which keeps the proxies of an earlier day
+    monkeypatch.setenv("http_proxy", f"http://{registry((502, b'no such host'))}")
+    rank = ranks(LONG)
+    assert found(engines, registry((200, row(rank.agent.port)))) == Found(((rank.peer,),))
+
+
+class Dripping(BaseHTTPRequestHandler):
+    """Answers a byte at a time, and never ends."""
+
+    in_body = False
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(OSError):
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n" + b"\r\n" * self.in_body)
+            while True:
+                self.wfile.write(b" " if self.in_body else b"a")
+                time.sleep(0.05)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_a_registry_that_answers_without_end_keeps_nobody_waiting(
+    ranks: Ranks, registry: Registry, engines: PrefillEngines, in_body: bool
+) -> None:
+    """So many of them that each thread for look-ups meets one: others would never be looked up."""
+    servers: list[ThreadingHTTPServer] = []
+    handler = type("Slow", (Dripping,), {"in_body": in_body})
+    slow = [serve(servers, handler) for _ in range(AT_ONCE)]
+    rank = ranks(LONG)
+    good = registry((200, row(rank.agent.port)))
+    try:
+        for address in (*slow, good):
+            engines.look_up(address)
+        for address in slow:
+            problem = found(engines, address).problem
+            assert problem is not None
+            assert problem[0] is Cause.UNREACHABLE
+        assert found(engines, good) == Found(((rank.peer,),))
+    finally:
+        end(servers)

@@ -11,6 +11,11 @@ pytest.importorskip("sglang.srt")
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode_hicache_mixin import (
+    DecodePrefixMatch,
+    HiCacheRestoreGatedKVReceiver,
+    HiCacheRestoreResult,
+)
 from sglang_door.door import ROOM, Pair, reach
 from sglang_door.test_sglang_cache import SLIDING_WINDOW, TOKENS, slots_of, with_windows
 from support.agents import until
@@ -106,18 +111,45 @@ def test_an_adapter_that_is_not_known_ends_its_request(pair: Pair) -> None:
         sender.failure_exception()
 
 
-def test_what_the_decode_engine_has_is_not_fetched(pair: Pair) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told", "negative control"])
+@pytest.mark.parametrize(
+    ("device", "host", "storage"),
+    [(16, 0, 0), (0, 32, 0), (16, 16, 0), (0, 16, 16)],
+    ids=["radix", "HiCache", "both", "HiCache's storage"],
+)
+def test_what_the_decode_engine_has_is_not_fetched(
+    pair: Pair, device: int, host: int, storage: int, told: bool
+) -> None:
+    """Nor what SGLang restores from host memory or storage meanwhile: it tells of one prefix, in device
+    memory or not. A request that is told of none has all of it fetched, over what is there."""
+    match = DecodePrefixMatch(torch.arange(device), host, storage, None)
+    prefix = match.decode_prefix_len if told else 0
     req = pair.request()
     sender, receiver = pair.sender(req), pair.receiver(req)
     pair.send_all(sender, req)
     reach(receiver.poll, KVPoll.WaitingForInput)
-    before = pair.d.pool.k_buffer[0][16:32].clone()
-    receiver.send_metadata(pair.pages(pair.d, 2)[:2], 2, [], decode_prefix_len=16)
-    reach(receiver.poll, KVPoll.Success)
-    assert torch.equal(
-        pair.d.pool.k_buffer[0][32 : 32 + TOKENS - 16], pair.p.pool.k_buffer[0][32 : 16 + TOKENS]
+    held = slice(16, 16 + match.decode_prefix_len)
+    before = pair.d.pool.k_buffer[0][held].clone()
+    pages = pair.pages(pair.d)
+    receiver.send_metadata(pages[prefix // 16 :], 2, [], decode_prefix_len=prefix)
+    waiting = SimpleNamespace(
+        kv_receiver=receiver, hicache_restore_status=HiCacheRestoreResult.PENDING
     )
-    assert torch.equal(pair.d.pool.k_buffer[0][16:32], before)
+    gated = HiCacheRestoreGatedKVReceiver(waiting)
+    if match.needs_local_restore:
+        reach(receiver.poll, KVPoll.Success)
+        assert gated.poll() == KVPoll.Transferring, "what is restored is not there yet"
+    waiting.hicache_restore_status = HiCacheRestoreResult.READY
+    reach(gated.poll, KVPoll.Success)
+    after = 16 + prefix
+    assert torch.equal(
+        pair.d.pool.k_buffer[0][after : 16 + TOKENS], pair.p.pool.k_buffer[0][after : 16 + TOKENS]
+    )
+    assert torch.equal(pair.d.pool.k_buffer[0][held], before) is told
+    counted = pair.d.agent.telemetry.take()
+    assert counted is not None
+    page_bytes = sum(buffer[:16].nbytes for buffer in pair.d.pool.k_buffer) * 2
+    assert counted.counts["received_bytes", ()] == (len(pages) - prefix // 16) * page_bytes
 
 
 @pytest.mark.parametrize("when", ["bound", "chunk", "final"])
@@ -211,6 +243,24 @@ def test_other_tokens_are_refused_by_name(pair: Pair) -> None:
     receiver.send_metadata(pair.pages(pair.d), 2, [], decode_prefix_len=0)
     reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError, match="tokens"):
+        receiver.failure_exception()
+    assert not int(pair.d.buffers.bootstrap_room[2, 0]), "no row is filled"
+
+
+@pytest.mark.parametrize("vocabulary", [9, 10])
+def test_a_first_token_that_is_none_ends_its_request(pair: Pair, vocabulary: int) -> None:
+    """The pair's is 9. SGLang would go on from it."""
+    pair.d.vocabulary = vocabulary
+    req = pair.request()
+    sender, receiver = pair.sender(req), pair.receiver(req)
+    pair.send_all(sender, req)
+    reach(receiver.poll, KVPoll.WaitingForInput)
+    receiver.send_metadata(pair.pages(pair.d), 2, [], decode_prefix_len=0)
+    if vocabulary == 10:
+        reach(receiver.poll, KVPoll.Success)
+        return
+    reach(receiver.poll, KVPoll.Failed)
+    with pytest.raises(TransferError, match=r"words: first token 9: .* vocabulary has 9"):
         receiver.failure_exception()
     assert not int(pair.d.buffers.bootstrap_room[2, 0]), "no row is filled"
 

@@ -10,7 +10,13 @@ import pytest
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import token_fingerprint
 from pd_connector.sglang.adapters import Adapters
-from pd_connector.sglang.requests import MAX_ROOM, fingerprint, room_problem, transfer_of
+from pd_connector.sglang.requests import (
+    MAX_ROOM,
+    fingerprint,
+    host_problem,
+    room_problem,
+    transfer_of,
+)
 
 
 @pytest.mark.parametrize("room", [1, 7, 1 << 62, MAX_ROOM])
@@ -26,6 +32,37 @@ def test_rooms_that_would_end_an_engine_are_refused(room: Any) -> None:
     assert "bootstrap_room" in room_problem(room)
 
 
+@pytest.mark.parametrize("host", [None, "", 7, ["a"]])
+def test_hosts_that_would_end_an_engine_are_refused(host: Any) -> None:
+    assert "bootstrap_host" in host_problem(host)
+    assert host_problem("127.0.0.1") == ""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_without_a_host_comes_into_no_queue_of_a_decode_engine(role: str) -> None:
+    """SGLang would make an address of it in its loop, and the engine would end."""
+    pytest.importorskip("sglang.srt")
+    from pd_connector.sglang.plugin import BACKEND, _admit
+
+    told: list[Any] = []
+    output = SimpleNamespace(stream_output=lambda reqs, logprobs: told.extend(reqs))
+    queue = SimpleNamespace(
+        transfer_backend=SimpleNamespace(value=BACKEND),
+        kv_manager=SimpleNamespace(produces=role == "prefill"),
+        scheduler=SimpleNamespace(output_streamer=output),
+    )
+    asked = SimpleNamespace(
+        bootstrap_host=None, bootstrap_room=5, return_logprob=False, disagg_kv_sender=object()
+    )
+    admitted: list[Any] = []
+    _admit(lambda queue, req: admitted.append(req), queue, asked)
+    if role == "prefill":  # it asks nobody
+        assert (admitted, told) == ([asked], [])
+        return
+    assert (admitted, told) == ([], [asked])
+    assert "bootstrap_host None" in asked.finished_reason.message
+
+
 def req(**changes: Any) -> Any:
     known = {"origin_input_ids": [1, 2, 3], "cache_salt": None, "extra_key": None, "lora_id": None}
     return SimpleNamespace(**known | changes)
@@ -37,6 +74,14 @@ def test_tokens_and_salt_are_who_the_kv_is_and_this_process_own_ids_are_not() ->
     assert fingerprint(req(cache_salt="a"), "") == token_fingerprint([1, 2, 3], salt="a")
     assert fingerprint(req(origin_input_ids=[1, 2, 4]), "") != fingerprint(req(), "")
     assert fingerprint(req(), "a 7f") == token_fingerprint([1, 2, 3], adapter="a 7f")
+
+
+@pytest.mark.parametrize("name", ["input_embeds", "positional_embed_overrides"])
+def test_a_prompt_of_embeddings_is_not_told_by_the_token_ids_that_sglang_makes_up(
+    name: str,
+) -> None:
+    with pytest.raises(PDConnectorError, match=name):
+        fingerprint(req(**{name: [[0.5]]}), "")
 
 
 def loaded(**folders: Path) -> Adapters:
@@ -71,3 +116,18 @@ def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Pa
         loaded(x=tmp_path).name("x")
     with pytest.raises(PDConnectorError, match="not loaded"):
         Adapters(SimpleNamespace(lora_manager=None)).name("x")
+
+
+def test_an_adapter_counts_as_it_was_when_it_was_loaded(tmp_path: Path) -> None:
+    """SGLang keeps it in memory, whatever becomes of its files."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"before")
+    adapters = loaded(known=tmp_path, broken=tmp_path / "nowhere")
+    adapters.look()
+    before = adapters.name("known")
+    file.write_bytes(b"after")
+    adapters.look()
+    assert adapters.name("known") == before
+    assert loaded(again=tmp_path).name("again") != before
+    with pytest.raises(PDConnectorError, match="cannot be told by content"):
+        adapters.name("broken")

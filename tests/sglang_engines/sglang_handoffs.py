@@ -56,7 +56,11 @@ class Handoffs:
         assert_same(again, wanted[-1])
         if caches:
             assert again.cached_tokens >= len(longest) // 2
-            assert received_bytes(d) - before < before / 2, "the prefix was fetched again"
+            prefixed = received_bytes(d) - before
+            assert prefixed < before / 2, "the prefix was fetched again"
+            # The negative control: with another salt nothing is found, and all of it is fetched.
+            assert_same(handed_over(p, d, longest, cache_salt=uuid.uuid4().hex), wanted[-1])
+            assert received_bytes(d) - before - prefixed > 2 * prefixed
         assert_idle(p, d)
 
     def test_eight_at_once_do_not_mix(self, pair: Pair) -> None:

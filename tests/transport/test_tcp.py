@@ -19,6 +19,7 @@ from pd_connector.transport.tcp import TcpTransport, cipher, listening, receivin
 from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, TcpAddress, read_address
 from pd_connector.transport.tcp.connection import Pace
 from pd_connector.transport.tcp.frames import DIAL_BYTES, MAGIC
+from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Receiving
 
 MakeEnd = Callable[..., End]
@@ -447,3 +448,13 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+def test_who_waits_for_landing_memory_is_not_forgotten_when_somebody_else_gets_some():
+    landing = Landing(Slab(1, 64))
+    slot = landing.take()
+    assert slot is not None
+    assert landing.take() is None  # it waits
+    landing.give_back(slot)
+    assert landing.take() is not None  # another one, in the same turn
+    assert landing.starved

@@ -212,7 +212,7 @@ def test_it_can_be_switched_off() -> None:
 def test_each_adapter_is_audited_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SteppedEngine()
     passed(engine)
-    monkeypatch.setattr(engine.side._identity, "adapter", lambda request: "an adapter")
+    monkeypatch.setattr(engine.side.identity, "adapter", lambda request: "an adapter")
     engine.fetch("a", 40, seed=1)
     engine.step()
     engine.step()

@@ -16,10 +16,21 @@ from pd_connector.plan.route import routes  # noqa: E402
 from pd_connector.vllm import cache  # noqa: E402
 
 
-def dtype_of(stored: str, mode: object) -> str:
+def dtype_of(stored: str, mode: object, scales: int = 1) -> str:
     spec = SimpleNamespace(kv_quant_mode=mode, dtype=torch.uint8, cache_dtype_str=stored)
-    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=stored))
-    return cache._dtype(SimpleNamespace(spec=spec), config)
+    module = SimpleNamespace(_k_scale=torch.ones(scales), _v_scale=torch.ones(scales))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=stored),
+        compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": module}),
+    )
+    return cache._dtype(SimpleNamespace(spec=spec, name="layers.0.attn"), config)
+
+
+def test_codes_with_a_scale_for_each_head_are_not_read_by_one_scale() -> None:
+    """vLLM tells the largest of them: it would do for one head only."""
+    mode = kv.KVQuantMode.FP8_PER_TENSOR
+    assert dtype_of("fp8", mode) in cache.DTYPES
+    assert dtype_of("fp8", mode, scales=8) not in cache.DTYPES
 
 
 def test_the_other_kind_of_fp8_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,17 @@ def test_a_repository_with_a_quantisation_is_found_in_the_cache(hub):
     assert checkpoint.weights_path("org/name:Q8_0", None) == hub / "name-Q8_0.gguf"
 
 
+class Config:
+    """vLLM's own object of a config."""
+
+    def to_dict(self):
+        return {"from": "vLLM"}
+
+
 def model(place, overrides=None, **changes):
-    object_ = SimpleNamespace(to_dict=lambda: {"from": "vLLM"})
+    object_ = Config()
+    object_.text_config = Config()
+    object_.rope_scaling = {}
     told = {"model": str(place), "revision": None, "hf_overrides": overrides or {}}
     return SimpleNamespace(**told, hf_config=object_, hf_config_path=None, **changes)
 
@@ -84,9 +93,97 @@ def test_the_config_is_that_on_disk_with_what_the_operator_overrides(tmp_path):
     }
 
 
+def test_an_override_that_is_no_config_takes_the_place_of_the_old_value(tmp_path):
+    """As vLLM has it: what the override does not name is gone."""
+    config = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checkpoint.read_config(model(tmp_path, {"rope_scaling": {"factor": 2.0}}))
+    assert found == {"rope_scaling": {"factor": 2.0}}
+
+
+def test_what_vllm_reads_in_the_configs_place_counts(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    (tmp_path / "params.json").write_text('{"dim": 8}')
+    assert checkpoint.read_config(model(tmp_path)) == {"hidden_size": 8}
+    both = {"hidden_size": 8, "params.json": {"dim": 8}}
+    assert checkpoint.read_config(model(tmp_path, config_format="mistral")) == both
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    assert checkpoint.read_config(model(tmp_path)) == both
+    assert checkpoint.read_config(model(tmp_path, config_format="hf")) == {"hidden_size": 8}
+
+
+def load(load_format="auto", download_dir=None):
+    return SimpleNamespace(load_format=load_format, download_dir=download_dir)
+
+
+def save(folder, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    head = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + content)
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "modelexpress", "of a plugin"])
+def test_files_that_are_not_what_is_loaded_are_not_believed(tmp_path, load_format):
+    save(tmp_path, b"1234")
+    assert checkpoint.read_model_weights(model(tmp_path), load(), full=False) is not None
+    assert checkpoint.read_model_weights(model(tmp_path), load(load_format), full=False) is None
+
+
+def test_all_that_a_model_is_loaded_from_counts(tmp_path):
+    """As Ultravox's language model, which is a repository of its own."""
+    save(tmp_path / "model", b"1234")
+    source = SimpleNamespace(model_or_path=str(tmp_path), revision=None, subfolder="text")
+
+    def read(others=(source,), full=False):
+        made = model(tmp_path / "model")
+        return checkpoint.read_model_weights(made, load(), full=full, others=others)
+
+    assert read() is None, "a part of it is not on this disk"
+    save(tmp_path / "text", b"1234")
+    before = read()
+    assert before is not None
+    assert before != read(())
+    assert not before.full
+    assert read(full=True).full
+    save(tmp_path / "text", b"1235")
+    assert read() != before
+
+
+def test_a_repository_is_found_where_vllm_is_told_to_keep_them(hub, tmp_path, monkeypatch):
+    save(hub, b"1234")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    assert checkpoint.weights_path("org/name", None) is None
+    assert checkpoint.weights_path("org/name", None, download_dir=str(tmp_path)) == hub
+
+
 def test_without_a_file_the_config_is_vllms_own(tmp_path):
     assert checkpoint.read_config(model(tmp_path)) == {"from": "vLLM"}
     (tmp_path / "config.json").write_text("not JSON")
     assert checkpoint.read_config(model(tmp_path)) == {"from": "vLLM"}
     (tmp_path / "config.json").write_text("{}")
     assert checkpoint.read_config(model(tmp_path, lambda config: config)) == {"from": "vLLM"}
+
+
+def test_code_that_comes_with_a_checkpoint_counts_where_the_model_is_run_by_it(hub, tmp_path):
+    own = tmp_path / "model"
+    own.mkdir()
+    (own / "modeling_new.py").write_text("scale = 1")
+    served = {"auto_map": {"AutoModel": "org/name--modeling.New"}}
+
+    def told(trusts=True, by_transformers=True, revision=None):
+        made = model(
+            own,
+            trust_remote_code=trusts,
+            code_revision=revision,
+            using_transformers_backend=lambda: by_transformers,
+        )
+        return checkpoint.remote_code(made, served)
+
+    assert told(trusts=False) is None
+    assert told(by_transformers=False) is None, "vLLM has code of its own"
+    found = [told(), told(revision="not here"), told(revision="nor here")]
+    (own / "modeling_new.py").write_text("scale = 2")
+    found.append(told())
+    (hub / "modeling.py").write_text("scale = 3")
+    found.append(told())
+    assert len(set(found)) == 5

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pd_connector.vllm import inputs
-from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
+from pd_connector.vllm import adapter_loads, inputs
+from pd_connector.vllm.inputs import RequestIdentity, adapter_settings, processor_settings
 
 LoRAConfig = pytest.importorskip("vllm.config.lora").LoRAConfig
 safetensors = pytest.importorskip("safetensors.torch")
@@ -95,6 +95,25 @@ def test_an_adapter_whose_files_have_changed_is_not_believed(tmp_path):
     assert identity.of(request(folder, number=2)) != before, "loaded again, as another"
 
 
+def test_an_adapter_counts_as_it_was_when_vllm_was_told_to_load_it(tmp_path):
+    """Between that and the first request its files may be replaced."""
+    core = pytest.importorskip("vllm.v1.engine.core")
+    identity, folder, loaded = RequestIdentity(), adapter(tmp_path / "a"), []
+    adapter_loads.watch_loads(identity)
+    adapter_loads.watch_loads(RequestIdentity())
+    engine = SimpleNamespace(
+        model_executor=SimpleNamespace(add_lora=lambda lora: loaded.append(lora) or True)
+    )
+    asked = request(folder)
+    assert core.EngineCore.add_lora(engine, asked.lora_request)
+    assert loaded == [asked.lora_request], "once, however many watch"
+    changed(folder, scale=2.0)
+    with pytest.raises(OSError, match="has changed since the adapter was loaded"):
+        identity.of(asked)
+    nowhere = request(tmp_path / "nowhere", number=3).lora_request
+    assert core.EngineCore.add_lora(engine, nowhere), "what vLLM says of it is not ours"
+
+
 def test_an_adapter_that_was_changed_in_place_is_not_believed(tmp_path):
     identity, folder = RequestIdentity(), adapter(tmp_path / "a")
     identity.of(request(folder))
@@ -173,12 +192,12 @@ def test_an_adapter_whose_files_are_not_there_is_an_error(tmp_path):
 
 
 def test_an_image_counts_by_what_the_model_is_given():
-    pixels = torch.arange(12.0).view(3, 4)
+    pixels = torch.arange(768.0).view(3, 256)
     before = of(features=[image(pixels, "hash with /models/a in it")])
     assert of(features=[image(pixels.clone(), "hash with /elsewhere in it")]) == before
     others = [
         image(pixels + 1, "x"),
-        image(pixels.view(4, 3), "x"),
+        image(pixels.view(256, 3), "x"),
         image(pixels.bfloat16(), "x"),
         image([pixels], "x"),
         image(pixels, "x", modality="video"),
@@ -192,3 +211,60 @@ def test_an_image_that_is_not_sent_again_is_known_by_its_identifier():
     before = identity.of(request(features=[image(torch.ones(4), "a")]))
     assert identity.of(request(features=[image(None, "a")])) == before
     assert identity.of(request(features=[image(None, "b")])) != before
+
+
+def test_an_image_in_shared_memory_is_known_by_its_identifier_and_not_by_its_place_there():
+    """`--mm-processor-cache-type shm`: what an engine has instead of the image is its own."""
+
+    def of_place(address, identifier, processor=""):
+        data = {
+            name: SimpleNamespace(data=value)
+            for name, value in (("address", address), ("monotonic_id", 0), ("signature", [1, 2]))
+        }
+        position = SimpleNamespace(offset=3)
+        feature = SimpleNamespace(
+            data=data, modality="image", identifier=identifier, mm_position=position
+        )
+        return RequestIdentity(processor=processor).of(request(features=[feature]))
+
+    assert of_place(0, "a") == of_place(4096, "a")
+    assert of_place(0, "a") != of_place(0, "b")
+    assert of_place(0, "a") != of_place(0, "a", "other settings"), "which it does not tell"
+
+
+def test_an_image_of_which_the_engine_has_the_size_only_counts_by_its_identifier_too():
+    """Where an encode engine has the rest, images of one size would all be the same."""
+
+    def of_size(identifier):
+        data = {"image_grid_thw": SimpleNamespace(data=torch.tensor([1, 16, 16]))}
+        feature = image(None, identifier)
+        feature.data = data
+        return of(features=[feature])
+
+    assert of_size("a") == of_size("a")
+    assert of_size("a") != of_size("b")
+
+
+def test_how_an_engine_processes_images_counts(tmp_path):
+    def settings(**told):
+        known = {"mm_processor_kwargs": None, "media_io_kwargs": {}} | told
+        model = SimpleNamespace(
+            multimodal_config=SimpleNamespace(**known), model=str(tmp_path), revision=None
+        )
+        return processor_settings(SimpleNamespace(model_config=model))
+
+    text_only = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None))
+    assert processor_settings(text_only) == ""
+    before = settings()
+    assert settings() == before
+    assert settings(mm_processor_kwargs={"do_normalize": False}) != before
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    assert settings() != before
+
+
+def test_tensors_within_mappings_count_in_every_element():
+    """Their text would leave most of them out."""
+    tensors = [torch.zeros(10_000), torch.zeros(10_000)]
+    tensors[1][5_000] = 1
+    digests = {inputs._content({"audio": {"features": tensor}}) for tensor in tensors}
+    assert len(digests) == 2

@@ -122,3 +122,33 @@ def test_a_table_that_lacks_the_first_positions_is_not_what_its_parameters_say()
     assert agrees(found, table_row(table[:18]))
     assert not agrees(found, table_row(table[:17]))
     assert not agrees(found, table_row(table[:, :32]))
+
+
+def of_transformers(parameters):
+    """A rotation as vLLM's backend of transformers has it."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(
+        head_dim=64, max_position_embeddings=2048, rope_parameters=dict(parameters)
+    )
+    return llama.LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn"])
+def test_a_rotation_of_transformers_is_that_of_vllms_own_module(name):
+    parameters = PARAMETERS[name]
+    found = told(of_transformers(parameters))
+    assert found == told(made(parameters))
+    assert found != told(of_transformers({**parameters, "rope_theta": 10001.0}))
+
+
+def test_a_rotation_of_transformers_that_is_not_what_its_config_says_is_told_by_its_table():
+    module = of_transformers(PARAMETERS["default"])
+    before = told(module)
+    module.inv_freq[5:] *= 1.5
+    assert told(module).startswith("LlamaRotaryEmbedding {")
+    assert told(module) != before
+
+
+def test_a_rotation_of_transformers_that_depends_on_a_batch_is_none_of_vllms():
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert told(of_transformers(parameters)).startswith("LlamaRotaryEmbedding {")

@@ -30,6 +30,8 @@ REST_BUDGET_MS = 1.0
 """CPU milliseconds of the agent's thread per second while nothing happens."""
 MESSAGE_BUDGET_MS = 0.2
 _REST_S = 20.0
+"""Three rounds of heartbeats, which are 6.7 s apart. It begins between two of them (`_wait_for_rest`): a
+window that begins anywhere has three or four."""
 _SETTLE_S = 8.0
 """Until nothing is left of the sessions' beginning: deadlines of handshakes have passed, and every heartbeat has been
 put together once."""
@@ -82,6 +84,7 @@ def measure(sessions: int = SESSIONS, waiting: int = WAITING, rest_s: float = _R
         ours.send("watched")
         _wait(lambda: _ask(ours, "watched") >= waiting, "requests watched")
         time.sleep(_SETTLE_S)
+        _wait_for_rest(agent)
         began = _thread_ns(agent)
         time.sleep(rest_s)
         rest_ms = (_thread_ns(agent) - began) / 1e6 / rest_s
@@ -129,6 +132,18 @@ def _thread_ns(agent: Agent) -> int:
     ident = agent._thread.ident
     assert ident is not None
     return time.clock_gettime_ns(time.pthread_getcpuclockid(ident))
+
+
+def _wait_for_rest(agent: Agent) -> None:
+    """Return when the agent's thread has just done nothing for a second."""
+    busy = _thread_ns(agent)
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        before, busy = busy, _thread_ns(agent)
+        if busy - before < 1e6:
+            return
+    raise BenchError(f"the agent's thread did not rest for a second within {_PATIENCE_S:.0f} s")
 
 
 def _wait(condition: Any, what: str) -> None:

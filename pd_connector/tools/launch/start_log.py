@@ -11,6 +11,8 @@ from typing import NamedTuple
 _COMMAND = re.compile(r"^\$ |non-default args")
 # The line of a traceback that names the exception, with or without vLLM's prefix.
 _RAISED = re.compile(r"^(?:\(.*?\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$")
+_KILLS_ITSELF = "kill_process_tree called"
+"""SGLang ends all of its processes like this, the one that says so included, when one of them has failed."""
 _NOISE = re.compile(r'Route: /|Available routes|" 200 OK$')
 
 # What a line of vLLM's log means for somebody who waits, in the order in which they come.
@@ -105,7 +107,8 @@ def likely_cause(lines: list[str], returncode: int | None) -> str | None:
 
     `lines` is the whole log of the failed run: what comes last is often only a consequence.
     """
-    if returncode == -signal.SIGKILL:
+    by_itself = any(_KILLS_ITSELF in line for line in lines)
+    if returncode == -signal.SIGKILL and not by_itself:
         return "killed by SIGKILL: most likely this machine ran out of memory (see dmesg)"
     # Lines that repeat the command contain the words of many a failure.
     candidates = [line for line in lines if not _COMMAND.search(line)]

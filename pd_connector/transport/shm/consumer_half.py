@@ -30,6 +30,8 @@ logger = logging.getLogger("pd_connector.transport.shm.transport")
 
 _MAX_NOTE_BYTES = 4096
 _MAX_NOTES = 1024  # taken from one producer at a time
+_MOST_LINKS = 16
+"""Connections of one producer. It makes one for each session, and one to a rank is enough."""
 
 
 @dataclass(slots=True)
@@ -217,6 +219,9 @@ class ConsumerHalf:
         """Exchange descriptors with the expected producers that have connected."""
         for connection in self._listener.accept(self._producers):
             producer = self._producers[connection.token]
+            if len(producer.links) >= _MOST_LINKS:
+                connection.close()
+                continue
             try:
                 send_fds(connection.link, b"\0", [self._landing.handle])
             except OSError:

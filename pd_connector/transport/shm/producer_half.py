@@ -21,6 +21,10 @@ from pd_connector.transport.shm.rendezvous import connect
 NOTE = struct.Struct("<IQ")
 """What follows a copy: landing slot and bytes of the chunk. The chunk's header comes after it."""
 
+_MOST_WAITING = 8
+"""Chunks that are kept for a consumer whose landing slab has not come yet. It is sent before the
+consumer asks for anything."""
+
 _Memory = npt.NDArray[np.uint8]
 
 
@@ -32,6 +36,7 @@ class ConsumerPeer:
         link: the socket to it.
         slots, slot_bytes: of its landing slab.
         window: that slab as mapped here; None until its descriptor has arrived.
+        problem: why it will not arrive.
         waiting: header, payload and slot of chunks that were written before.
         notes: notes for which the socket had no room.
     """
@@ -40,6 +45,7 @@ class ConsumerPeer:
     slots: int
     slot_bytes: int
     window: _Memory | None = None
+    problem: str = ""
     waiting: list[tuple[bytes, bytes, int]] = field(default_factory=list)
     notes: deque[bytes] = field(default_factory=deque)
 
@@ -67,16 +73,22 @@ class ConsumerPeer:
 
     def open_window(self) -> None:
         """Map the consumer's slab, if its descriptor has come, and copy what has waited for it."""
-        try:
-            _, descriptors = recv_fds(self.link, 1)
-        except OSError:
+        if self.window is not None or self.problem:
             return
+        try:
+            data, descriptors = recv_fds(self.link, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", ()
         nbytes = self.slots * self.slot_bytes
         for descriptor in descriptors:  # one or none
             self.window = map_slab(descriptor, nbytes, mmap.ACCESS_WRITE)
         if self.window is not None:
             for header, payload, slot in self.waiting:
                 self.copy(header, memoryview(payload), slot)
+        else:
+            self.problem = "has handed over no slab as it announced" if data else "has hung up"
         self.waiting.clear()
 
 
@@ -118,6 +130,11 @@ class ProducerHalf:
         if consumer is None:
             raise TransportError("shm: no such consumer (any more)")
         check_fits("the consumer", slot, len(payload), consumer.slots, consumer.slot_bytes)
+        consumer.open_window()
+        if consumer.problem:
+            raise TransportError(f"shm: the consumer {consumer.problem}")
+        if len(consumer.waiting) >= _MOST_WAITING:
+            raise TransportError(f"shm: {_MOST_WAITING} chunks wait for the consumer's slab")
         token = next(self._tokens)
         problem = ""
         if consumer.window is None:
@@ -130,15 +147,15 @@ class ProducerHalf:
     def poll(self) -> list[Written]:
         """Send what waits; returns the writes that have ended."""
         for consumer in list(self._consumers.values()):
-            if consumer.window is None:
-                consumer.open_window()
+            consumer.open_window()
             consumer.send_notes()
         written, self._written = self._written, []
         return written
 
     @property
     def pollables(self) -> list[object]:
-        return [c.link.fileno() for c in self._consumers.values() if c.window is None]
+        waiting = (c for c in self._consumers.values() if c.window is None and not c.problem)
+        return [consumer.link.fileno() for consumer in waiting]
 
     @property
     def restless(self) -> bool:

@@ -15,7 +15,7 @@ class Landing:
     last is lent first, because it is still in the processor's cache.
 
     Attributes:
-        starved: the last connection that wanted a slot got none.
+        starved: a connection that wanted a slot got none, since this was last set to False.
         destinations: see `Transport.destinations`.
     """
 
@@ -39,8 +39,10 @@ class Landing:
 
     def take(self) -> int | None:
         """Lend a slot, if one is free."""
-        self.starved = not self._free
-        return self._free.pop() if self._free else None
+        if self._free:
+            return self._free.pop()
+        self.starved = True
+        return None
 
     def memory(self, slot: int, nbytes: int) -> memoryview:
         """The first bytes of a slot."""

@@ -44,6 +44,7 @@ NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
 
 EVENT_STREAM = "text/event-stream"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_ERROR = b'data: {"error"'
 
 
 def error_body(
@@ -63,7 +64,7 @@ def error_in(events: bytes) -> tuple[int, str] | None:
     """The status and the message of a stream's first event, if that is an error of the engine's own:
     SGLang answers a stream with 200 before it knows whether it will have anything to send."""
     first, _, _ = events.partition(b"\n\n")
-    if not first.startswith(b'data: {"error"'):
+    if not first.startswith(_ERROR):
         return None
     try:
         error = json.loads(first.removeprefix(b"data: "))["error"]
@@ -71,6 +72,17 @@ def error_in(events: bytes) -> tuple[int, str] | None:
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return (code, message) if isinstance(code, int) and code >= 500 else None
+
+
+def before_error(events: bytes) -> tuple[bytes, tuple[int, str] | None]:
+    """The events before an error of the engine's own, and its status and message; all of them, and None, if
+    there is none. vLLM ends its streams so when its core has died."""
+    at = events.find(_ERROR)
+    while at >= 0:
+        if (not at or events[at - 1 : at] == b"\n") and (error := error_in(events[at:])):
+            return events[:at], error
+        at = events.find(_ERROR, at + 1)
+    return events, None
 
 
 def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:
@@ -92,13 +104,15 @@ def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDic
 def retry_after_s(headers: Mapping[str, str]) -> int:
     """Seconds after which an engine wants to be asked again, by its `Retry-After`; at least 1."""
     told = headers.get("Retry-After", "").strip()
-    if told.isdecimal():
-        return max(1, min(int(told), LONGEST_RETRY_S))
     try:
-        at = parsedate_to_datetime(told)
-    except ValueError:
-        return 1
-    return max(1, min(ceil(at.timestamp() - time.time()), LONGEST_RETRY_S))
+        left_s = int(told) if told.isdecimal() else _until(told)
+    except (ValueError, OverflowError):
+        return 1  # neither a number nor a date, or one too large to be either
+    return max(1, min(left_s, LONGEST_RETRY_S))
+
+
+def _until(date: str) -> int:
+    return ceil(parsedate_to_datetime(date).timestamp() - time.time())
 
 
 def _without(headers: Iterable[tuple[str, str]], left_out: frozenset[str]) -> CIMultiDict[str]:
@@ -134,6 +148,11 @@ class EventCutter:
         if whole:
             self._look_for_end(whole)
         return whole
+
+    @property
+    def held(self) -> bytes:
+        """The beginning of an event."""
+        return self._held
 
     def rest(self) -> bytes:
         """What is left at the end of the stream: bytes only if they are an unclosed end mark."""

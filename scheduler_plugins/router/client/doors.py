@@ -10,10 +10,13 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.router.client.answers import headers_to_engine
+from scheduler_plugins.router.prompt.body import ONE_ENGINE
 from scheduler_plugins.router.settings.config import RouterConfig
 
-GUARDED = "/v1/"
-"""Endpoints that ask for the clients' key, if there is one."""
+
+def is_guarded(path: str) -> bool:
+    """Whether an endpoint asks for the clients' key, if there is one."""
+    return path.startswith("/v1/") or path in ONE_ENGINE
 
 
 def may_enter(request: web.Request, key: str) -> bool:

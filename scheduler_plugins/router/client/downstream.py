@@ -29,6 +29,9 @@ class Downstream:
         self._idle_timeout_s = idle_timeout_s
         self._response: web.StreamResponse | None = None
         self._chunked = False
+        self._ends = False
+        self.ended = False
+        """Whether the client has been sent all of an answer."""
 
     @property
     def begun(self) -> bool:
@@ -67,12 +70,19 @@ class Downstream:
 
     async def finish(self) -> web.StreamResponse:
         """End the body. Returns the response that `begin` was given."""
+        self._ends = True
         await self._within_limit(self._begun.write_eof())
+        self.ended = True
         return self._begun
 
     async def interrupt(self, message: str) -> web.StreamResponse:
-        """End a stream that cannot go on: send an error event, and close the connection."""
-        self._begun.force_close()
+        """End a stream that cannot go on, by an error event. The connection stays: closing it would take the client's next
+        request with it, which may be on its way already. An answer that has ended stays as it is; one that is no stream,
+        or was stopped at its end, has no place for an event, so its connection is closed."""
+        if self.ended:
+            return self._begun
+        if self._ends or isinstance(self._begun, web.Response):
+            _gone(message)
         await self.write(error_event(message))
         return await self.finish()
 

@@ -60,7 +60,9 @@ def create_admin(pool: EnginePool, key: str) -> web.Application:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
-    given = hashlib.sha256(request.headers.get("Authorization", "").encode()).digest()
+    given = hashlib.sha256(
+        request.headers.get("Authorization", "").encode("utf-8", "replace")
+    ).digest()
     wanted = hashlib.sha256(f"Bearer {request.app[_KEY]}".encode()).digest()
     if request.app[_KEY] and not secrets.compare_digest(given, wanted):
         return _error("wrong or no admin key (PD_ROUTER_ADMIN_KEY)", 401)
@@ -94,10 +96,7 @@ async def _add(request: web.Request) -> web.StreamResponse:
 async def _remove(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
     url = _known(pool, asked.url).url
-    if not any(url in getattr(pool.config, side) for side in SIDES):
-        raise ValueError(
-            f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
-        )
+    _check_named_itself(pool, url)
     pool.use(replace(pool.config, **_without(pool, url)))
     return _told(pool)
 
@@ -111,12 +110,21 @@ async def _drain(request: web.Request) -> web.StreamResponse:
 async def _set_role(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_SetRole), request.app[_POOL]
     engine = _known(pool, asked.url)
+    _check_named_itself(pool, engine.url)
     sides = _without(pool, engine.url, keep_events=True)
     sides[asked.role] = (*sides[asked.role], engine.url)
     config = replace(pool.config, **sides)  # says whether an engine is left on each side
     pool.set_role(engine, Role(asked.role))
     pool.use(config)
     return _told(pool)
+
+
+def _check_named_itself(pool: EnginePool, url: str) -> None:
+    """Raises ValueError for one of the engines that a name stands for: the name would bring it back."""
+    if not any(url in getattr(pool.config, side) for side in SIDES):
+        raise ValueError(
+            f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
+        )
 
 
 def _without(pool: EnginePool, url: str, *, keep_events: bool = False) -> dict[str, Any]:

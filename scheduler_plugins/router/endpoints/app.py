@@ -19,7 +19,7 @@ from scheduler_plugins.router.client.connections import (
     NoRoomError,
     Reservation,
 )
-from scheduler_plugins.router.client.doors import GUARDED, may_enter, passed_headers
+from scheduler_plugins.router.client.doors import is_guarded, may_enter, passed_headers
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
@@ -88,8 +88,8 @@ def create_app(
     app.cleanup_ctx.append(_engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: _reloading(app, settings))
-    app.router.add_post(body.COMPLETIONS, completions)
-    app.router.add_post(body.CHAT, completions)
+    for path in (body.COMPLETIONS, body.CHAT, *body.ONE_ENGINE):
+        app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
@@ -105,7 +105,7 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
         connections = client_connections(config)
         pool = app[BACKEND].pool(config, watching, app[METRICS])
         policy = create(config.policy, config.decode_policy)
-        tokens = PromptTokens(connections, pool.all_up, config.tokenizer)
+        tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
         tracing = Tracing(config.otlp)
         app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)
         try:
@@ -139,7 +139,7 @@ async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncItera
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error OpenAI's shape."""
     request.app[CONNECTIONS].headers_arrived(request)
-    if request.path.startswith(GUARDED) and not may_enter(request, request.app[CONFIG].client_key):
+    if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))
     try:
@@ -162,7 +162,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Both completion endpoints."""
+    """Both completion endpoints, and those that one engine serves."""
     known = request.app[METRICS]
     outcome = "internal_error"
     known.in_flight.inc()
@@ -193,12 +193,11 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         limit_s = timeout_s(request.headers)
         parsed = body.parse(await _read(request, room), request.path)
     except body.BadRequestError as error:
-        response = error_response(str(error), "invalid_request_error", 400, error.param)
-        response.headers[REQUEST_ID] = request_id
-        return response, "bad_request"
+        return _bad_request(error, request_id), "bad_request"
     headers = passed_headers(request, request_id, shared.config)
-    client_request = ClientRequest(shared, request, headers, parsed)
+    client_request: ClientRequest | None = None
     try:
+        client_request = ClientRequest(shared, request, headers, parsed)
         with request.app[CONNECTIONS].serving(request):
             found = await _within(client_request, limit_s, request_id)
             client_request.trace.finish(found[1])
@@ -215,15 +214,26 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         return response, "overloaded"
     except ClientGoneError as error:
         raise ClientGoneError(f"request {request_id}: {error}") from None
-    except Exception:
-        if client_request.begun:
+    except Exception as error:
+        if client_request is not None and client_request.begun:
             raise  # aiohttp closes the connection: too late for any other answer
+        if isinstance(error, RecursionError):  # the parser's stack was a little less deep
+            return _bad_request(
+                body.BadRequestError("the request body is nested too deeply"), request_id
+            ), "bad_request"
         logger.exception("request %s failed in the router", request_id)
         return error_response(
             f"request {request_id} failed in the router", "internal_error", 500
         ), "internal_error"
     finally:
-        client_request.trace.finish("failed")
+        if client_request is not None:
+            client_request.trace.finish("failed")
+
+
+def _bad_request(error: body.BadRequestError, request_id: str) -> web.Response:
+    response = error_response(str(error), "invalid_request_error", 400, error.param)
+    response.headers[REQUEST_ID] = request_id
+    return response
 
 
 async def _within(
@@ -241,7 +251,8 @@ async def _within(
             raise
     why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
     if client_request.begun:
-        return await client_request.interrupt(why), "deadline"
+        outcome = "ok" if client_request.ended else "deadline"
+        return await client_request.interrupt(why), outcome
     response = error_response(f"request {request_id}: {why}", "timeout", 504)
     response.headers[REQUEST_ID] = request_id
     return response, "deadline"

@@ -2,7 +2,9 @@
 """The endpoints that tell of the engines and of the router: the model list, health, metrics, the live page's events."""
 
 import uuid
+from typing import Any
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -23,24 +25,37 @@ MODELS = "/v1/models"
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """The model list of any engine that is up, decode side first."""
+    """The model lists of the engines that are up, decode side first; each model once."""
     shared = request.app[SHARED]
     config = shared.config
     request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
     call = EngineCall("GET", MODELS, passed_headers(request, request_id, config))
     timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
     failed: dict[BackendEngine, EngineFailedError] = {}
+    found: web.Response | None = None
+    listed: dict[str, Any] = {}
     for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
+        if found is not None and engine.models <= listed.keys():
+            continue  # it says nothing new
         try:
             async with exchange(shared.connections, engine, call, timeouts, config) as answer:
-                if answer.status >= 500:
+                if answer.status // 100 not in (2, 4):
                     raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
                 content = await answer.read_all()
                 returned = headers_to_client(answer.headers, request_id)
-                return web.Response(status=answer.status, headers=returned, body=content)
+                response = web.Response(status=answer.status, headers=returned, body=content)
+                if answer.status != 200:
+                    return response
+                found = found or response
+                for one in _listed(content):
+                    listed.setdefault(one["id"], one)
         except EngineFailedError as failure:
             shared.pool.report_failure(engine, failure)
             failed[engine] = failure
+    if found is not None:
+        if len(listed) > len(_listed(found.body)):
+            found.body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
+        return found
     engines = [
         (engine, failed[engine].cause, str(failed[engine]))
         if engine in failed
@@ -73,3 +88,14 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
     text = await request.app[BACKEND].render(request.app[METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _listed(content: Any) -> list[dict[str, Any]]:
+    """The models in an engine's answer."""
+    try:
+        answer = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, TypeError, RecursionError):
+        return []
+    data = answer.get("data") if isinstance(answer, dict) else None
+    models = [one for one in (data if isinstance(data, list) else ()) if isinstance(one, dict)]
+    return [one for one in models if isinstance(one.get("id"), str)]

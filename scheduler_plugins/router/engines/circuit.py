@@ -9,6 +9,7 @@ FAILURES = 5
 """Failures of one cause in a row that open an engine's circuit."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+_MOST_DOUBLINGS = 10
 BUDGET = 0.2
 """Retries for each request, on average."""
 DEATHS = ("connect", "died", "unhealthy")
@@ -60,7 +61,8 @@ class Circuit:
         if not half_open and (self._pauses or self._failures[cause] < FAILURES):
             return False
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._pauses)
-        self._pauses += 1
+        # An engine may fail for days: 2**1024 is no float any more.
+        self._pauses = min(self._pauses + 1, _MOST_DOUBLINGS)
         # Several routers that saw the same failures must not all come back at once.
         self._until_s = now_s + pause_s * self._random.uniform(0.5, 1.0)
         return True

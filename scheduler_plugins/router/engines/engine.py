@@ -51,6 +51,8 @@ class BackendEngine(Loaded):
     """Which engine it is; None until it has been asked."""
     model: str = ""
     """The name of its model, where it is a prefill engine."""
+    models: frozenset[str] = frozenset()
+    """Names of the models and adapters that it serves, as it told last; empty: it has not."""
     replicas: tuple[ProducerAddress, ...] = ()
     """`address`, and those of its other data-parallel replicas where it is one of SGLang's."""
     bootstrap_port: int | None = None

@@ -59,14 +59,20 @@ def from_report(raw: bytes, host: str) -> Told | None:
 def from_metrics(text: bytes) -> Told | None:
     """Read vLLM's metrics, of which there are thousands, for the few that matter; None if they are not there."""
     sums: dict[bytes, float] = {}
-    for name, value in _GAUGES.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
+    usages = list[float]()  # of each rank: a request has room in one of them
+    try:
+        for name, value in _GAUGES.findall(text):
+            sums[name] = sums.get(name, 0.0) + float(value)
+            if name == b"kv_cache_usage_perc":
+                usages.append(float(value))
+    except ValueError:
+        return None
     described = _CACHE.search(text)
     info = dict(_LABELS.findall(described[1])) if described else {}
     if not sums and not info:
         return None
     block_tokens, blocks = (_number(info.get(name)) for name in (b"block_size", b"num_gpu_blocks"))
-    used = sums.get(b"kv_cache_usage_perc")
+    used = min(usages, default=None)
     return Told(
         waiting=round(sums.get(b"num_requests_waiting", 0)),
         batch=round(sums.get(b"num_requests_running", 0)),

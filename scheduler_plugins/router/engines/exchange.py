@@ -240,7 +240,8 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     """Raise what an error status says about the engine.
 
     Args:
-        wanted: the only status that is not an error; None: all below 500 but 429 are the client's.
+        wanted: the only status that is not an error; None: 2xx are not, and 4xx but 429 are the client's.
+            A redirection is an engine's error: it would show the client where engines are.
 
     Raises:
         OverloadedError: 429 or 503. EngineFailedError: any other error.
@@ -248,7 +249,7 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     status = answer.status
     if status in OVERLOADED:
         raise OverloadedError(status, await excerpt(answer), retry_after_s(answer.headers))
-    if status >= 500 or wanted not in (None, status):
+    if status // 100 not in (2, 4) or wanted not in (None, status):
         accepted = wanted is None
         message = f"{status}: {await excerpt(answer)}"
         raise EngineFailedError(f"status_{status}", message, accepted=accepted)

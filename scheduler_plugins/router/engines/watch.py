@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LOAD_LIMIT_S = 1.0
 """Longest wait for an engine to tell its load: its health is not asked meanwhile."""
+MODELS_LOOK_S = 10.0
+"""Pause between two looks at which models and adapters an engine serves."""
 OUTAGE_LOOK_S = 15.0
 """Pause between two looks at a decode engine's metrics, in seconds."""
 
@@ -63,6 +65,7 @@ class EngineWatch:
         """When to ask a prefill engine for its address, on the event loop's clock."""
         self.misses = 0
         self.look_at = 0.0
+        self.models_at = 0.0
         self.reports = True  # whether the engine may answer `GET /pd/load`
         self._config = config
         self._session = session
@@ -102,9 +105,10 @@ class EngineWatch:
             return
         self.misses = 0
         if not engine.up:
-            self.probe_at, self.reports = 0.0, True
+            self.probe_at, self.models_at, self.reports = 0.0, 0.0, True
         if engine.kind is None and not await self._identify(engine):
             return
+        await self._list_models()
         if engine.hands_over and engine.address is None:
             await self._probe()
         if not engine.up:
@@ -170,6 +174,26 @@ class EngineWatch:
                 *(engine.url, engine.role, facts.mode),
             )
         return True
+
+    async def _list_models(self) -> None:
+        """Learn which models and adapters the engine serves. Who does not tell is asked for anything."""
+        now = asyncio.get_running_loop().time()
+        if now < self.models_at:
+            return
+        self.models_at = now + MODELS_LOOK_S
+        call = EngineCall("GET", "/v1/models", self._headers())
+        try:
+            listed = _decoded(await self._ask(self.engine, call, LOAD_LIMIT_S))
+        except EngineFailedError as failure:
+            logger.debug("%s: no list of models: %s", self.engine.url, failure)
+            return
+        data = listed.get("data") if isinstance(listed, dict) else None
+        names = [
+            one.get("id")
+            for one in (data if isinstance(data, list) else ())
+            if isinstance(one, dict)
+        ]
+        self.engine.models = frozenset(name for name in names if isinstance(name, str))
 
     async def _side(self, engine: BackendEngine, facts: SglangFacts | None) -> Role:
         """The side that an engine says it is on. A vLLM engine of both tells where it hands KV over, and

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from hashlib import blake2b
 from hmac import compare_digest
-from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -43,6 +42,8 @@ _MOST_BYTES = 1 << 20
 _MAC_BYTES = 16
 SILENT_S = 10.0
 """Routers that were named and not heard for so long are missed, with a line in the log."""
+MOST = 1e12
+"""Counts are smaller; the sum of what is believed is always a number to reckon with."""
 MOST_FELLOWS = 256
 """Routers that are believed at a time."""
 
@@ -186,7 +187,7 @@ class Fellows:
                 if (
                     counts is None
                     or len(counts) != len(Count)
-                    or not all(0 <= c < inf for c in counts)
+                    or not all(0 <= c < MOST for c in counts)
                 ):
                     continue
                 since_s = heard.at_s - counts[Count.BUSY_SINCE_S]

@@ -77,7 +77,7 @@ def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
         decode: the kind of the engine that answers. SGLang's goes on from the first token that the
             prefill engine chooses; vLLM's chooses the first token itself.
     """
-    if _has_inputs(request):
+    if has_inputs(request):
         return "inputs"
     if request.get("input_ids") is not None or request.get("prompt_embeds") is not None:
         return "inputs"
@@ -179,7 +179,7 @@ def _new_room() -> int:
     return secrets.randbits(62) + 1
 
 
-def _has_inputs(request: Mapping[str, Any]) -> bool:
+def has_inputs(request: Mapping[str, Any]) -> bool:
     """Whether a message has more than text."""
     messages = request.get("messages")
     for message in messages if isinstance(messages, list) else ():
@@ -198,15 +198,24 @@ def _constrained(request: Mapping[str, Any]) -> bool:
     if request.get("tool_choice") not in (None, "none", "auto"):
         return True
     tools = request.get("tools")
-    return any(
-        isinstance(tool, dict) and bool((tool.get("function") or {}).get("strict"))
+    functions = [
+        tool.get("function")
         for tool in (tools if isinstance(tools, list) else ())
-    )
+        if isinstance(tool, dict)
+    ]
+    return any(isinstance(one, dict) and bool(one.get("strict")) for one in functions)
 
 
 def _wanted_logprobs(request: Mapping[str, Any]) -> int:
-    """How many alternatives of each token the client wants; -1 if no log probabilities at all."""
+    """How many alternatives of each token the client wants; -1 if no log probabilities at all.
+
+    What is no number counts as none: the engine that answers refuses it.
+    """
     wanted = request.get("logprobs")
     if "messages" in request:
-        return int(request.get("top_logprobs") or 0) if wanted else -1
-    return -1 if wanted is None or wanted is False else int(wanted)
+        return _number(request.get("top_logprobs")) if wanted else -1
+    return -1 if wanted is None or wanted is False else _number(wanted)
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's token ids, as the engine that will decode reads it."""
+"""A prompt's token ids, as the engine that will decode reads it; and the text of ids."""
 
 import json
 from collections.abc import Mapping
@@ -20,6 +20,9 @@ from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.settings.config import RouterConfig
 
 TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+DETOKENIZE_S = 2.0
+"""Longest wait for a text: a client's stream stands still meanwhile."""
 
 
 _CLIENT_ERRORS = (400, 413, 422)
@@ -73,4 +76,35 @@ def _ids(raw: bytes) -> list[int]:
         found = None
     if not (isinstance(found, list) and found and all(type(token) is int for token in found)):
         raise EngineFailedError("malformed", f"{TOKENIZE} answered without the prompt's ids")
+    return found
+
+
+async def text_of(
+    connections: EngineConnections,
+    engine: BackendEngine,
+    ids: list[int],
+    headers: Mapping[str, str],
+    config: RouterConfig,
+    model: Any = None,
+) -> str:
+    """The text of token ids, special ones included.
+
+    Args:
+        model: as the client names it.
+
+    Raises:
+        EngineFailedError: the engine does not say.
+    """
+    named = {} if model is None else {"model": model}
+    call = EngineCall("POST", DETOKENIZE, headers, body.encode({**named, "tokens": ids}))
+    timeouts = ResponseTimeouts(DETOKENIZE_S, DETOKENIZE_S)
+    async with exchange(connections, engine, call, timeouts, config) as answer:
+        await raise_for_status(answer, wanted=200)
+        raw = await answer.read_all()
+    try:
+        found = json.loads(raw)["prompt"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, str):
+        raise EngineFailedError("malformed", f"{DETOKENIZE} answered without a text")
     return found

@@ -8,6 +8,7 @@ an engine may add some.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -92,6 +93,13 @@ def decode(payload: bytes) -> Batch:
     Raises:
         EventError: it is none.
     """
+    batch = _decoded(payload)
+    if not isfinite(batch.ts):
+        raise EventError(f"its time is {batch.ts}")  # nothing could be later
+    return batch
+
+
+def _decoded(payload: bytes) -> Batch:
     try:
         return _DECODER.decode(payload)
     except msgspec.MsgspecError as error:

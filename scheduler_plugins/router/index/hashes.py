@@ -74,7 +74,12 @@ def token_list(tokens: bytes) -> list[int]:
 
 def extra_bytes(keys: Sequence[Any] | None) -> bytes:
     """What a block's KV depends on besides tokens (name of a LoRA adapter, cache salt, images), in canonical form."""
-    return _ENCODER.encode(tuple(keys)) if keys else b""
+    if not keys:
+        return b""
+    try:
+        return _ENCODER.encode(tuple(keys))
+    except UnicodeEncodeError:
+        return ascii(tuple(keys)).encode()  # an unpaired surrogate, which no engine has
 
 
 def prompt_extras(adapter: str, salt: str) -> tuple[bytes, ...]:

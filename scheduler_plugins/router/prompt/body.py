@@ -18,6 +18,24 @@ from pd_connector.protocol.params import (
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+GENERATES_ALONE = ("/v1/responses", "/v1/messages")
+ONE_ENGINE = (
+    *GENERATES_ALONE,
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/tokenize",
+    "/detokenize",
+)
+"""Endpoints of which one engine serves the whole request: their bodies have no place for a transfer's name, or
+nothing is generated. Their streams end without `[DONE]`."""
 
 # Nothing here reaches the prompt, so the copy without it computes the same KV. A whitelist would be
 # wrong the day an engine learns a field that does: chat templates already see tools, tool_choice,
@@ -35,6 +53,10 @@ NOT_FOR_PREFILL = (
     "structured_outputs",  # a grammar compiled for one token nobody reads
     "top_logprobs",
 )
+
+
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Where an engine is to fetch KV and encoders' outputs: never a client's to say."""
 
 
 _READS_TEXT = ("echo", "suffix", "truncate_prompt_tokens", "return_prompt_text")
@@ -55,6 +77,8 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
     Raises:
         BadRequestError: not a JSON object, or a field the router reads has a wrong type. Everything
             else is left to the engine, which knows better.
+
+    What it says of transfers is left out: a client's is not trusted.
     """
     try:
         body = _decoded(raw)
@@ -64,13 +88,20 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         raise BadRequestError(f"the request body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequestError(f"the request body is {_kind(body)}: must be a JSON object")
+    # A field of the other endpoint says nothing: it must not be taken for the prompt.
     if path == CHAT:
+        body.pop("prompt", None)
         _check(body, "messages", "a list of messages", isinstance(body.get("messages"), list))
-    else:
+    elif path == COMPLETIONS:
+        body.pop("messages", None)
         prompt = body.get("prompt")
         _check(
             body, "prompt", "a string or a list", prompt is None or isinstance(prompt, str | list)
         )
+    for name in _TRANSFERS:
+        body.pop(name, None)
+        if isinstance(extra := body.get("vllm_xargs"), dict):
+            extra.pop(name, None)  # vLLM reads them from there as well, and expects no text
     for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
         value = body.get(name)
         _check(body, name, wanted, value is None or isinstance(value, types))

@@ -22,6 +22,8 @@ BLOCK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
 _MOST_DIGITS = 15
 """A number of milliseconds with more is no limit."""
 _DEFAULT_MAX_TOKENS = 16
+_MOST_TOKENS = 1 << 31
+"""No answer has more; a client's number may be too large to be reckoned with."""
 
 
 def timeout_s(headers: Mapping[str, str]) -> float:
@@ -63,7 +65,7 @@ def describe(
         id=request_id,
         tokens=lengths.tokens(prompt) if tokens is None else max(1, len(tokens) // TOKEN_BYTES),
         hashes=PromptKeys(prompt.chunks(), tokens, extras),
-        max_tokens=max(1, most),
+        max_tokens=max(1, min(most, _MOST_TOKENS)),
         arrival_s=arrival_s,
         deadline_s=arrival_s + timeout_s(headers),
         session=headers.get(SESSION_HEADER) or (user if isinstance(user, str) else ""),

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 from aiohttp import web
@@ -33,12 +34,19 @@ from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, promp
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.policies.base import Request
-from scheduler_plugins.router.prompt.body import COMPLETIONS, encode, with_tokens
+from scheduler_plugins.router.prompt.body import (
+    COMPLETIONS,
+    GENERATES_ALONE,
+    ONE_ENGINE,
+    encode,
+    with_tokens,
+)
 from scheduler_plugins.router.prompt.describe import describe
 from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord, resumable
 from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.request.turns import wait_for_turn
 from scheduler_plugins.router.routing.attempt import AllOverloadedError, Attempt, UnavailableError
 from scheduler_plugins.router.routing.candidates import Candidates
@@ -49,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientRequest:
-    """One request to `/v1/completions` or `/v1/chat/completions`."""
+    """One request to `/v1/completions`, to `/v1/chat/completions`, or to an endpoint that one engine serves."""
 
     def __init__(
         self,
@@ -66,15 +74,25 @@ class ClientRequest:
         self._body = parsed
         self._streams = bool(parsed.get("stream"))
         self._arrived = asyncio.get_running_loop().time()
-        self._record = StreamRecord(parsed, request.path) if resumable(parsed) else None
+        self._one_engine = request.path in ONE_ENGINE
+        resumes = not self._one_engine and resumable(parsed)
+        self._record = StreamRecord(parsed, request.path) if resumes else None
         """What the client was sent of a stream that another engine could go on with."""
         self._request = self._described()
         if self._config.router_key:
             key = self._config.router_key.encode()
             headers[CLASS_HEADER] = signed(self._request.qos, self._request_id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
-        self._responder = Responder(self._client, self._request_id, shared.metrics, self._arrived)
-        self._candidates = Candidates(shared.pool, shared.config.attempts, parsed)
+        self._responder = Responder(
+            self._client,
+            self._request_id,
+            shared.metrics,
+            self._arrived,
+            end_mark=not self._one_engine,
+        )
+        self._candidates = Candidates(
+            shared.pool, shared.config.attempts, parsed, one_engine=self._one_engine
+        )
         self._ids: list[int] | None = None
         self.trace = shared.tracing.request(headers, request.path, self._request_id)
         """Its spans; whoever serves it finishes them."""
@@ -83,6 +101,11 @@ class ClientRequest:
     def begun(self) -> bool:
         """Whether the client has been sent anything."""
         return self._client.begun
+
+    @property
+    def ended(self) -> bool:
+        """Whether the client has been sent all of its answer."""
+        return self._client.ended
 
     async def serve(self) -> tuple[web.StreamResponse, str]:
         """Answer the client. Returns the response and the outcome for the metrics.
@@ -101,7 +124,8 @@ class ClientRequest:
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
                 raise
-            return await self.interrupt(str(error)), "interrupted"
+            logger.warning("request %s: %s", self._request_id, error)
+            return await self.interrupt("no engine could go on"), "interrupted"
 
     async def interrupt(self, why: str) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
@@ -126,10 +150,11 @@ class ClientRequest:
                 if self._client.begun and self._record is not None:
                     if (ending := self._record.ending()) is not None:
                         return await self._responder.end(ending), "ok"
-                    if self._goes_on(attempt, failure):
+                    if await self._goes_on(attempt, failure):
                         continue
                 if self._client.begun:
-                    why = f"a {attempt.answering.role} engine failed: {failure}"
+                    # The failure's own words may name the engine; the log has them.
+                    why = f"a {attempt.answering.role} engine failed ({failure.cause})"
                     return await self.interrupt(why), "interrupted"
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
@@ -138,14 +163,19 @@ class ClientRequest:
                     break
         raise self._candidates.exhausted()
 
-    def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
+    async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
         record = self._record
-        rest = record.next_body() if record is not None else None
-        if record is None or rest is None:
+        if record is None or record.next_body() is None:
             return False
         self._candidates.failed(attempt, failure)
-        if self._candidates.able() is None:
+        able = self._candidates.able()
+        if able is None:
+            return False
+        engine, model = able.decode[0], self._body.get("model")
+        whole = await cut_to_whole_characters(record, engine, self._shared, self._headers, model)
+        rest = record.next_body()
+        if not whole or rest is None:
             return False
         record.resume()
         self._body, self._path, self._ids = rest, COMPLETIONS, None
@@ -170,10 +200,14 @@ class ClientRequest:
             known.tokens,
             known.adapter,
         )
-        return promised(found, self._config, self._headers)
+        found = promised(found, self._config, self._headers)
+        generates = not self._one_engine or self._path in GENERATES_ALONE
+        return found if generates else found._replace(max_tokens=1, tpot_slo_s=inf)
 
     async def _tokenize(self) -> None:
         """Learn the prompt's tokens, where engines are told apart by them."""
+        if self._one_engine:
+            return
         found = await self._shared.tokens.of(self._body)
         if found.tokens is not None:
             self._request = self._described(found)

@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -10,6 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     EVENT_STREAM,
     EventCutter,
+    before_error,
     error_in,
     headers_to_client,
 )
@@ -21,17 +23,28 @@ from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.resume import StreamRecord
 
+ENDS_S = 1.0
+"""Longest wait for the end of a stream whose end mark has come."""
+
 
 class Responder:
     """Answers one client.
 
     Args:
         arrived: when its request came, on the event loop's clock.
+        end_mark: whether its stream must end with `[DONE]`.
     """
 
     def __init__(
-        self, client: Downstream, request_id: str, metrics: Metrics, arrived: float
+        self,
+        client: Downstream,
+        request_id: str,
+        metrics: Metrics,
+        arrived: float,
+        *,
+        end_mark: bool = True,
     ) -> None:
+        self._end_mark = end_mark
         self._client = client
         self._request_id = request_id
         self._metrics = metrics
@@ -96,6 +109,7 @@ class Responder:
     ) -> web.StreamResponse:
         cutter, client = EventCutter(), self._client
         patch: FirstTokenPatch | None = None
+        error: tuple[int, str] | None = None
         answered = False
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while not answered and (chunk := await answer.read()):
@@ -105,6 +119,7 @@ class Responder:
                 answered = True
                 served()
                 if record is not None:
+                    events, error = before_error(events)
                     events = record.feed(events)
                 if lender is not None:
                     patch = FirstTokenPatch(await lender.first_logprobs())
@@ -113,25 +128,32 @@ class Responder:
                     await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._metrics.first_token_s.labels(flow).observe(first_s)
-                await client.write(events)
+                if events:
+                    await client.write(events)
+                if error is not None:
+                    raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
         left = b""
 
         def take(chunk: bytes) -> bool:
-            nonlocal left
+            nonlocal left, error
             events = cutter.feed(chunk)
             if events and record is not None:
+                events, error = before_error(events)
                 events = record.feed(events)
             if events and patch is not None:
                 events = patch.events(events)
-            if not events or client.write_now(events):
-                return True
-            left = events
-            return False
+            left = b"" if not events or client.write_now(events) else events
+            return not (left or error or cutter.finished)
 
-        while not await answer.pass_to(take):
-            await client.write(left)
-        rest = cutter.rest()
-        if not cutter.finished:
+        while not cutter.finished and not await answer.pass_to(take):
+            if left:
+                await client.write(left)
+            if error is not None:
+                raise EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
+        if cutter.finished:
+            await _to_its_end(answer)
+        rest = cutter.rest() if self._end_mark else cutter.held
+        if self._end_mark and not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
         if rest:
             await client.begin(response)
@@ -140,3 +162,11 @@ class Responder:
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)
+
+
+async def _to_its_end(answer: Exchange) -> None:
+    """Read what is left behind the end mark, so that the connection can be used again. Nobody is sent it."""
+    with suppress(TimeoutError, EngineFailedError):
+        async with asyncio.timeout(ENDS_S):
+            while await answer.read():
+                pass

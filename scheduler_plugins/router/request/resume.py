@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.handoff.engine_bodies import has_inputs
 from scheduler_plugins.router.prompt.body import CHAT, why_not_disaggregated
 
 _IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
@@ -21,7 +23,10 @@ _TOKEN_IDS, _NO_PROMPT_IDS = b',"token_ids":[', b',"prompt_token_ids":null'
 _END = b"\n\n"
 _TEXT = re.compile(rb'"(?:text|content)":"((?:[^"\\]|\\.)*)"')
 _OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!null|\[\]|"")')
-_UNFINISHED_CHARACTER = "�".encode()
+UNFINISHED_CHARACTER = "�"
+_UNFINISHED = (UNFINISHED_CHARACTER.encode(), b"\\ufffd", b"\\uFFFD")
+_TAIL = 8
+"""Last tokens that tell whether the text ends with a whole character."""
 
 # What a second engine could not do alike: it sees the tokens sent so far as a part of the prompt.
 _NOT_RESUMABLE = (
@@ -39,7 +44,12 @@ _NOT_RESUMABLE = (
     "suffix",
     "logits_processors",
     "thinking_token_budget",
+    "bad_words",
+    "vllm_xargs",
 )
+_ZERO_IS_ASKED_FOR = ("seed", "logprobs")
+_DONE_TO_THE_PROMPT = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+"""Fields that made the prompt's tokens of its text. The ids of the rest are not to be treated so again."""
 _ONLY_IN_CHATS = frozenset(
     {
         "messages",
@@ -62,6 +72,8 @@ def resumable(body: Mapping[str, Any]) -> bool:
     """Whether another engine could go on with this request's stream: greedy, or sampled without a seed."""
     if not body.get("stream") or why_not_disaggregated(body) is not None:
         return False
+    if has_inputs(body) or any(type(body.get(name)) is int for name in _ZERO_IS_ASKED_FOR):
+        return False  # ids stand for text alone
     return not any(body.get(name) for name in _NOT_RESUMABLE)
 
 
@@ -81,6 +93,8 @@ class StreamRecord:
         self._unsettled: list[int] = []
         self._first: dict[str, Any] = {}
         self._lost = False
+        self._garbled = False  # the text ends with what stands for half a character
+        self._several = False  # the last text came with several tokens
         self._finished = False
         self._told_usage = False
         self._before = 0  # tokens that were sent before the engine that answers now
@@ -93,17 +107,27 @@ class StreamRecord:
         return {"return_token_ids": True}
 
     def feed(self, events: bytes) -> bytes:
-        """Note whole events of the engine. Returns what the client is sent instead of them."""
+        """Note whole events of the engine. Returns what the client is sent instead of them.
+
+        Raises:
+            EngineFailedError: an engine that goes on for another one sends something else than a completion.
+        """
         alone = events.find(_END) == len(events) - len(_END)
         if alone and (bare := self._plain(events)) is not None:
             return bare
         parts = events.split(_END)
-        return _END.join(self._noted(part) if part else part for part in parts)
+        try:
+            return _END.join(self._noted(part) if part else part for part in parts)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            self._lost = True  # what was noted just now has not been sent
+            raise EngineFailedError("malformed", "its events are no completion's") from None
 
     def next_body(self) -> dict[str, Any] | None:
         """The completion that goes on after what was sent; None if that is not known well enough."""
         if self._prompt is None or self._lost or self._finished or not self._first:
             return None
+        if self._garbled or (self._shows_ids and self._unsettled):
+            return None  # the client would be sent the same twice
         prompt = _ids(self._prompt)
         if prompt is None:
             return None
@@ -113,8 +137,22 @@ class StreamRecord:
         body = {name: value for name, value in self._body.items() if name not in _ONLY_IN_CHATS}
         body["prompt"] = [*prompt, *self._sent]
         body["max_tokens"] = None if most is None else most - len(self._sent)
-        body.pop("add_special_tokens", None)
+        for name in _DONE_TO_THE_PROMPT:
+            body.pop(name, None)
         return body
+
+    @property
+    def tail(self) -> list[int]:
+        """The last tokens, if some of them may be of half a character: an engine that sends several together keeps
+        back the text of those at their end. Else empty."""
+        return self._sent[-_TAIL:] if self._several else []
+
+    def keep_back(self, parts: int) -> None:
+        """The last `parts` tokens are of half a character: they are generated again."""
+        if parts:
+            self._unsettled = [*self._sent[-parts:], *self._unsettled]
+            del self._sent[-parts:]
+        self._several = False
 
     def ending(self) -> bytes | None:
         """The events that an engine still owed when it was lost after its last token; None where it owed tokens."""
@@ -149,6 +187,7 @@ class StreamRecord:
     def resume(self) -> None:
         """Events come from another engine from now on: it was sent `next_body`."""
         self._unsettled = []
+        self._several = False
         self._before = len(self._sent)
         self.resumed += 1
 
@@ -168,8 +207,9 @@ class StreamRecord:
             or b'"finish_reason":"' in event
             or b'"reasoning' in event
             or b'"tool_calls"' in event
-            or _UNFINISHED_CHARACTER in event
-            or b"\\ufffd" in event
+            or _UNFINISHED[0] in event
+            or _UNFINISHED[1] in event
+            or _UNFINISHED[2] in event
         ):
             return None
         end = event.find(b"]", at) + 1
@@ -180,6 +220,7 @@ class StreamRecord:
         if ids is None or b'token_ids"' in bare:
             return None
         self._sent += ids
+        self._garbled, self._several = False, len(ids) > 1
         return bare
 
     def _noted(self, event: bytes) -> bytes:
@@ -213,9 +254,11 @@ class StreamRecord:
             self._lost = self._lost or bool(said)
             return
         self._unsettled += ids
-        if said and not said.endswith((_UNFINISHED_CHARACTER, b"\\ufffd")):
+        if said:
             self._sent += self._unsettled
             self._unsettled = []
+            self._garbled = said.endswith(_UNFINISHED)
+            self._several = len(ids) > 1
 
     def _as_first(self, event: bytes) -> bytes:
         """An event of another engine's completion, as the first engine would have sent it."""

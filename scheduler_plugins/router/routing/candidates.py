@@ -23,12 +23,20 @@ from scheduler_plugins.router.routing.pairing import Pairing
 class Candidates:
     """The engines that have not failed one request."""
 
-    def __init__(self, pool: Pool, attempts: int, body: Mapping[str, Any]) -> None:
-        """`attempts`: engines that may accept the request and fail it."""
+    def __init__(
+        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, one_engine: bool = False
+    ) -> None:
+        """Ask nobody yet.
+
+        Args:
+            attempts: engines that may accept the request and fail it.
+            one_engine: the endpoint knows no transfers.
+        """
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(body)
+        self._pairing = Pairing(body, one_engine=one_engine)
+        self._model = body.get("model")
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
@@ -41,9 +49,10 @@ class Candidates:
         """
         if self._accepted >= self._attempts:
             return None
-        decode = self._pool.up(Role.DECODE, besides=self._failed)
-        prefill = self._pool.up(Role.PREFILL, besides=self._failed)
-        slow = self._pool.up(Role.CPU_PREFILL, besides=self._failed)
+        besides = self._failed.keys() | self._of_other_models()
+        decode = self._pool.up(Role.DECODE, besides)
+        prefill = self._pool.up(Role.PREFILL, besides)
+        slow = self._pool.up(Role.CPU_PREFILL, besides)
         able = self._pairing.able_engines(decode, prefill, slow)
         if able is None:
             return None
@@ -51,6 +60,12 @@ class Candidates:
             return None if self._overloaded(Role.DECODE) else able
         wanted = not able.prefill and able.cause != self._pairing.whole
         return None if wanted and self._overloaded(Role.PREFILL) else able
+
+    def _of_other_models(self) -> set[BackendEngine]:
+        """Engines that do not serve the request's model. None if nobody serves it: any engine says so then."""
+        others = {one for one in self._pool.engines if one.models and self._model not in one.models}
+        serves = any(self._model in one.models for one in self._pool.engines) if others else False
+        return others if serves else set()
 
     def other_prefill(self, besides: BackendEngine) -> bool:
         """Whether another prefill engine could be asked."""
@@ -93,10 +108,12 @@ class Candidates:
 
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
         """Every engine, and why it did not serve this request."""
-        found = list[tuple[BackendEngine, str, str]]()
+        found, others = list[tuple[BackendEngine, str, str]](), self._of_other_models()
         for engine in self._pool.engines:
             if failure := self._failed.get(engine):
                 found.append((engine, failure.cause, str(failure)))
+            elif engine in others:
+                continue
             elif engine.up:
                 left = f"not tried: {self._attempts} engines had failed (setting attempts)"
                 found.append((engine, "not_tried", left))

@@ -58,7 +58,8 @@ def turn_of(request: Request, pool: Pool, engine_queue_s: float) -> Turn:
     def has_room() -> bool:
         now_s = asyncio.get_running_loop().time()
         decode, fill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
-        if decode and all(one.free_kv < request.tokens for one in decode):
+        # One that has nothing to do will not have more room: it says what is wrong with the prompt.
+        if decode and all(one.free_kv < request.tokens and one.batch for one in decode):
             return False
         return not fill or any(one.queued_s(now_s) < engine_queue_s for one in fill)
 

@@ -20,8 +20,10 @@ class Pairing:
         failed: pairs, prefill and decode, whose decode engine has not got the KV.
     """
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
-        self.whole = body.why_not_disaggregated(request)
+    def __init__(self, request: Mapping[str, Any], *, one_engine: bool = False) -> None:
+        """`one_engine`: its endpoint knows no transfers, so that an engine that computes no prompts is of no use."""
+        self._one_engine = one_engine
+        self.whole = "endpoint" if one_engine else body.why_not_disaggregated(request)
         self.no_prefill: set[BackendEngine] = set()
         self.failed: set[tuple[BackendEngine, BackendEngine]] = set()
         self._one_kind = {kind: why_one_kind(request, kind) for kind in Kind}
@@ -38,6 +40,8 @@ class Pairing:
         Args:
             decode, prefill, cpu_prefill: those that are up, and have not failed the request.
         """
+        if self._one_engine:
+            decode = [engine for engine in decode if engine.computes_prompts]
         groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
         for engine in decode:
             able, cause = self._prefills_for(engine, prefill)

@@ -36,8 +36,8 @@ class Margins:
 
 def promised(request: Request, config: RouterConfig, headers: Mapping[str, str]) -> Request:
     """The request with its class, the class's SLO, and whether somebody waits for it."""
-    lower = {name.lower(): value for name, value in headers.items()}
-    name = class_of(config.routes, lower) or default_class(config.classes).name
+    name = class_of(config.routes, _joined(headers)) if config.routes else ""
+    name = name or default_class(config.classes).name
     qos = next(one for one in config.classes if one.name == name)
     return request._replace(
         qos=name,
@@ -45,6 +45,16 @@ def promised(request: Request, config: RouterConfig, headers: Mapping[str, str])
         ttft_slo_s=qos.slo.ttft_s,
         tpot_slo_s=qos.slo.tpot_s,
     )
+
+
+def _joined(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers, names in lower case. One that is given twice counts as both values, which match no rule: who
+    sends a second one, before or behind a proxy's own, chooses no class by it."""
+    found = dict[str, str]()
+    for given, value in headers.items():
+        name = given.lower()
+        found[name] = f"{found[name]},{value}" if name in found else value
+    return found
 
 
 def kept_by(

@@ -30,7 +30,11 @@ LIMIT_S = 2.0
 RETRY_S = 30.0
 """Pause after which engines are asked again about their model, or for tokens that they could not give."""
 WORKERS = 2
+MOST_CHARACTERS = 1 << 20
+"""A longer prompt is not tokenized: it would take the workers away from all others for seconds."""
 _JSON = {"Content-Type": "application/json"}
+_ABSENT = (404, 405, 501)
+"""Statuses that mean that an engine has no such endpoint. Any other error is this one prompt's."""
 _CHAT_FIELDS = (
     "messages",
     "tools",
@@ -66,6 +70,7 @@ class _Model(NamedTuple):
     folder: str  # of a tokenizer that may be used; empty: none
     agrees: bool  # whether an engine's own tokens were the same
     adapters: frozenset[str]
+    aliases: frozenset[str]  # names under which the engine serves the same model
 
 
 class PromptTokens:
@@ -76,16 +81,19 @@ class PromptTokens:
         connections: EngineConnections,
         engines: Callable[[], list[BackendEngine]],
         tokenizer: str = "",
+        api_key: str = "",
     ) -> None:
         """Ask and load nothing yet.
 
         Args:
             engines: those that are up.
+            api_key: what engines ask for; empty: nothing.
             tokenizer: folder with the model's tokenizer; empty: where the engines say that their model lies.
         """
         self._connections = connections
         self._engines = engines
         self._tokenizer = tokenizer
+        self._headers = {**_JSON, "Authorization": f"Bearer {api_key}"} if api_key else _JSON
         self._model: _Model | None = None
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
@@ -111,6 +119,8 @@ class PromptTokens:
             return NOT_TOKENIZED
         named = body.get("model")
         adapter = named if isinstance(named, str) and named in model.adapters else ""
+        if named and not adapter and named not in model.aliases:
+            return NOT_TOKENIZED  # another engine's: its tokens are not ours
         prompt = asked.get("prompt")
         if isinstance(prompt, list):
             try:
@@ -148,16 +158,21 @@ class PromptTokens:
         base = next((one for one in listed if not one.get("parent")), None)
         if base is None or not isinstance(base.get("id"), str):
             return
-        adapters = frozenset(one["id"] for one in listed if one.get("parent") and "id" in one)
+        names = [one for one in listed if isinstance(one.get("id"), str)]
+        adapters = frozenset(one["id"] for one in names if one.get("parent"))
+        root = base.get("root")
+        aliases = frozenset(
+            one["id"] for one in names if not one.get("parent") and one.get("root") == root
+        )
         if self._model is not None and self._model.name == base["id"]:
-            self._model = self._model._replace(adapters=adapters)
+            self._model = self._model._replace(adapters=adapters, aliases=aliases)
             return
         folder, agrees = self._tokenizer or str(base.get("root") or ""), False
         if (Path(folder) / TOKENIZER_FILE).is_file():
             folder, agrees = await self._compared(folder, base["id"])
         else:
             folder = ""
-        self._model = _Model(base["id"], folder, agrees, adapters)
+        self._model = _Model(base["id"], folder, agrees, adapters, aliases)
 
     async def _compared(self, folder: str, model: str) -> tuple[str, bool]:
         """The folder, empty if an engine's tokens differ, and whether an engine's are the same."""
@@ -191,6 +206,9 @@ class PromptTokens:
             self._workers = None
         except TimeoutError:
             logger.warning("a prompt was not tokenized within %g s", LIMIT_S)
+        except Exception as error:
+            # Whatever a client can write into a body has come to the tokenizer: it may say anything.
+            logger.info("a prompt cannot be tokenized here: %s", error)
         return None
 
     async def _by_engine(self, asked: Mapping[str, Any]) -> bytes | None:
@@ -211,38 +229,46 @@ class PromptTokens:
 
     async def _ask(self, method: str, path: str, content: Mapping[str, Any] | None) -> object:
         """An engine's answer; None if none could be asked or it has no such endpoint."""
-        engines = self._engines()
+        model = content.get("model") if content else None
+        engines = [
+            one for one in self._engines() if not (model and one.models) or model in one.models
+        ]
         if not engines:
             return None
         url = min(engines, key=lambda engine: engine.open_requests).url + path
         try:
             async with asyncio.timeout(LIMIT_S):
                 body = None if content is None else encode(content)
-                response = await self._connections.request(method, url, _JSON, body)
+                response = await self._connections.request(method, url, self._headers, body)
                 try:
                     raw = await response.read_all()
                 finally:
                     response.close()
         except OSError:
             return None
-        if response.status == 400:
-            return {}  # this prompt is wrong, the endpoint is there
+        if response.status in _ABSENT:
+            return None
         try:
-            return msgspec.json.decode(raw) if response.status == 200 else None
+            return msgspec.json.decode(raw) if response.status == 200 else {}
         except (ValueError, RecursionError):
             return None
 
 
 def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is to be tokenized, as `/tokenize` takes it; None: several prompts, or images."""
+    """What is to be tokenized, as `/tokenize` takes it; None: several prompts, images, or too much text."""
     if "messages" in body:
-        if not all(_plain(message) for message in body["messages"]):
+        messages = body["messages"]
+        if not all(_plain(message) for message in messages):
+            return None
+        if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
             return None
         return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
     prompt = body.get("prompt")
     if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int):
         return None
     if not isinstance(prompt, str | list) or body.get("prompt_embeds") is not None:
+        return None
+    if isinstance(prompt, str) and len(prompt) > MOST_CHARACTERS:
         return None
     return {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens", True)}
 

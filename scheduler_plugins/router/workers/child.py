@@ -57,7 +57,11 @@ class Child:
         loop, pause_s = asyncio.get_running_loop(), 0.0
         while True:
             begun_s = loop.time()
-            status = await self._one()
+            try:
+                status = await self._one()
+            except OSError as error:  # no memory, no process or no file is left: there may be later
+                logger.error("worker %d cannot be started: %s", self.row, error)
+                status = None
             pause_s = 0.0 if loop.time() - begun_s > STEADY_S else min(LONGEST_PAUSE_S, 2 * pause_s)
             logger.warning(
                 "worker %d has ended (status %s): another one is started in %g s",
@@ -68,10 +72,14 @@ class Child:
 
     async def _one(self) -> int | None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", MODULE, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
-            )
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", MODULE, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+                )
+        except OSError:
+            ours.close()
+            raise
         link = self._link = await link_to_worker(ours)
         for first in self.begin(self):
             link.send(first)

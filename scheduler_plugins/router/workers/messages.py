@@ -32,6 +32,7 @@ class EngineState(msgspec.Struct, frozen=True):
     warning: str
     kind: Kind | None
     model: str
+    models: frozenset[str]
     replicas: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
     down_since: float | None

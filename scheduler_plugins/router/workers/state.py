@@ -30,6 +30,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.warning,
         engine.kind,
         engine.model,
+        engine.models,
         engine.replicas,
         engine.bootstrap_port,
         engine.down_since,
@@ -60,6 +61,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.role, engine.role_given = Role(state.role), state.role_given
     engine.up, engine.reason, engine.address = state.up, state.reason, state.address
     engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
+    engine.models = state.models
     engine.replicas, engine.bootstrap_port = state.replicas, state.bootstrap_port
     engine.down_since, engine.refusing = state.down_since, state.refusing
     engine.costs, engine.told_costs = state.costs, state.told_costs

@@ -182,3 +182,10 @@ def test_half_of_a_pair_does_not_judge(connector: str | None, half: bool) -> Non
     transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
     config = SimpleNamespace(kv_transfer_config=transfer)
     assert is_half_of_a_pair(config) is half
+    several = SimpleNamespace(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={
+            "connectors": [{"kv_connector": "Other"}, {"kv_connector": connector}]
+        },
+    )
+    assert is_half_of_a_pair(SimpleNamespace(kv_transfer_config=several)) is half

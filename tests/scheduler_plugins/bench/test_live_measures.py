@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pd_connector.tools.bench.flow import BenchError
 from scheduler_plugins.bench import live_admission, live_qos, live_traffic
 from scheduler_plugins.bench.live_replay import Scale, scaled, summary
+from scheduler_plugins.bench.runs import Runs
 from scheduler_plugins.bench.sending import RequestRecord, prompt_ids
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
@@ -29,6 +32,24 @@ def record(
     stamps = tuple(100.0 + one for one in times_s)
     answer = Timed(status, 100.0 + arrival_s, stamps, 0.0, tokens, None, 0, "")
     return RequestRecord(request, answer, 0.0)
+
+
+def test_each_run_says_which_it_is_how_far_and_how_long_the_rest_takes() -> None:
+    lines, now_s = list[str](), 0.0
+
+    async def both() -> None:
+        nonlocal now_s
+        runs = Runs(6, lines.append, every_s=0.02, clock=lambda: now_s)
+        for name in ("fcfs", "lpm at 0.9"):
+            async with runs.run(name, 2) as count:
+                count()
+                await asyncio.sleep(0.05)
+            now_s += 120.0
+
+    asyncio.run(both())
+    assert lines[0] == "run 1 of 6: fcfs, 2 requests"
+    assert lines[1] == "  run 1 of 6: 1 of 2 answered, 0 s"
+    assert "run 2 of 6: lpm at 0.9, 2 requests; about 10 minutes left" in lines
 
 
 def test_equal_hashes_give_equal_tokens_and_what_follows_is_its_own() -> None:

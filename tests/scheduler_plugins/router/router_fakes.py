@@ -162,8 +162,12 @@ class FakeEngine:
         self.report: bytes | None = None
         """What it answers to `GET /pd/load`; None: it has no such endpoint."""
         self.model_root = ""
+        self.model = "m"
+        """The name of its model; it serves an adapter, too."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
         """Its tokenizer; None: it has no `/tokenize`."""
+        self.detokenize: Callable[[list[int]], str] | None = None
+        """The way back; None: it has no `/detokenize`."""
         self.cancelled = 0
         self.running = 0
         self.port = 0
@@ -197,6 +201,7 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/pd/load", self._load)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
 
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
@@ -226,9 +231,10 @@ class FakeEngine:
         return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        base = {"id": "m", "root": self.model_root}
+        base = {"id": self.model, "root": self.model_root}
+        adapter = {"id": "adapter" if self.model == "m" else f"{self.model}-adapter"}
         return web.json_response(
-            {"object": "list", "data": [base, {"id": "adapter", "parent": "m"}]}
+            {"object": "list", "data": [base, {**adapter, "parent": self.model}]}
         )
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
@@ -240,6 +246,11 @@ class FakeEngine:
         if self.tokenize is None:
             return web.Response(status=404)
         return web.json_response({"tokens": self.tokenize(await request.json())})
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        if self.detokenize is None:
+            return web.Response(status=404)
+        return web.json_response({"prompt": self.detokenize((await request.json())["tokens"])})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -261,7 +272,7 @@ class FakeEngine:
 
     def describe(self, body: dict[str, Any]) -> web.Response:
         """The answer to the router's probe."""
-        assert body["model"] == "m"
+        assert body["model"] == self.model
         params = None
         if self.engine_id is not None:
             params = {

@@ -51,6 +51,18 @@ def post(
     writer.write(REPORT, time.monotonic() - age_s, idle=idle, step_s=step_s)
 
 
+def test_posts_in_a_folder_that_others_can_write_to_are_not_believed(
+    folder: Path, writer: BoardWriter
+) -> None:
+    """Another user who made the folder first could have every request turned away."""
+    post(writer)
+    folder.chmod(0o777)
+    board = Board("17", folder=folder)
+    assert board.read() is None
+    folder.chmod(0o700)
+    assert board.read() == REPORT
+
+
 def test_what_was_written_is_read(folder: Path, writer: BoardWriter) -> None:
     board = Board("17", folder=folder)
     assert board.read() is None

@@ -371,3 +371,12 @@ def test_a_pooling_request_has_the_class_in_its_id(section) -> None:
         rig.scheduler.waiting.add_request(request)
     rig.scheduler._order.fair_share._shares._balances["premium"] = 1.0
     assert "premium" in rig.scheduler.waiting.peek_request().request_id
+
+
+@pytest.mark.parametrize("odd", ["text", 5, [1], {"do_remote_prefill": 0}])
+def test_transfer_parameters_of_any_type_stop_no_engine(odd: object) -> None:
+    """Clients can write them (`vllm_xargs` takes texts, numbers and lists)."""
+    rig = Rig()
+    rig.add("odd", words(1, 50), kv=odd)
+    rig.add("plain", words(2, 50))
+    rig.run()

@@ -230,6 +230,9 @@ def test_the_repeated_command_is_no_cause():
     assert likely_cause(["$ vllm --x 'CUDA out of memory'"], 1) is None
     assert "GPU" in (likely_cause(["RuntimeError: CUDA out of memory"], 1) or "")
     assert "SIGKILL" in (likely_cause([], -signal.SIGKILL) or "")
+    of_sglang = ["AssertionError: no CUDA", "[22:55:02] kill_process_tree called: parent_pid=5"]
+    assert likely_cause(of_sglang, -signal.SIGKILL) == "AssertionError: no CUDA"
+    assert "SIGKILL" in (likely_cause(of_sglang[:1], -signal.SIGKILL) or "")
 
 
 def test_an_engine_gets_the_cpu_settings_only_where_vllm_is_a_cpu_build(monkeypatch, tmp_path):

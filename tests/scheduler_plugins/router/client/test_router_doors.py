@@ -163,6 +163,7 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             prefill=(prefill.url,),
             decode=(f"dns+http://decode.test:{port}",),
             members_interval_s=0.05,
+            admin_port=0,
             **FAST,
         )
         async with RouterServer(config) as server:
@@ -175,6 +176,10 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
                 return {f"http://127.0.0.{n}:{port}" for n in numbers}
 
             assert up() == at(1, 2)
+            admin = f"http://127.0.0.1:{server.admin_port}/engines/role"
+            moved = {"url": f"http://127.0.0.1:{port}", "role": "prefill"}
+            async with aiohttp.ClientSession() as client, client.post(admin, json=moved) as answer:
+                assert answer.status == 400, "the name would bring it back to its old side"
             known[:] = ["127.0.0.2", "127.0.0.3"]
             await until(lambda: up() == at(2, 3), "the name is followed")
             checks = fakes[1].health_checks

@@ -75,6 +75,17 @@ def test_pauses_double_up_to_a_limit_and_are_never_equal() -> None:
     assert other._until_s != opened()._until_s
 
 
+def test_an_engine_may_fail_for_days() -> None:
+    circuit, now_s = Circuit(), 0.0
+    for _ in range(FAILURES + 3000):
+        circuit.failed("status_500", now_s)
+        now_s += LONGEST_PAUSE_S
+    assert not circuit.lets_pass(now_s - LONGEST_PAUSE_S)
+    assert circuit.lets_pass(now_s)
+    circuit.succeeded()
+    assert circuit.lets_pass(now_s)
+
+
 def test_retries_are_a_share_of_all_requests() -> None:
     budget = RetryBudget()
     assert sum(budget.allows("status_500") for _ in range(100)) == SAVED

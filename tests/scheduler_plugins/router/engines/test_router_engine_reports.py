@@ -40,7 +40,22 @@ def test_metrics_of_all_ranks_are_added_up() -> None:
     assert told.ranks == (0, 1)
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"vllm:num_requests_waiting nothing\n"])
+def test_two_ranks_that_are_half_full_have_room() -> None:
+    second = b'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.8\n'
+    told = from_metrics(METRICS + second)
+    assert told is not None
+    assert told.free_kv == 0.75 * 16_000, "a request goes to one of them"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xff\xfe",
+        b"vllm:num_requests_waiting nothing\n",
+        b"vllm:num_requests_waiting 1.2.3\n",
+    ],
+)
 def test_metrics_of_something_else_tell_nothing(text: bytes) -> None:
     assert from_metrics(text) is None
 

@@ -108,15 +108,16 @@ def test_only_routers_with_the_key_are_believed_and_no_message_twice() -> None:
 
 def test_a_fellow_that_lies_about_its_counts_is_not_believed() -> None:
     (one, its), (other, theirs) = router(), router()
-    for lie in (inf, -1.0, nan):
+    for lie in (inf, -1.0, nan, 1e308):
         its.load.decode_sent("a", 5, 5)
         message = one.saying(1.0)
         assert message is not None
         other.heard(message, 1.0)
         name = f"{its.role} {its.url}"
-        told = InFlight("liar", 1, {name: [lie] * len(Count)})
-        content = msgspec.msgpack.encode(told)
-        other.heard(other._mac(content) + content, 1.0)
+        for liar in ("liar", "another"):  # their sum must be a number, too
+            told = InFlight(liar, 1, {name: [lie] * len(Count)})
+            content = msgspec.msgpack.encode(told)
+            other.heard(other._mac(content) + content, 1.0)
         other.show(1.0)
         assert (theirs.context, theirs.open_requests) == (5, 1), lie
         one, its = router()

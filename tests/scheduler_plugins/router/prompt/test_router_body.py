@@ -182,3 +182,17 @@ def test_headers_of_one_connection_stay_on_it() -> None:
     }
     answered = {"Transfer-Encoding": "chunked", "Content-Length": "3", "x-request-id": "engine's"}
     assert dict(headers_to_client(answered, "id")) == {"x-request-id": "engine's"}
+
+
+def test_what_a_client_says_of_transfers_reaches_no_engine() -> None:
+    for route in (body.COMPLETIONS, body.CHAT, "/v1/responses"):
+        sent = {
+            "messages": [],
+            "kv_transfer_params": {"do_remote_prefill": True},
+            "ec_transfer_params": {"a": 1},
+            "vllm_xargs": {"kv_transfer_params": "text", "ec_transfer_params": [1], "kept": 1},
+        }
+        found = body.parse(json.dumps(sent).encode(), route)
+        assert "kv_transfer_params" not in found
+        assert "ec_transfer_params" not in found
+        assert found["vllm_xargs"] == {"kept": 1}

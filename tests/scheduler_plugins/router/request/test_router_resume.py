@@ -348,3 +348,181 @@ def test_a_clients_limit_ends_a_request() -> None:
             assert reply.status == 400
 
     run(scenario())
+
+
+def test_an_engine_that_says_that_its_core_has_died_is_lost_like_any_other() -> None:
+    """vLLM's API server outlives the engine's core by some events: an error, and the end mark."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+
+            async def core_dies(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                choice = {"index": 0, "text": "The ", "token_ids": [0], "prompt_token_ids": PROMPT}
+                event = {"id": "cmpl-d0", "choices": [choice]}
+                data = json.dumps(event, separators=(",", ":")).encode()
+                error = b'{"error":{"message":"EngineCore died","type":"x","code":500}}'
+                # One write: tokens and error come together.
+                await response.write(b"data: " + data + b"\n\ndata: " + error + b"\n\n" + DONE)
+                return response
+
+            world.d[0].behave, world.d[1].behave = core_dies, Speaker()
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert said(events) == WHOLE
+            assert events[-1] == "[DONE]"
+            world.d[1].behave = world.p[0].behave = core_dies
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert events[-1]["error"]["type"] == "stream_interrupted", "nobody can go on"
+            assert said(events) == "The The The ", "every token that came, once"
+            plain = {"model": "m", "prompt": "hi", "stream": True, "stop": ["x"]}
+            reply = await world.post("/v1/completions", plain)
+            assert reply.events[-2]["error"]["message"] == "EngineCore died", "as it was said"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("nonsense", ["{", '{"choices":null}', '{"choices":[5]}'])
+def test_an_engine_that_goes_on_with_nonsense_ends_the_stream_with_an_error(nonsense: str) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+
+            async def nonsensical(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                await response.write(f"data: {nonsense}\n\n".encode() + DONE)
+                return response
+
+            world.d[0].behave, world.d[1].behave = Speaker(3), nonsensical
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert events[-1]["error"]["type"] == "stream_interrupted"
+            assert said(events) == "The quick brown "
+
+    run(scenario())
+
+
+def test_a_prompt_that_was_shortened_is_not_shortened_again() -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave, world.d[1].behave = Speaker(3), Speaker()
+            events = await asked(
+                world, "/v1/completions", {**COMPLETION, "truncate_prompt_tokens": 3}
+            )
+            assert said(events) == WHOLE
+            rest = world.d[1].bodies[-1]
+            assert rest["prompt"] == [*PROMPT, 0, 1, 2]
+            assert "truncate_prompt_tokens" not in rest
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"seed": 0},
+        {"logprobs": 0},
+        {"bad_words": ["a b"]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+    ],
+)
+def test_what_ids_alone_cannot_go_on_with_is_not_resumed(field: dict[str, Any]) -> None:
+    assert resumable(CHAT)
+    assert not resumable({**CHAT, **field})
+    assert resumable({**CHAT, "presence_penalty": 0, "top_logprobs": 0, "logprobs": False})
+
+
+BYTES = {1: "a", 2: "\ufffd", 3: "\ufffd", 4: "b"}
+"""Texts of single tokens; 2 and 3 together are one character."""
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(BYTES[one] for one in ids).replace("\ufffd\ufffd", "é")
+
+
+def several(*batches: list[int], goes_on: bool = True) -> Any:
+    """An engine that sends several tokens in one event, and keeps back half a character, as vLLM does when its API server is
+    busy. `goes_on`: until it dies."""
+
+    async def behave(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        given = body["prompt"] if isinstance(body["prompt"], list) else PROMPT
+        prompt, before = given[:3], given[3:]
+        if before and before[-1] == 2:
+            text = "the prompt again, "  # vLLM's detokenizer
+        else:
+            text = ""
+        done = list(before)
+        for batch in batches:
+            told = text_of(done).removesuffix("\ufffd")
+            done += [one for one in batch if len(done) < 4]
+            new = text + text_of(done).removesuffix("\ufffd").removeprefix(told)
+            await response.write(event(new, done[len(before) :], prompt_token_ids=prompt))
+            before, text = list(done), ""
+        if goes_on:
+            await asyncio.sleep(0.02)
+            drop(request)
+            await forever()
+        await response.write(DONE)
+        return response
+
+    return behave
+
+
+@pytest.mark.parametrize("cut", [[[1, 2]], [[1], [2]], [[1, 2, 3]], [[1], [2, 3]], [[1], [2], [3]]])
+def test_half_a_character_among_several_tokens_is_generated_again(cut: list[list[int]]) -> None:
+    """Else the next engine's prompt would end with it, and vLLM's detokenizer then says the whole prompt."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            for fake in world.p + world.d:
+                fake.detokenize = text_of
+            rest = [1, 2, 3, 4][len(text_of_sent(cut)) :]
+            world.d[0].behave, world.d[1].behave = several(*cut), several(rest, goes_on=False)
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert said(events) == "aéb"
+            assert events[-1] == "[DONE]"
+
+    run(scenario())
+
+
+def text_of_sent(batches: list[list[int]]) -> list[int]:
+    """The tokens whose text was sent."""
+    ids = [one for batch in batches for one in batch]
+    while ids and text_of(ids).endswith("\ufffd"):
+        ids.pop()
+    return ids
+
+
+def test_a_stream_of_which_nobody_can_tell_where_its_text_ends_is_not_continued() -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = several([1, 2])  # and no engine detokenizes
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert events[-1]["error"]["type"] == "stream_interrupted"
+            assert said(events) == "a"
+
+    run(scenario())
+
+
+def test_what_the_client_has_been_shown_is_not_generated_again() -> None:
+    record = StreamRecord({**COMPLETION, "return_token_ids": True}, "/v1/completions")
+    record.feed(event("a", [1], prompt_token_ids=[9]))
+    assert record.next_body() is not None
+    record.feed(event("", [2]))
+    assert record.next_body() is None, "it has seen the id"
+    garbled = StreamRecord(COMPLETION, "/v1/completions")
+    garbled.feed(event("a\ufffd", [1], prompt_token_ids=[9]))
+    assert garbled.next_body() is None, "it has seen the text"
+    garbled.feed(event("b", [2]))
+    assert garbled.next_body() is not None

@@ -74,6 +74,25 @@ def test_requests_wait_at_the_router_while_engines_have_enough_to_do() -> None:
     run(scenario())
 
 
+def test_a_prompt_larger_than_any_cache_stops_nobody() -> None:
+    """No engine will ever have room for it: one that has nothing to do says so, and others go on."""
+
+    async def scenario() -> None:
+        async with World(front_queue=10) as world:
+            (decode,) = (e for e in world.engines if e.url == world.d[0].url)
+            decode.free_kv = 1000.0
+            async with asyncio.timeout(5):
+                large = await world.complete(prompt="word " * 10_000)
+                assert large.status == 200, "the engine's own answer"
+            decode.load.decode_sent("another", 10, 10)
+            waiting = asyncio.create_task(world.complete(prompt="word " * 10_000))
+            await until(lambda: bool(world.app[SHARED].front._others("")), "it waits for room")
+            decode.load.decode_ended("another")
+            assert (await waiting).status == 200
+
+    run(scenario())
+
+
 def test_without_a_front_queue_they_are_sent_at_once() -> None:
     async def scenario() -> None:
         async with World() as world:

@@ -138,6 +138,84 @@ def test_a_tokenizer_that_differs_is_not_used(model: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "odd", [{"prompt": "\ud800"}, {"prompt": "hello", "add_special_tokens": {"a": [1]}}]
+)
+def test_a_prompt_that_no_tokenizer_takes_is_sent_all_the_same(
+    model: Path, odd: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with World(tokenizer=str(model)) as world:
+            await followed(world)
+            await knows(world, "tokenizer")
+            assert (await world.complete(**odd)).status == 200
+
+    run(scenario())
+
+
+def test_a_prompt_that_would_take_seconds_is_not_tokenized(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("scheduler_plugins.router.tokens.prompt_tokens.MOST_CHARACTERS", 20)
+        async with World(tokenizer=str(model)) as world:
+            await followed(world)
+            await knows(world, "tokenizer")
+            tokens = world.app[SHARED].tokens
+            assert (await tokens.of({"prompt": "hello world"})).tokens is not None
+            assert (await tokens.of({"prompt": "hello " * 10})).tokens is None
+            chat = [{"role": "user", "content": "hello " * 10}]
+            assert (await tokens.of({"messages": chat})).tokens is None
+
+    run(scenario())
+
+
+def test_one_clients_bad_prompt_takes_the_tokens_from_nobody(model: Path) -> None:
+    async def scenario() -> None:
+        async with World() as world:
+
+            def tokenizer(asked: dict[str, Any]) -> list[int]:
+                if asked.get("prompt") == "bad":
+                    raise ValueError("the engine answers 500")
+                return [7, 7]
+
+            for engine in world.p + world.d:
+                engine.tokenize = tokenizer
+            await followed(world)
+            await world.complete()
+            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            assert await prompts(world, "bad") == ["bad"] * 2
+            assert await prompts(world, "good") == [[7, 7]] * 2
+
+    run(scenario())
+
+
+def test_prompts_for_another_model_keep_their_text(model: Path) -> None:
+    """Its engine would take one model's ids for the other's."""
+
+    async def scenario() -> None:
+        async with World(tokenizer=str(model)) as world:
+            for engine in world.p + world.d:
+                engine.tokenize = as_model(model)
+            await followed(world)
+            await knows(world, "tokenizer")
+            assert (await world.complete(model="another", prompt="hello world")).status == 200
+            assert world.d[0].bodies[-1]["prompt"] == "hello world"
+            assert (await world.complete(model="adapter", prompt="hello world")).status == 200
+            assert (await world.app[SHARED].tokens.of({"prompt": "hello"})).tokens is not None
+
+    run(scenario())
+
+
+def test_engines_with_a_key_tokenize_for_the_router() -> None:
+    async def scenario() -> None:
+        async with World(api_key="secret") as world:
+            tokens = world.app[SHARED].tokens
+            assert tokens._headers["Authorization"] == "Bearer secret"
+
+    run(scenario())
+
+
 def test_without_tokenizer_and_endpoint_prompts_are_known_by_their_text() -> None:
     async def scenario() -> None:
         async with World() as world:

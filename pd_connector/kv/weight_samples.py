@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of a checkpoint from samples of its files: a coarse one, as releases before had it alone, and a
+fine one.
+
+Fine samples of a tensor are so many, and lie so, that a part of it shows: the keys of a fused `qkv_proj`, a
+single expert of a fused `experts`, the columns of one third of each row. Their number less one is a prime, so
+that they do not all fall on the same place of a row.
+"""
+
+import bisect
+import hashlib
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+
+from pd_connector.kv.tensor_files import Tensor, gguf, safetensors
+
+FINGERPRINT_BYTES = 16
+MODULUS = 1 << (8 * FINGERPRINT_BYTES)
+_SAMPLE_BYTES = 1024
+_SAMPLES_PER_TENSOR = 4
+_MOST_SAMPLES = 40_000
+"""Coarse samples of a whole checkpoint. If four a tensor would be more than this, each tensor has fewer, but at least one."""
+_SAMPLES_PER_FILE = 4096
+_FINE_SHARED = 16_000
+"""Fine samples that the tensors share evenly, and as many again by their size. Single experts have their size only."""
+_MOST_EVENLY = 128
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_PRIMES = (0, 1, 2, 3, 5, 7, 13, 31, 61, 79, 127, 163, 211, 251, 383, 509, 1021, 2039)
+_READERS = 8
+_BATCH = 64
+"""Tensors that one thread reads at a time."""
+_LENGTHS_IN_ENTRY = 26
+"""Where the header before an entry of a zip archive has the lengths of its name and its extra field,
+the last of the header."""
+
+
+def sampled(files: Iterable[Path]) -> tuple[bytes, bytes]:
+    """The coarse and the fine fingerprint of files of weights.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a safetensors file is none.
+    """
+    tensors: list[Tensor] = []
+    inside: list[Tensor] = []  # GGUF files, which the coarse fingerprint sees as a whole
+    coarse: list[int] = []
+    fine: list[int] = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensors += safetensors(file)
+        elif zipfile.is_zipfile(file):
+            entries = list(_archive(file))
+            coarse += entries
+            fine += entries
+        else:
+            size = file.stat().st_size
+            whole = digest(str(size).encode(), *_evenly(file, 0, size, _SAMPLES_PER_FILE))
+            found = gguf(file)
+            coarse.append(whole)
+            inside += found
+            fine += [] if found else [whole]
+    few = max(1, min(_SAMPLES_PER_TENSOR, _MOST_SAMPLES // max(1, len(tensors))))
+    plans = [*((tensor, few) for tensor in tensors), *((tensor, 0) for tensor in inside)]
+    many = _shares([*tensors, *inside])
+    works = [(tensor, few, each) for (tensor, few), each in zip(plans, many, strict=True)]
+    batches = [works[first : first + _BATCH] for first in range(0, len(works), _BATCH)]
+    with ThreadPoolExecutor(_READERS, "pd-weights") as readers:
+        for numbers in readers.map(_read_batch, batches):
+            coarse += [one for one, _ in numbers if one]
+            fine += [one for _, one in numbers]
+    return total(coarse), total(fine)
+
+
+def total(parts: Iterable[int]) -> bytes:
+    """A fingerprint of parts in any order."""
+    return (sum(parts) % MODULUS).to_bytes(FINGERPRINT_BYTES, "little")
+
+
+def digest(*parts: bytes) -> int:
+    """A number for bytes of a checkpoint."""
+    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "little")
+
+
+def _shares(tensors: list[Tensor]) -> list[int]:
+    """How many fine samples each tensor has. Depends on the tensors, and not on their files."""
+    ordinary = sum(_EXPERT.search(tensor.name) is None for tensor in tensors)
+    evenly = min(_MOST_EVENLY, _FINE_SHARED // max(1, ordinary))
+    nbytes = max(1, sum(tensor.stop - tensor.start for tensor in tensors))
+
+    def share(tensor: Tensor) -> int:
+        wanted = _FINE_SHARED * (tensor.stop - tensor.start) // nbytes
+        if not _EXPERT.search(tensor.name):
+            wanted += evenly
+        return 1 + _PRIMES[bisect.bisect_left(_PRIMES, max(1, wanted)) - 1]
+
+    return [share(tensor) for tensor in tensors]
+
+
+def _archive(file: Path) -> Iterator[int]:
+    """Of each entry. Its CRC alone does not do: torch can be told to save without."""
+    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+        for entry in archive.infolist():
+            name = entry.filename.partition("/")[2]  # without the archive's own name
+            stream.seek(entry.header_offset + _LENGTHS_IN_ENTRY)
+            lengths: tuple[int, int] = struct.unpack("<HH", stream.read(4))
+            start = entry.header_offset + _LENGTHS_IN_ENTRY + 4 + sum(lengths)
+            samples = _evenly(file, start, start + entry.compress_size, _SAMPLES_PER_TENSOR)
+            yield digest(f"{name}\0{entry.file_size}\0{entry.CRC}".encode(), *samples)
+
+
+def _read_batch(works: Iterable[tuple[Tensor, int, int]]) -> list[tuple[int, int]]:
+    """The coarse and the fine number of each tensor, of so many samples. Coarse of none: 0."""
+    with ExitStack() as opened:
+        streams: dict[Path, FileIO] = {}
+        found = []
+        for tensor, few, many in works:
+            if tensor.file not in streams:
+                streams[tensor.file] = opened.enter_context(tensor.file.open("rb", buffering=0))
+            descriptor = streams[tensor.file].fileno()
+            coarse = digest(tensor.head, *_samples(descriptor, tensor, few)) if few else 0
+            found.append((coarse, digest(tensor.head, *_fine(descriptor, tensor, many))))
+    return found
+
+
+def _fine(descriptor: int, tensor: Tensor, samples: int) -> Iterator[bytes]:
+    nbytes = tensor.stop - tensor.start
+    if samples * _SAMPLE_BYTES < nbytes:
+        return _samples(descriptor, tensor, samples)
+    return _read(descriptor, tensor, range(0, nbytes, _SAMPLE_BYTES))  # all of it
+
+
+def _samples(descriptor: int, tensor: Tensor, samples: int) -> Iterator[bytes]:
+    """The first, the last and evenly between. One sample alone is at a place that depends on the name, so
+    that not all tensors are sampled at their start."""
+    room = max(0, tensor.stop - tensor.start - _SAMPLE_BYTES)
+    places = [room * (digest(tensor.name.encode()) % 97) // 96]
+    if samples > 1:
+        places = sorted({room * sample // (samples - 1) for sample in range(samples)})
+    return _read(descriptor, tensor, places)
+
+
+def _evenly(file: Path, start: int, stop: int, samples: int) -> list[bytes]:
+    """Samples of bytes [start, stop) of a file."""
+    with file.open("rb", buffering=0) as stream:
+        return list(_samples(stream.fileno(), Tensor(file, "", "", (), start, stop), samples))
+
+
+def _read(descriptor: int, tensor: Tensor, places: Iterable[int]) -> Iterator[bytes]:
+    """A sample of the tensor's bytes from each place."""
+    for place in places:
+        nbytes = min(_SAMPLE_BYTES, tensor.stop - tensor.start - place)
+        yield os.pread(descriptor, nbytes, tensor.start + place)

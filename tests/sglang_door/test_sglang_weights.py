@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change while SGLang serves are noticed before a step offers KV of the new ones."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pd_connector.agent.commands import ChangeModel
+from pd_connector.kv.model import ModelFacts, model_problem
+from pd_connector.memory.parameters import loaded_fingerprint
+from pd_connector.sglang import weights
+from pd_connector.sglang.weights import WeightsWatch
+
+Make = Callable[[torch.nn.Module], tuple[WeightsWatch, list[Any]]]
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8)
+
+
+def watch(served: torch.nn.Module) -> tuple[WeightsWatch, list[Any]]:
+    """A watch, and what it submits."""
+    submitted: list[Any] = []
+    loaded = loaded_fingerprint(served)
+    facts = ModelFacts(b"c", b"disk", held="all", loaded=loaded.sampled, loaded_fine=loaded.fine)
+    return WeightsWatch(served, facts, submitted.append), submitted
+
+
+def update(served: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in served.parameters():
+            parameter.mul_(1.5)
+
+
+def test_a_flush_that_changed_nothing_changes_nothing() -> None:
+    watched, submitted = watch(model())
+    watched.flushed()
+    watched.step()
+    assert submitted == []
+
+
+def test_weights_are_looked_at_in_the_first_step_after_a_flush() -> None:
+    served = model()
+    watched, submitted = watch(served)
+    update(served)
+    watched.step()
+    assert submitted == [], "nothing says that they have changed"
+    watched.flushed()
+    watched.step()
+    watched.flushed()
+    watched.step()
+    (changed,) = submitted
+    assert isinstance(changed, ChangeModel)
+    assert changed.facts.updates == 1
+    untouched = watch(model())[0]._facts
+    assert "weights have changed" in model_problem(changed.facts, untouched)
+    assert model_problem(changed.facts, changed.facts) == "", "updated alike on both sides"
+
+
+def test_weights_are_looked_at_now_and_then_without_a_flush(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served, now = model(), 1000.0
+    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now))
+    watched, submitted = watch(served)
+    update(served)
+    watched.step()
+    assert submitted == []
+    now += weights._COMPARE_S
+    watched.step()
+    assert len(submitted) == 1
