@@ -133,7 +133,9 @@ def test_addresses_that_are_none_end_their_request_and_no_engine(
 ) -> None:
     p, d = pair
     wrong = [{"bootstrap_port": port} for port in (-1, 0, 1 << 16, 1 << 70, "http", 1.5)]
-    wrong += [{"bootstrap_host": host} for host in (None, "", "no such host", "::1]", "10.0.0.1", 7)]
+    wrong += [
+        {"bootstrap_host": host} for host in (None, "", "no such host", "::1]", "10.0.0.1", 7)
+    ]
     asked = [(each, send(p, d, text(20), **each)) for each in wrong]
     for each, (_, decode) in asked:
         told = refused(decode)

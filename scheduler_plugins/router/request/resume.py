@@ -207,7 +207,9 @@ class StreamRecord:
             or b'"finish_reason":"' in event
             or b'"reasoning' in event
             or b'"tool_calls"' in event
-            or any(mark in event for mark in _UNFINISHED)
+            or _UNFINISHED[0] in event
+            or _UNFINISHED[1] in event
+            or _UNFINISHED[2] in event
         ):
             return None
         end = event.find(b"]", at) + 1
