@@ -4,6 +4,7 @@
 import asyncio
 import json
 
+import pytest
 from router_fakes import DONE, World, event, run, slow, stream, until
 
 from pd_connector.kv.geometry import MAX_LAYERS
@@ -221,5 +222,34 @@ def test_what_policies_see_is_counted_at_once_and_taken_back() -> None:
                 lambda: not any(engine.open_requests for engine in world.engines), "all are gone"
             )
             assert not any(engine.queued_tokens or engine.context for engine in world.engines)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("version", "chunked"), [("1.1", True), ("1.0", False)])
+def test_a_stream_has_the_form_that_the_client_knows(version: str, chunked: bool) -> None:
+    """HTTP/1.0 has no chunks. Events after the first are written by the router itself."""
+
+    async def scenario() -> None:
+        async with World() as world:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            body = b'{"model": "m", "prompt": "a", "stream": true}'
+            head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            told, _, got = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            await writer.wait_closed()
+            assert (b"chunked" in told.lower()) is chunked
+            if chunked:
+                parts, left = list[bytes](), got
+                while size := int((split := left.partition(b"\r\n"))[0], 16):
+                    parts.append(split[2][:size])
+                    assert split[2][size : size + 2] == b"\r\n"
+                    left = split[2][size + 2 :]
+                got = b"".join(parts)
+            events = [event for event in got.split(b"\n\n") if event]
+            assert len(events) == 5
+            assert all(event.startswith(b"data: ") for event in events)
+            assert events[-1] == b"data: [DONE]"
 
     run(scenario())
