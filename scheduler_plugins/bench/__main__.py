@@ -242,8 +242,9 @@ def router_cpu(
     """CPU time of the router for a request and a streamed event, with one worker and with two."""
     from scheduler_plugins.bench import router_overhead
 
-    with exit_codes(Console(stderr=True)):
-        found = asyncio.run(router_overhead.compare(requests, streams, rounds))
+    console = Console(stderr=True)
+    with exit_codes(console):
+        found = asyncio.run(router_overhead.compare(requests, streams, rounds, console.print))
     tell("CPU time of the router", found, json)
 
 

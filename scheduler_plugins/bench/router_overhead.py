@@ -21,6 +21,7 @@ import aiohttp
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
+from scheduler_plugins.bench.live import Say
 
 REQUEST_LIMIT_S = 1.5e-3
 EVENT_LIMIT_S = 45e-6
@@ -42,22 +43,26 @@ _START_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-async def compare(requests: int, streams: int, rounds: int) -> list[Comparison]:
+async def compare(requests: int, streams: int, rounds: int, say: Say) -> list[Comparison]:
     """Measure one worker, two, and a proxy that does nothing else, in turn.
 
     Args:
         requests: short ones of each round.
         streams: of `EVENTS` tokens, of each round.
+        say: told each measurement.
     """
     # By workers; 0 is the bare proxy.
     per_request: dict[int, list[float]] = {0: [], 1: [], 2: []}
     per_event: dict[int, list[float]] = {0: [], 1: [], 2: []}
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for workers in per_request:
             async with _router(workers) if workers else _bare() as (url, pid):
                 request_s, event_s = await _costs(url, pid, requests, streams)
             per_request[workers].append(request_s)
             per_event[workers].append(event_s)
+            name = f"{workers} worker(s)" if workers else "bare proxy"
+            costs = f"{1e3 * request_s:.2f} ms a request, {1e6 * event_s:.0f} us an event"
+            say(f"round {number} of {rounds}, {name}: {costs}")
     of_request = {n: Sample(tuple(found)).scaled(1e3) for n, found in per_request.items()}
     of_event = {n: Sample(tuple(found)).scaled(1e6) for n, found in per_event.items()}
     allowed = Sample((REQUEST_LIMIT_S * 1e3,)), Sample((EVENT_LIMIT_S * 1e6,))
