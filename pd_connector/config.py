@@ -146,6 +146,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name, variable in (("key", KEY_VARIABLE), ("host", HOST_VARIABLE)):
             if name not in values and environment.get(variable):
                 values[name] = environment[variable]
+            if isinstance(text := values.get(name), str):
+                values[name] = text.strip()  # of a file or a secret, often with the end of a line
         if "host" not in values:
             # Without a key it would be refused, where engines of one machine need none.
             open_to_others = bool(values.get("key")) or values.get("insecure") is True

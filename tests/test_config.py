@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import CODEC_GROUP, CODECS, Config
+from pd_connector.config import CODEC_GROUP, CODECS, HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.kv.coding import CODINGS
@@ -246,3 +246,11 @@ def test_a_key_that_is_no_text_is_refused_by_name() -> None:
     # As Python gives a variable whose bytes are not UTF-8.
     with pytest.raises(ConfigError, match="key has bytes that are no text"):
         _load(key="a long key that cannot be guessed \udcff")
+
+
+@pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t"])
+def test_the_end_of_a_line_is_no_part_of_a_key_or_of_a_host(space: str) -> None:
+    key = new_key()
+    told = _load({KEY_VARIABLE: key + space, HOST_VARIABLE: f"10.0.0.1{space}"})
+    assert (told.key, told.host) == (key, "10.0.0.1")
+    assert _load(key=key + space).key == key
