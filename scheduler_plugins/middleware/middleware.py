@@ -16,6 +16,7 @@ from typing import Any
 
 from scheduler_plugins.admission import report
 from scheduler_plugins.admission.board import boards_of
+from scheduler_plugins.admission.endpoints import POOLING_PATHS
 from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.metrics import metrics
 from scheduler_plugins.admission.prompt import prompt_of
@@ -50,20 +51,8 @@ PATHS = (
     "/invocations",
 )
 """Endpoints whose bodies take `vllm_xargs`."""
-POOLING_PATHS = (
-    "/v1/embeddings",
-    "/v2/embed",
-    "/pooling",
-    "/classify",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-)
-"""Endpoints that generate nothing. Their class travels in the request's id."""
 ADMITTED_PATHS = (*PATHS[:2], "/invocations", *POOLING_PATHS)
-"""Endpoints for which time is predicted."""
+"""Endpoints for which time is predicted. The class of a request to `POOLING_PATHS` travels in its id."""
 GUARDED = ("/v1/", "/v2/")
 """Endpoints that ask for the API key, if the server has one."""
 BODY_BYTES = 64 << 20

@@ -15,22 +15,15 @@ from pd_connector.protocol.params import (
     parse_address,
     prefill_params,
 )
+from scheduler_plugins.admission.endpoints import POOLING_PATHS
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GENERATES_ALONE = ("/v1/responses", "/v1/messages")
 ONE_ENGINE = (
     *GENERATES_ALONE,
+    *POOLING_PATHS,
     "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/v2/embed",
-    "/pooling",
-    "/classify",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
     "/tokenize",
     "/detokenize",
 )

@@ -11,8 +11,8 @@ from admission_fakes import Bench, metric
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_plugins.admission.endpoints import POOLING_PATHS
 from scheduler_plugins.admission.prompt import prompt_of
-from scheduler_plugins.middleware import middleware
 from scheduler_plugins.qos.request_id import class_in, with_class, without_class
 
 PREMIUM = [("X-Customer-Tier", "premium")]
@@ -30,7 +30,7 @@ def engine_id(bench: Bench) -> str:
     return f"embd-{found[0].decode()}-0-1f2e3d4c"
 
 
-@pytest.mark.parametrize("path", middleware.POOLING_PATHS)
+@pytest.mark.parametrize("path", POOLING_PATHS)
 def test_a_header_becomes_the_class_in_the_id(bench: Bench, path: str) -> None:
     bench.post({"input": "a"}, path, PREMIUM)
     assert class_in(engine_id(bench)) == "premium"

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endpoints of an engine's API server that are no completions."""
+
+POOLING_PATHS = (
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+"""Endpoints that generate nothing."""
