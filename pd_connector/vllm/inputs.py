@@ -51,8 +51,7 @@ def adapter_settings(vllm_config: "VllmConfig") -> str:
         "enable_moe_shared_loras": getattr(told, "enable_moe_shared_loras", False),
     }
     found = {name: value for name, value in found.items() if value}
-    text = json.dumps(found, sort_keys=True).encode()
-    return "under " + hashlib.blake2b(text, digest_size=8).hexdigest() if found else ""
+    return _under(found) if found else ""
 
 
 def processor_settings(vllm_config: "VllmConfig") -> str:
@@ -60,12 +59,17 @@ def processor_settings(vllm_config: "VllmConfig") -> str:
     told = vllm_config.model_config.multimodal_config
     if told is None:
         return ""
-    known: dict[str, Any] = {
-        "mm_processor_kwargs": told.mm_processor_kwargs,
-        "media_io_kwargs": told.media_io_kwargs,
-        "files": read_processor_files(vllm_config.model_config),
-    }
-    text = json.dumps(known, sort_keys=True, default=str).encode()
+    return _under(
+        {
+            "mm_processor_kwargs": told.mm_processor_kwargs,
+            "media_io_kwargs": told.media_io_kwargs,
+            "files": read_processor_files(vllm_config.model_config),
+        }
+    )
+
+
+def _under(settings: Mapping[str, Any]) -> str:
+    text = json.dumps(settings, sort_keys=True, default=str).encode()
     return "under " + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 

@@ -2,21 +2,12 @@
 """When an agent counts as hung, and when it only looks so."""
 
 import pytest
+from support.clocks import Clock
 
 from pd_connector.agent import turn_watch
 from pd_connector.agent.turn_watch import GRACE_S, TurnWatch
 
 TIMEOUT_S = 10.0
-
-
-class Clock:
-    """Stands in for the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.clocks import Clock
 
 from pd_connector.control import resolver as resolver_module
 from pd_connector.control.resolver import Resolver, UnknownHostError, canonical
@@ -24,6 +25,19 @@ from pd_connector.control.resolver import Resolver, UnknownHostError, canonical
 )
 def test_an_address_has_one_spelling(written: str, meant: str | None):
     assert canonical(written) == meant
+
+
+class SlowLookup:
+    """Answers nobody until it is released."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.asked: list[str] = []
+
+    def __call__(self, host: str) -> str:
+        self.asked.append(host)
+        assert self.release.wait(20)
+        return "10.0.0.1"
 
 
 def resolver(lookup: Callable[[str], str]) -> tuple[Resolver, threading.Event]:
@@ -59,23 +73,16 @@ def test_a_name_that_is_not_known_is_an_error_that_is_remembered(error: Exceptio
 
 
 def test_slow_names_wait_for_each_other_and_nobody_for_them():
-    release = threading.Event()
-    asked: list[str] = []
-
-    def lookup(host: str) -> str:
-        asked.append(host)
-        assert release.wait(20)
-        return "10.0.0.1"
-
-    names, woken = resolver(lookup)
+    slow = SlowLookup()
+    names, woken = resolver(slow)
     before = threading.active_count()
     for i in range(40):
         assert names.address(f"{i}.example") is None
     assert threading.active_count() - before <= 4
-    release.set()
+    slow.release.set()
     while any(names.address(f"{i}.example") is None for i in range(40)):
         assert woken.wait(20)
-    assert len(asked) == 40
+    assert len(slow.asked) == 40
 
 
 def test_after_its_end_nobody_is_woken():
@@ -106,15 +113,6 @@ def test_a_system_without_threads_is_an_error_of_the_name_and_not_of_the_agent(
     assert names.address("later") is None
     assert woken.wait(20)
     assert names.address("later") == "10.0.0.1"
-
-
-class Clock:
-    """Stands in for the module `time`."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -162,22 +160,15 @@ def test_a_hung_lookup_makes_room_for_another_name(clock: Clock):
 
 
 def test_names_that_nobody_asks_for_any_more_are_not_looked_up(clock: Clock):
-    release = threading.Event()
-    asked: list[str] = []
-
-    def lookup(host: str) -> str:
-        asked.append(host)
-        assert release.wait(20)
-        return "10.0.0.1"
-
-    names, woken = resolver(lookup)
+    slow = SlowLookup()
+    names, woken = resolver(slow)
     for i in range(1000):
         assert names.address(f"{i}") is None
     clock.now += 29.0
     assert names.address("999") is None
     clock.now += 2.0
-    release.set()
+    slow.release.set()
     while names.address("999") is None:
         assert woken.wait(20)
-    assert len(asked) == 5
+    assert len(slow.asked) == 5
     assert not names._queued

@@ -30,7 +30,7 @@ REST_BUDGET_MS = 1.0
 """CPU milliseconds of the agent's thread per second while nothing happens."""
 MESSAGE_BUDGET_MS = 0.2
 _REST_S = 20.0
-"""Three rounds of heartbeats, which are 6.7 s apart. It begins between two of them (`_wait_for_rest`): a
+"""Three rounds of heartbeats, which are 6.7 s apart. It begins between two of them (`_rests`): a
 window that begins anywhere has three or four."""
 _SETTLE_S = 8.0
 """Until nothing is left of the sessions' beginning: deadlines of handshakes have passed, and every heartbeat has been
@@ -84,7 +84,7 @@ def measure(sessions: int = SESSIONS, waiting: int = WAITING, rest_s: float = _R
         ours.send("watched")
         _wait(lambda: _ask(ours, "watched") >= waiting, "requests watched")
         time.sleep(_SETTLE_S)
-        _wait_for_rest(agent)
+        _wait(lambda: _rests(agent), "a second of rest")
         began = _thread_ns(agent)
         time.sleep(rest_s)
         rest_ms = (_thread_ns(agent) - began) / 1e6 / rest_s
@@ -134,16 +134,11 @@ def _thread_ns(agent: Agent) -> int:
     return time.clock_gettime_ns(time.pthread_getcpuclockid(ident))
 
 
-def _wait_for_rest(agent: Agent) -> None:
-    """Return when the agent's thread has just done nothing for a second."""
-    busy = _thread_ns(agent)
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        time.sleep(1.0)
-        before, busy = busy, _thread_ns(agent)
-        if busy - before < 1e6:
-            return
-    raise BenchError(f"the agent's thread did not rest for a second within {_PATIENCE_S:.0f} s")
+def _rests(agent: Agent) -> bool:
+    """Whether the agent's thread does nothing for the next second."""
+    began = _thread_ns(agent)
+    time.sleep(1.0)
+    return _thread_ns(agent) - began < 1e6
 
 
 def _wait(condition: Any, what: str) -> None:

@@ -79,6 +79,26 @@ def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
     return behave
 
 
+def says(*events: bytes, then: str = "end") -> Behaviour:
+    """A stream of these bytes, and then its end, nothing any more (`hang`), or the connection's end (`die`)."""
+
+    async def behave(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for one in events:
+            await response.write(one)
+            await asyncio.sleep(0.01)
+        if then == "die":
+            drop(request)
+        if then != "end":
+            await forever()
+        return response
+
+    return behave
+
+
 async def hang(
     engine: "FakeEngine", request: web.Request, body: dict[str, Any]
 ) -> web.StreamResponse:

@@ -6,31 +6,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import DONE, Behaviour, FakeEngine, World, drop, event, forever, run, status
+from router_fakes import DONE, FakeEngine, World, event, forever, run, says, status
 
 from scheduler_plugins.router.client.answers import before_error, retry_after_s
 
 ERROR = b'data: {"error": {"message": "EngineCore is dead", "code": 500}}\n\n'
-
-
-def says(*events: bytes, then: str = "end") -> Behaviour:
-    """A stream of these bytes, and then its end, nothing any more (`hang`), or the connection's end (`die`)."""
-
-    async def behave(
-        engine: FakeEngine, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for one in events:
-            await response.write(one)
-            await asyncio.sleep(0.01)
-        if then == "die":
-            drop(request)
-        if then != "end":
-            await forever()
-        return response
-
-    return behave
 
 
 @pytest.mark.parametrize(

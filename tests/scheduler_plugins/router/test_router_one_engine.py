@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints of which one engine serves the whole request."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import Behaviour, FakeEngine, World, answer, drop, run, status
+from router_fakes import FakeEngine, World, answer, run, says, status
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.qos.classes import QosClass, Slo
@@ -37,22 +36,6 @@ def world(prefill: int = 1, decode: int = 1, **settings: Any) -> World:
     return made
 
 
-def streamed(*events: bytes, dies: bool = False) -> Behaviour:
-    async def behave(
-        engine: FakeEngine, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await response.write(event)
-            await asyncio.sleep(0.01)
-        if dies:
-            drop(request)
-        return response
-
-    return behave
-
-
 @pytest.mark.parametrize("path", [path for path in ONE_ENGINE if path not in OF_EVERY_FAKE])
 def test_one_engine_gets_it_whole_and_another_one_if_that_fails(path: str) -> None:
     async def scenario() -> None:
@@ -79,16 +62,16 @@ def test_a_stream_of_responses_ends_without_an_end_mark_and_is_never_cut_short()
     async def scenario() -> None:
         async with world(decode=2) as made:
             body = {"model": "m", "input": "hi", "stream": True}
-            made.d[0].behave = made.d[1].behave = streamed(*EVENTS)
+            made.d[0].behave = made.d[1].behave = says(*EVENTS)
             assert (await made.post(RESPONSES, body)).content == b"".join(EVENTS)
             # Servers may leave out the last event's empty line.
-            made.d[0].behave = made.d[1].behave = streamed(EVENTS[0], EVENTS[1][:-1])
+            made.d[0].behave = made.d[1].behave = says(EVENTS[0], EVENTS[1][:-1])
             assert (await made.post(RESPONSES, body)).content == b"".join(EVENTS)[:-1]
-            made.d[0].behave = made.d[1].behave = streamed(EVENTS[0], dies=True)
+            made.d[0].behave = made.d[1].behave = says(EVENTS[0], then="die")
             cut = await made.post(RESPONSES, body)
             assert cut.content.startswith(EVENTS[0])
             assert b"stream_interrupted" in cut.content
-            made.d[0].behave, made.d[1].behave = streamed(dies=True), streamed(*EVENTS)
+            made.d[0].behave, made.d[1].behave = says(then="die"), says(*EVENTS)
             for _ in range(2):
                 assert (await made.post(RESPONSES, body)).content == b"".join(EVENTS)
 

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import DONE, FakeEngine, World, drop, forever, run, status
+from router_fakes import DONE, FakeEngine, World, drop, forever, run, says, status
 
 from scheduler_plugins.router.request.resume import StreamRecord, resumable
 
@@ -355,20 +355,12 @@ def test_an_engine_that_says_that_its_core_has_died_is_lost_like_any_other() -> 
 
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
-
-            async def core_dies(
-                engine: FakeEngine, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await response.prepare(request)
-                choice = {"index": 0, "text": "The ", "token_ids": [0], "prompt_token_ids": PROMPT}
-                event = {"id": "cmpl-d0", "choices": [choice]}
-                data = json.dumps(event, separators=(",", ":")).encode()
-                error = b'{"error":{"message":"EngineCore died","type":"x","code":500}}'
-                # One write: tokens and error come together.
-                await response.write(b"data: " + data + b"\n\ndata: " + error + b"\n\n" + DONE)
-                return response
-
+            choice = {"index": 0, "text": "The ", "token_ids": [0], "prompt_token_ids": PROMPT}
+            event = {"id": "cmpl-d0", "choices": [choice]}
+            data = json.dumps(event, separators=(",", ":")).encode()
+            error = b'{"error":{"message":"EngineCore died","type":"x","code":500}}'
+            # One write: tokens and error come together.
+            core_dies = says(b"data: " + data + b"\n\ndata: " + error + b"\n\n" + DONE)
             world.d[0].behave, world.d[1].behave = core_dies, Speaker()
             events = await asked(world, "/v1/completions", COMPLETION)
             assert said(events) == WHOLE
@@ -388,15 +380,7 @@ def test_an_engine_that_says_that_its_core_has_died_is_lost_like_any_other() -> 
 def test_an_engine_that_goes_on_with_nonsense_ends_the_stream_with_an_error(nonsense: str) -> None:
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
-
-            async def nonsensical(
-                engine: FakeEngine, request: web.Request, body: dict[str, Any]
-            ) -> web.StreamResponse:
-                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await response.prepare(request)
-                await response.write(f"data: {nonsense}\n\n".encode() + DONE)
-                return response
-
+            nonsensical = says(f"data: {nonsense}\n\n".encode() + DONE)
             world.d[0].behave, world.d[1].behave = Speaker(3), nonsensical
             events = await asked(world, "/v1/completions", COMPLETION)
             assert events[-1]["error"]["type"] == "stream_interrupted"
