@@ -107,8 +107,13 @@ def kv_held_by_all_prefill_replicas(rig, pool, prompt=PROMPT[:800], max_tokens=4
 
 def test_one_to_two_replicas_under_load(rig):
     before = sending(rig)
-    with load(rig):
+    with load(rig), ThreadPoolExecutor(6) as pool:
         rig.scale(2, 2)
+        # All are under way at once: as long as they come one by one, the first replica may get them all.
+        with stopped(rig.engines(PREFILL)):
+            answers = [pool.submit(ask, rig, f"new {n} " + PROMPT[:400], 4) for n in range(6)]
+            wait_until(lambda: len(rig.asked(PREFILL)) == 2, "both prefill replicas are asked")
+        assert all(len(answer.result().tokens) == 4 for answer in answers)
         wait_until(
             lambda: sending(rig) - before, "the new prefill replica has sent KV", every_s=0.25
         )
