@@ -17,6 +17,7 @@ from pd_connector.protocol import messages
 from pd_connector.protocol.consumer import Consumer
 from pd_connector.protocol.incoming import Action
 from pd_connector.protocol.peers import Source
+from pd_connector.protocol.silences import Silences
 
 logger = logging.getLogger("pd_connector.agent.session_keeper")
 
@@ -57,6 +58,7 @@ class SessionKeeper:
         self._act = act
         self._read = read
         self._next_heartbeat = 0.0
+        self._silences = Silences(resources.config.connect_timeout_s)
         self.only_pulses = False
         """Whether what the last `receive` found were answers to heartbeats, and nothing else."""
 
@@ -120,6 +122,7 @@ class SessionKeeper:
         except RefusedError as refused:
             return self.end(session, refused.cause, str(refused), now)
         self._sessions.agreed(session)
+        self._silences.answered(session.source)
         return self._establish(session, now)
 
     def _establish(self, session: OpenSession, now: float) -> None:
@@ -162,6 +165,8 @@ class SessionKeeper:
     def _look_after(self, session: OpenSession, now: float) -> None:
         """End a session that is lost or idle."""
         if session.deadline <= now:
+            if session.path is None:
+                self._silences.waited(session.source, now, now)
             self.end(session, session.timeout_cause, "the producer does not answer", now)
             return
         if self._consumer.wants(session.source):
@@ -181,9 +186,13 @@ class SessionKeeper:
 
     def dial(self, source: Source, addresses: int, now: float) -> None:
         """Open a session with this producer, if there is none."""
-        if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
+        if self._sessions.get(source) is not None:
+            return None
+        if pause := self._silences.pause(source, now):
+            return self._refused(source, Cause.UNREACHABLE, pause, now)
+        if len(self._sessions) >= MOST_SESSIONS:
             self._make_room(now)
-        if len(self._sessions) >= MOST_SESSIONS and self._sessions.get(source) is None:
+        if len(self._sessions) >= MOST_SESSIONS:
             detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
             return self._refused(source, Cause.SESSION_LIMIT, detail, now)
         try:

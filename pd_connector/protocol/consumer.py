@@ -179,14 +179,17 @@ class Consumer:
 
         With `silenced` the producer certainly writes no more, and its slots are home at once.
         """
-        self._sessions.pop(source, None)
+        session = self._sessions.pop(source, None)
         slots: list[int] = []
         actions: list[Action] = []
         for transfer in self.wanted(source):
             incoming = self._transfers.get(transfer)
             if incoming is None:
                 continue
-            slots += incoming.streams[source].slots
+            stream = incoming.streams[source]
+            slots += stream.slots
+            if session is not None and cause is Cause.STALLED and stream.opened:
+                self._fetches.stalled(source, session, incoming, now)
             actions += self._fetches.finish(incoming, cause, detail, now)
         self._grants.session_lost(source, slots, silenced=silenced or not self._one_sided)
         # Also where the two did not agree: pages need not be kept for who will not take them.

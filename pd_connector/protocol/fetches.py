@@ -12,6 +12,7 @@ from pd_connector.protocol.incoming import Action, Dial, ProducerSession, Stalle
 from pd_connector.protocol.incoming_transfer import IncomingTransfer
 from pd_connector.protocol.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.peers import Source
+from pd_connector.protocol.silences import Silences
 
 
 class Fetches:
@@ -42,6 +43,7 @@ class Fetches:
         self._grants = grants
         self._needs_words = needs_words
         self._audits = audits
+        self._stalls = Silences(config.stall_timeout_s)
         # Last messages to producers whose session does not stand yet.
         self._unsent: dict[Source, list[messages.Message]] = {}
 
@@ -74,6 +76,9 @@ class Fetches:
                 return self.finish(incoming, *problem, now)
         if problem := stream.prepare(load, session, self._config.slot_bytes):
             return self.finish(incoming, *problem, now)
+        if pause := self._stalls.pause((source, session.epoch), now):
+            return self.finish(incoming, Cause.STALLED, pause, now)
+        self._stalls.tries((source, session.epoch), now)
         stream.opened = True
         limit_s = self._config.wait_timeout_s if load.wait else self._config.stall_timeout_s
         stream.deadline = now + limit_s
@@ -140,10 +145,22 @@ class Fetches:
                 stream.deadline = now + self._config.stall_timeout_s  # it waits for us
             if stream.deadline <= now:
                 cause, detail = stream.timeout
-                stalled: list[Action] = [Stalled(source)] if cause is Cause.STALLED else []
-                return self.finish(incoming, cause, detail, now) + stalled
+                if cause is not Cause.STALLED:
+                    return self.finish(incoming, cause, detail, now)
+                self.stalled(source, self._sessions[source], incoming, now)
+                return [*self.finish(incoming, cause, detail, now), Stalled(source)]
         self._transfers.schedule(incoming)
         return []
+
+    def stalled(
+        self, source: Source, session: ProducerSession, incoming: IncomingTransfer, now: float
+    ) -> None:
+        """Of what this producer was asked for no chunk came, whichever side has found it out."""
+        self._stalls.waited((source, session.epoch), incoming.began, now)
+
+    def placed(self, source: Source) -> None:
+        """A chunk of this producer has come, and was right."""
+        self._stalls.answered((source, self._sessions[source].epoch))
 
     def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
         """What waits for a prefill of this producer for longer than `engine_timeout_s` is given up,

@@ -130,6 +130,7 @@ class Landings:
             return self._fetches.finish(incoming, problem, detail, now)
         stream = incoming.streams[source]
         incoming.placed(source, place.header)
+        self._fetches.placed(source)
         self._grants.give_back(stream, place.slot)
         if stream.complete:
             stream.deadline = now + self._config.stall_timeout_s

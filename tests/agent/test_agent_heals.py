@@ -162,6 +162,7 @@ def test_stalled_transfers_leave_no_memory_behind(
         consumer.load(producer.source, name, pages)
         consumer.loaded(name)
         resident.append(resident_bytes())
+        serves_again(producer, consumer, f"after {name}")  # or nothing more would be asked
     # Slots are touched for the first time in some of them; what stays behind grows with each.
     growth = [after - before for before, after in itertools.pairwise(resident)]
     assert statistics.median(growth) < 1 << 20, growth
@@ -176,8 +177,10 @@ def move_many(producer: Rank, consumer: Rank, name: str, source: Source | None =
 
 
 def serves_again(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> None:
-    """A transfer arrives, after some that may be lost."""
-    assert any(move_many(producer, consumer, f"{name} {n}", source) for n in range(10))
+    """A transfer arrives, after some that may be lost. Where several have waited in vain, nothing is
+    asked of the producer for a while."""
+    numbers = itertools.count()
+    until(lambda: move_many(producer, consumer, f"{name} {next(numbers)}", source))
 
 
 @each_key
@@ -220,6 +223,58 @@ def test_a_data_port_that_accepts_and_never_speaks_costs_what_meets_it(
     assert not move_many(producer, consumer, "not heard")
     relay.deafen(False)
     serves_again(producer, consumer, "heard")
+
+
+@each_key
+@pytest.mark.parametrize("wire_name", ["tcp2"])
+@pytest.mark.usefixtures("only")
+def test_a_data_port_that_never_speaks_keeps_only_the_first_transfers_waiting(
+    ranks: Ranks,  # noqa: F811
+    detour: Detour,
+    key: str,
+) -> None:
+    settings = SHORTER | {"key": key}
+    producer = ranks(settings, consumes=False, wrap=detour)
+    consumer = ranks(settings, seed=1, produces=False)
+    (relay,) = detour.relays
+    relay.deafen()
+    ended = [in_vain(producer, consumer, f"not heard {n}", producer.source) for n in range(6)]
+    assert [cause for cause, _ in ended] == [Cause.STALLED] * 6
+    assert ["in a row" in detail for _, detail in ended] == [False] * 2 + [True] * 4
+    until(
+        lambda: producer.gauge("leased_pages") == 0, "the producer is told that nobody wants them"
+    )
+    relay.deafen(False)
+    serves_again(producer, consumer, "heard")
+
+
+def in_vain(producer: Rank, consumer: Rank, name: str, source: Source) -> tuple[Cause | None, str]:
+    """How a load has ended that does not arrive."""
+    producer.offer(name, MANY)
+    consumer.load(source, name, MANY)
+    ended = consumer.loaded(name)
+    return ended.cause, ended.detail
+
+
+@each_key
+def test_a_control_port_that_never_speaks_keeps_only_the_first_transfers_waiting(
+    ranks: Ranks,  # noqa: F811
+    key: str,
+) -> None:
+    settings = SHORTER | {"key": key}
+    producer = ranks(settings, consumes=False)
+    consumer = ranks(settings, seed=1, produces=False)
+    relay = Relay(producer.agent.port)
+    relay.deafen()
+    try:
+        source = producer.source._replace(port=relay.port)
+        ended = [in_vain(producer, consumer, f"not heard {n}", source) for n in range(6)]
+        assert [cause for cause, _ in ended] == [Cause.UNREACHABLE] * 6
+        assert ["in a row" in detail for _, detail in ended] == [False] * 2 + [True] * 4
+        relay.deafen(False)
+        serves_again(producer, consumer, "heard", source)
+    finally:
+        relay.close()
 
 
 @each_key

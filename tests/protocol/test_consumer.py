@@ -67,8 +67,9 @@ class Bench:
         pages = (range(20, 26),)
         self.load = Load("request", "t", peers, identity_of("t"), 0, 12, pages, wait)
 
-    def up(self, peer: Peer, now: float = 0.0) -> list[Any]:
-        epoch = EPOCH + self.peers.index(peer)
+    def up(self, peer: Peer, now: float = 0.0, *, starts: int = 0) -> list[Any]:
+        """A session stands with a producer that has started again so many times."""
+        epoch = EPOCH + self.peers.index(peer) + 100 * starts
         routes = routes_of(peer.shard, self.shard)
         session = ProducerSession(epoch, self.config.slot_bytes, routes)
         return self.consumer.session_up(peer.source, session, now)
@@ -592,3 +593,69 @@ def test_a_watched_hold_that_is_dropped_is_told_nothing():
 def test_pages_are_of_two_tokens():
     """The numbers above are counted in them."""
     assert PAGE_TOKENS == 2
+
+
+def stall(bench: Bench, request: str, now: float) -> None:
+    """A transfer is opened at `now`, and no chunk comes."""
+    load = bench.load._replace(request=request, transfer=request)
+    told = bench.consumer.load(load, now)
+    told += bench.up(bench.peers[0], now) if SOURCE not in bench.consumer._sessions else []
+    assert [type(tell.message) for tell in told if isinstance(tell, Tell)] == [messages.Open]
+    bench.accept(transfer=request, now=now)
+    ended = bench.consumer.tick(now + bench.config.stall_timeout_s)
+    assert Cause.STALLED in [end.cause for end in ended if isinstance(end, Finished)]
+    bench.consumer.cancelled(SOURCE, request, now)
+
+
+def test_a_load_from_a_producer_that_stalls_ends_at_once_and_frees_its_pages():
+    bench = Bench()
+    limit_s = bench.config.stall_timeout_s
+    stall(bench, "first", 0)
+    stall(bench, "second", limit_s)
+    now = 2 * limit_s
+    third = bench.load._replace(request="third", transfer="third")
+    ended = bench.consumer.load(third, now)
+    assert Tell(SOURCE, messages.Cancel("third", Cause.STALLED, 1)) in ended
+    assert [(end.request, end.cause) for end in ended if isinstance(end, Finished)] == [
+        ("third", Cause.STALLED)
+    ]
+    assert bench.pool.held == 0
+    bench.consumer.check_integrity()
+
+
+def test_stalls_that_the_producer_has_found_out_count_too():
+    bench = Bench()
+    for number in range(2):
+        bench.consumer.load(bench.load, number)
+        bench.up(bench.peers[0], number)
+        bench.consumer.session_down(SOURCE, Cause.STALLED, "", number + 0.5)
+    bench.consumer.load(bench.load, 2)
+    ended = bench.up(bench.peers[0], 2)
+    assert [end.cause for end in ended if isinstance(end, Finished)] == [Cause.STALLED]
+
+
+def test_a_producer_that_has_started_again_is_asked_at_once():
+    bench = Bench()
+    limit_s = bench.config.stall_timeout_s
+    stall(bench, "first", 0)
+    stall(bench, "second", limit_s)
+    now = 2 * limit_s
+    bench.consumer.session_down(SOURCE, Cause.SESSION_LOST, "", now)
+    bench.consumer.load(bench.load, now)
+    (told,) = bench.up(bench.peers[0], now, starts=1)
+    assert isinstance(told.message, messages.Open)
+
+
+def test_a_chunk_that_comes_ends_the_pause():
+    bench = Bench()
+    limit_s = bench.config.stall_timeout_s
+    stall(bench, "first", 0)
+    stall(bench, "second", limit_s)
+    now = 3 * limit_s
+    bench.consumer.load(bench.load, now)
+    bench.accept(now=now)
+    slot = bench.consumer._transfers["t"].streams[SOURCE].slots[0]
+    bench.land(0, slot, now=now)
+    other = bench.load._replace(request="other", transfer="other")
+    (told,) = bench.consumer.load(other, now)
+    assert isinstance(told.message, messages.Open)
