@@ -15,6 +15,8 @@ from pd_connector.protocol import messages
 from pd_connector.transport.base import Transport
 
 MOST_SESSIONS = 1024
+_LATE = 1.5
+"""A consumer that has not spoken for so many times what it has said is late enough to be lost."""
 _READ_FIRST = frozenset({"shm"})
 """Transports over which reading costs one copy less than writing."""
 
@@ -28,6 +30,7 @@ class ConsumerSession:
     routes: tuple[Route, ...]
     plain: tuple[Route, ...]  # in `raw`, for transfers that the consumer does not want coded
     last_heard: float
+    patience_s: float  # without a word
 
 
 class ConsumerSessions:
@@ -89,7 +92,10 @@ class ConsumerSessions:
             self._telemetry.count("staged_sessions", cause=cause)
         read = self._reads(transport) and transport.name in hello.readable
         path = SendPath(transport, link, read)
-        self._sessions[sender] = ConsumerSession(hello.engine_id, path, routes, plain, now)
+        patience_s = self._config.session_timeout_s  # until it says more (`speaks_in`)
+        self._sessions[sender] = ConsumerSession(
+            hello.engine_id, path, routes, plain, now, patience_s
+        )
         if not self._compiled(sender):
             self._compiling.add(sender)
         return messages.Welcome(
@@ -106,6 +112,7 @@ class ConsumerSessions:
             model=self._identity.model,
             facts=self._identity.facts,
             plain=True,
+            lease_ms=int(1000 * self._config.lease_s),
         )
 
     def change_model(self, facts: ModelFacts) -> None:
@@ -118,9 +125,13 @@ class ConsumerSessions:
         return self._sessions.pop(sender, None)
 
     def silent(self, now: float) -> list[bytes]:
-        """Sessions that have said nothing for `session_timeout_s`."""
-        since = now - self._config.session_timeout_s
-        return [sender for sender, session in self if session.last_heard < since]
+        """Sessions that should have said something by now."""
+        return [s for s, session in self if session.last_heard + session.patience_s < now]
+
+    def speaks_in(self, session: ConsumerSession, next_ms: int) -> None:
+        """The consumer says when it will speak next: with many sessions it does so seldom."""
+        late_s = min(_LATE * next_ms / 1000, self._config.lease_s)
+        session.patience_s = max(self._config.session_timeout_s, late_s)
 
     def _compiled(self, sender: bytes) -> bool:
         session = self._sessions.get(sender)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer's sessions with producers, from dialling to their end: connections and deadlines."""
 
+import math
 import select
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,15 +36,18 @@ class OpenSession:
 
     source: Source
     connection: Connection
-    deadline: float  # for `Welcome`, then for any message
+    deadline: float  # for `Welcome`, then for the answer to a heartbeat
     last_wanted: float  # when something was last wanted of this producer
     path: ReceivePath | None = None  # since `Welcome`
+    patience_s: float = math.inf  # of the producer, without a heartbeat
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None
     has_event: bool = True  # something may have happened to the connection
     asked: bool = False  # a heartbeat has gone out since the producer last spoke
-    # What the last heartbeat named, and the messages that say so: at rest they stay the same.
+    # What the last heartbeat said, and the messages that say so: at rest they stay the same.
     named: tuple[str, ...] = ()
+    next_ms: int = 0
+    named_s = 0.0  # and when the next was to follow
     heartbeats: tuple[bytes, ...] = ()
 
     @property
@@ -73,7 +77,7 @@ class OpenSessions:
         self._looks: Deadlines[Source] = Deadlines()
         self._asked: list[OpenSession] = []  # to which heartbeats went out
         self._unanswered = 0  # of them
-        self.answers_due = float("inf")
+        self.answers_due = math.inf
         """When to `look_for_answers`."""
 
     def __len__(self) -> int:
@@ -109,6 +113,11 @@ class OpenSessions:
     def agreed(self, session: OpenSession) -> None:
         """A session stands once kernels for its routes are compiled."""
         self._compiling.append(session)
+
+    @property
+    def patience_s(self) -> float:
+        """How long every producer keeps its session and leases without a heartbeat."""
+        return min((session.patience_s for session in self._sessions.values()), default=math.inf)
 
     def get(self, source: Source) -> OpenSession | None:
         return self._sessions.get(source)
@@ -170,28 +179,47 @@ class OpenSessions:
         self._used[session.source] = session
 
     def send_heartbeats(
-        self, wanted: Callable[[Source], tuple[str, ...]], now: float, *, hurried: bool
+        self,
+        wanted: Callable[[Source], tuple[str, ...]],
+        now: float,
+        next_s: float,
+        *,
+        hurried: bool,
     ) -> None:
         """Speak for what is wanted of each producer, and for the session itself if that is nothing.
 
         Args:
             wanted: transfers of a producer; the same object until they change.
+            next_s: when this will be called again.
             hurried: answers, and what may come with them, cannot wait for `_ANSWERS_S`.
         """
-        self._asked = [s for s in self._sessions.values() if s.path is not None]
-        for session in self._asked:
-            transfers = wanted(session.source)
-            if transfers:
-                session.last_wanted = now
-            if session.named is not transfers or not session.heartbeats:
-                session.named, session.heartbeats = transfers, _heartbeats(transfers)
-            for data in session.heartbeats:
-                session.connection.send(data)
+        self._asked, self._unanswered = [], 0
+        for session in self._sessions.values():
+            if session.path is not None:
+                self.send_heartbeat(session, wanted(session.source), now, next_s)
+                if hurried:
+                    self._used[session.source] = session
+        if not self._asked:
+            self.answers_due = math.inf
+
+    def send_heartbeat(
+        self, session: OpenSession, transfers: tuple[str, ...], now: float, next_s: float
+    ) -> None:
+        """As `send_heartbeats`, to one producer."""
+        next_ms = int(1000 * next_s)
+        if transfers:
+            session.last_wanted = now
+        if session.named is not transfers or session.next_ms != next_ms or not session.heartbeats:
+            session.named, session.next_ms = transfers, next_ms
+            session.heartbeats = _heartbeats(transfers, next_ms)
+        for data in session.heartbeats:
+            session.connection.send(data)
+        if not session.asked:
             session.asked = True
-            if hurried:
-                self._used[session.source] = session
-        self._unanswered = len(self._asked)
-        self.answers_due = now + _ANSWERS_S if self._asked else float("inf")
+            session.deadline = now + self._config.session_timeout_s
+        self._asked.append(session)
+        self._unanswered += 1
+        self.answers_due = now + _ANSWERS_S
 
     def look_for_answers(self, now: float) -> None:
         """Look at those that have been asked and are not known to have answered: ZeroMQ's
@@ -202,7 +230,7 @@ class OpenSessions:
             if session.asked and self.holds(session):
                 self._used[session.source] = session
                 self._looks.set(session.source, session.deadline)
-        self._asked, self.answers_due = [], float("inf")
+        self._asked, self.answers_due = [], math.inf
 
     def received(self, session: OpenSession) -> list[bytes]:
         """Messages that wait; more may follow. Of those that have been asked mostly the answer is
@@ -216,12 +244,12 @@ class OpenSessions:
     def heard(self, session: OpenSession, now: float) -> None:
         """The producer has spoken. Before the session stands only `Welcome` counts."""
         if session.path is not None:
-            session.deadline = now + self._config.session_timeout_s
+            session.deadline = math.inf
             if session.asked:
                 session.asked = False
                 self._unanswered -= 1
                 if not self._unanswered:
-                    self._asked, self.answers_due = [], float("inf")
+                    self._asked, self.answers_due = [], math.inf
             if self._handshakes and session.source in self._handshakes:
                 self._handshakes.discard(session.source)
                 self.look_again(session)
@@ -235,7 +263,7 @@ class OpenSessions:
         at = session.deadline
         if session.path is not None:
             idle = session.last_wanted + self._config.idle_timeout_s
-            at = min(at, idle) if session.asked else idle
+            at = min(at, idle)
         self._looks.set(session.source, at)
 
     def lost(self, session: OpenSession) -> tuple[Cause, str] | None:
@@ -270,7 +298,7 @@ class OpenSessions:
         self._epoll.close()
 
 
-def _heartbeats(transfers: tuple[str, ...]) -> tuple[bytes, ...]:
+def _heartbeats(transfers: tuple[str, ...], next_ms: int) -> tuple[bytes, ...]:
     size = _TRANSFERS_PER_HEARTBEAT
     parts = (transfers[first : first + size] for first in range(0, max(1, len(transfers)), size))
-    return tuple(messages.encode(messages.Heartbeat(list(part))) for part in parts)
+    return tuple(messages.encode(messages.Heartbeat(list(part), next_ms)) for part in parts)

@@ -259,6 +259,7 @@ class ProducerSide:
                 transfer, readers = message.transfer, message.readers
                 self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case messages.Heartbeat():
+                self._sessions.speaks_in(self._sessions[sender], message.next_ms)
                 self._producer.heartbeat(sender, message.transfers, now)
                 age_ms = int(1000 * self._steps.age_s())
                 self._say(sender, messages.Pulse(self._identity.epoch, age_ms))

@@ -24,7 +24,7 @@ logger = logging.getLogger("pd_connector.agent.session_keeper")
 _SESSIONS_PER_HEARTBEAT = 16
 """With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
 _LATEST = 2 / 3
-"""Heartbeats are apart by this part of the timeouts at most: the rest is for a busy machine."""
+"""Heartbeats are apart by this part of producers' patience at most: the rest is for a busy machine."""
 
 
 class SessionKeeper:
@@ -121,6 +121,13 @@ class SessionKeeper:
             session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
             return self.end(session, refused.cause, str(refused), now)
+        # An older producer does not say: it is taken to be as patient as this side.
+        unsaid_s = min(self._config.session_timeout_s, self._config.lease_s)
+        session.patience_s = welcome.lease_ms / 1000 or unsaid_s
+        self._next_heartbeat = min(self._next_heartbeat, now + self._heartbeat_interval_s)
+        # The others may be due much later than this producer waits that has not heard when.
+        next_s, wanted = self._next_heartbeat - now, self._consumer.wanted(session.source)
+        self._sessions.send_heartbeat(session, wanted, now, max(0.0, next_s))
         self._sessions.agreed(session)
         self._silences.answered(session.source)
         return self._establish(session, now)
@@ -153,8 +160,9 @@ class SessionKeeper:
         for session in self._sessions.due(now):
             self._attempt(self._look_after, session, now)
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._heartbeat_interval_s
-            self._sessions.send_heartbeats(self._consumer.wanted, now, hurried=hurried)
+            next_s = self._heartbeat_interval_s
+            self._next_heartbeat = now + next_s
+            self._sessions.send_heartbeats(self._consumer.wanted, now, next_s, hurried=hurried)
         self._sessions.look_for_answers(now)
 
     @property
@@ -178,11 +186,10 @@ class SessionKeeper:
 
     @property
     def _heartbeat_interval_s(self) -> float:
-        """With many sessions heartbeats are further apart, as far as sessions and leases allow."""
-        config = self._config
-        stretched = config.heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
-        most = min(config.session_timeout_s, config.lease_s) * _LATEST
-        return max(config.heartbeat_s, min(stretched, most))
+        """With many sessions heartbeats are further apart, as far as producers allow."""
+        heartbeat_s = self._config.heartbeat_s
+        stretched = heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
+        return max(heartbeat_s, min(stretched, self._sessions.patience_s * _LATEST))
 
     def dial(self, source: Source, addresses: int, now: float) -> None:
         """Open a session with this producer, if there is none."""

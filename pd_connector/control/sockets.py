@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pd_connector.control.addresses import bound_port, endpoint, numeric, readable
 from pd_connector.control.connections import Connections
 from pd_connector.control.keys import CurveKeys
+from pd_connector.control.liveness import keep_alive
 from pd_connector.errors import Cause, PDConnectorError
 from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
 
@@ -60,6 +61,7 @@ class Listener:
         self.socket.rcvhwm, self.socket.sndhwm = _MOST_ARRIVED, _MOST_ANSWERS
         self.socket.ipv6 = True
         self.socket.router_mandatory = True
+        keep_alive(self.socket)
         if keys:
             keys.guard(self.socket)
         try:
@@ -152,6 +154,7 @@ class Connection:
                 self.socket.rcvhwm, self.socket.sndhwm = _MOST_ARRIVED, _MOST_ASKED
                 self.socket.ipv6 = True
                 self.socket.reconnect_ivl = 100
+                keep_alive(self.socket)
                 if keys:
                     keys.present(self.socket)
                 self.monitor = self.socket.get_monitor_socket(_WATCHED)
@@ -178,13 +181,12 @@ class Connection:
 
     def lost(self) -> tuple[Cause, str] | None:
         """Why the connection is no more, or of no use, once that is so."""
-        if self._is_full:
-            return Cause.SESSION_LOST, "the producer takes no messages"
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             if event["event"] in _LOST:
                 return _LOST[event["event"]]
-        return None
+        # Last: where there is no connection, nothing can be sent either, and why is the news.
+        return (Cause.SESSION_LOST, "the producer takes no messages") if self._is_full else None
 
     def send(self, data: bytes) -> bool:
         """Queue a message; returns whether it was queued. Otherwise the connection is of no use any

@@ -65,7 +65,8 @@ class Welcome(Message, frozen=True):
     """Producer: the session stands. `transport_address` is where its transport is reached.
 
     With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
-    it offers leased pages in the same way. With `plain` it obeys `Open.coded`.
+    it offers leased pages in the same way. With `plain` it obeys `Open.coded`. Leases end after
+    `lease_ms` milliseconds without a heartbeat; it obeys `Heartbeat.next_ms` then (0: older versions).
     """
 
     schema: Count
@@ -81,6 +82,7 @@ class Welcome(Message, frozen=True):
     model: Fingerprint = b""  # empty in versions that did not say it
     facts: ModelFacts | None = None
     plain: bool = False
+    lease_ms: Count = 0
 
 
 class Reject(Message, frozen=True):
@@ -215,9 +217,14 @@ class Cancelled(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Consumer: still there, and wants these transfers. Extends their leases."""
+    """Consumer: still there, and wants these transfers. Extends their leases.
+
+    The next one comes in `next_ms` milliseconds; 0 in versions that did not say it, which speak more
+    often than sessions end.
+    """
 
     transfers: Transfers
+    next_ms: Count = 0
 
 
 class Pulse(Message, frozen=True):

@@ -7,8 +7,7 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 
-IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
-"""After so long without a byte the system asks, so often, and then ends the connection."""
+from pd_connector.control.liveness import IDLE_S, INTERVAL_S, PROBES
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, ranks, until
 from support.children import Children, children, nursery
@@ -145,6 +146,61 @@ def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
         until(lambda: side.unhurried, "only answers to heartbeats come")
         assert_serves(producer, consumer, f"good {number}")  # by a command, and chunks after it
         consumer.agent.submit(Drop(f"request {number}", Cause.ABORTED))
+
+
+MANY: dict[str, Any] = LONG | {"lease_s": 4.5, "session_timeout_s": 1.0}
+
+
+def test_with_many_sessions_heartbeats_are_seldom_and_nothing_is_lost(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session_keeper, "_SESSIONS_PER_HEARTBEAT", 1e-3)  # one session is many
+    producer, consumer = ranks.pair(MANY)
+    assert_serves(producer, consumer)
+    producer.offer("waits", [5, 6])
+    peer = Peer(producer.source, WHOLE)
+    consumer.agent.submit(Hold("request", "waits", (peer,), watch=False))
+    beats = heartbeats_of(producer, monkeypatch)
+    time.sleep(8.0)
+    assert 2 <= len(beats) <= 3, "they come every 3 s, though sessions end after 1 s"
+    assert consumer.gauge("producer_sessions") == producer.gauge("consumer_sessions") == 1
+    assert consumer.count("lost_sessions") == 0
+    assert producer.gauge("leased_pages") == 2
+    consumer.agent.submit(Drop("request", Cause.ABORTED))
+    producer.freed("waits")
+
+
+def test_a_producer_of_the_release_before_hears_heartbeats_as_often_as_it_did(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session_keeper, "_SESSIONS_PER_HEARTBEAT", 1e-3)
+    producer, consumer = ranks.pair(MANY)
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    open_ = side._sessions.open
+    monkeypatch.setattr(
+        side._sessions, "open", lambda *said: msgspec.structs.replace(open_(*said), lease_ms=0)
+    )
+    assert_serves(producer, consumer)
+    beats = heartbeats_of(producer, monkeypatch)
+    time.sleep(4.0)
+    assert len(beats) >= 4, "every two thirds of a second"
+    assert consumer.count("lost_sessions") == 0
+
+
+def heartbeats_of(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When the producer hears a heartbeat, from now on."""
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    heard: list[float] = []
+    heartbeat = side._producer.heartbeat
+
+    def noted(*arguments: Any) -> None:
+        heard.append(time.monotonic())
+        heartbeat(*arguments)
+
+    monkeypatch.setattr(side._producer, "heartbeat", noted)
+    return heard
 
 
 def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):

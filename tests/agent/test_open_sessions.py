@@ -47,7 +47,7 @@ class Standing:
         return Connection(self._context, source.host, source.port, None)
 
     def ask(self, now: float, *, hurried: bool = False) -> None:
-        self.sessions.send_heartbeats(lambda _: (), now, hurried=hurried)
+        self.sessions.send_heartbeats(lambda _: (), now, 1.0, hurried=hurried)
 
     def answer(self) -> None:
         assert self.producer.poll(60_000), "a heartbeat has come"
@@ -112,6 +112,24 @@ def test_who_is_silent_is_looked_at_when_its_session_ends(standing: Standing) ->
     sessions.look_for_answers(sessions.answers_due)
     assert sessions.due(session.deadline - 0.1) == []
     assert sessions.due(session.deadline) == [session]
+
+
+def test_a_producer_has_the_timeout_to_answer_however_long_ago_it_was_asked_before(
+    standing: Standing,
+) -> None:
+    sessions, session = standing.sessions, standing.session
+    later = NOW + 3 * CONFIG.session_timeout_s  # with many sessions they are asked that seldom
+    assert sessions.due(later) == []
+    standing.ask(later)
+    assert session.deadline == later + CONFIG.session_timeout_s
+    standing.ask(later + 1)
+    assert session.deadline == later + CONFIG.session_timeout_s, "it still owes the first answer"
+
+
+def test_the_least_patient_producer_counts(standing: Standing) -> None:
+    assert standing.sessions.patience_s == float("inf")
+    standing.session.patience_s = 5.0
+    assert standing.sessions.patience_s == 5.0
 
 
 def test_what_came_with_an_answer_is_found_at_once(standing: Standing) -> None:

@@ -14,6 +14,7 @@ from pd_connector.control import sockets
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.control.sockets import Connection, Context, Listener
 from pd_connector.errors import Cause, PDConnectorError
+from pd_connector.transport import keepalive
 
 KEY = "a key of more than sixteen characters"
 
@@ -173,6 +174,28 @@ def test_unlike_keys_are_noticed(context: Context, theirs: str, ours: str):
     cause, detail = until(noticed)
     assert cause == Cause.AUTHENTICATION, detail
     assert listener.receive() == []
+
+
+def test_why_there_is_no_connection_counts_and_not_that_nothing_can_be_sent(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection = Connection(context, "127.0.0.1", listener.port, CurveKeys.derive(KEY))
+    assert connection.monitor.poll(60_000), "the handshake has failed"
+    connection._is_full = True  # as when the handshake fails before anything is sent
+    assert lost(connection) == Cause.AUTHENTICATION
+
+
+def test_the_system_asks_whether_the_other_end_of_a_connection_is_there(context: Context):
+    listener = Listener(context, "127.0.0.1", None)
+    connection = Connection(context, "127.0.0.1", listener.port, None)
+    connection.send(b"hello")
+    until(listener.receive)
+    asks = [
+        (sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), sock.getpeername()[1])
+        for _, sock, port in keepalive._sockets()
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        and listener.port in (port, sock.getpeername()[1])
+    ]
+    assert [asked for asked, _ in asks] == [1, 1], "of both ends"
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host.invalid"])

@@ -29,10 +29,12 @@ WAITING = 8000
 REST_BUDGET_MS = 1.0
 """CPU milliseconds of the agent's thread per second while nothing happens."""
 MESSAGE_BUDGET_MS = 0.2
-_REST_S = 20.0
-"""Three rounds of heartbeats, which are 6.7 s apart. It begins between two of them (`_rests`): a
+_LEASE_S = 30.0
+"""What the producers say, as by default."""
+_REST_S = 48.0
+"""Three rounds of heartbeats, which are 16 s apart. It begins between two of them (`_rests`): a
 window that begins anywhere has three or four."""
-_SETTLE_S = 8.0
+_SETTLE_S = 18.0
 """Until nothing is left of the sessions' beginning: deadlines of handshakes have passed, and every heartbeat has been
 put together once."""
 _PATIENCE_S = 120.0
@@ -208,6 +210,7 @@ def _welcome() -> messages.Welcome:
         slot_bytes=1 << 20,
         read=True,
         model=_MODEL,
+        lease_ms=int(1000 * _LEASE_S),
     )
 
 

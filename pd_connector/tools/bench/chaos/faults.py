@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pd_connector.transport import keepalive
+from pd_connector.control import liveness
 
 PAGES = 256
 """In the cache of each rank."""
@@ -29,7 +29,7 @@ RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEA
 is opened anew, and one more load may fail meanwhile."""
 HELD_S = SETTINGS["lease_s"] + SETTINGS["session_timeout_s"] + DEADLINE_S
 """When nobody wants anything any more, every slot and page must be free within this."""
-SETTLE_S = keepalive.IDLE_S + keepalive.INTERVAL_S * keepalive.PROBES + _BUSY_S
+SETTLE_S = liveness.IDLE_S + liveness.INTERVAL_S * liveness.PROBES + _BUSY_S
 """Connections that fell silent must have ended within this: the system asks whether the other end is there."""
 
 
