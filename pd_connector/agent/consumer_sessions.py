@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A producer's sessions with consumers, from `Hello` to their end."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from pd_connector.protocol import messages
 from pd_connector.transport.base import Transport
 
 MOST_SESSIONS = 1024
+LAST_MESSAGES_S = 0.2
+"""After the end of its connection, until all has been handled that a consumer had said before."""
 _LATE = 1.5
 """A consumer that has not spoken for so many times what it has said is late enough to be lost."""
 _READ_FIRST = frozenset({"shm"})
@@ -31,6 +34,7 @@ class ConsumerSession:
     plain: tuple[Route, ...]  # in `raw`, for transfers that the consumer does not want coded
     last_heard: float
     patience_s: float  # without a word
+    broken_at: float = math.inf  # when its connection was seen to have ended
 
 
 class ConsumerSessions:
@@ -125,8 +129,13 @@ class ConsumerSessions:
         return self._sessions.pop(sender, None)
 
     def silent(self, now: float) -> list[bytes]:
-        """Sessions that should have said something by now."""
-        return [s for s, session in self if session.last_heard + session.patience_s < now]
+        """Sessions that should have said something by now, or cannot any more."""
+        return [
+            sender
+            for sender, session in self
+            if session.last_heard + session.patience_s < now
+            or session.broken_at + LAST_MESSAGES_S < now
+        ]
 
     def speaks_in(self, session: ConsumerSession, next_ms: int) -> None:
         """The consumer says when it will speak next: with many sessions it does so seldom."""

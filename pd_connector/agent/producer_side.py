@@ -225,11 +225,14 @@ class ProducerSide:
                     "consumer %s takes no messages: session ended", self._sessions[sender].engine_id
                 )
                 self._forget(sender, now)
+        for sender in self._listener.broken():
+            if session := self._sessions.get(sender):
+                session.broken_at = now
         if now >= self._next_sweep:
             self._next_sweep = now + self._config.heartbeat_s / 2
             for sender in self._sessions.silent(now):
                 logger.info(
-                    "consumer %s fell silent: session ended", self._sessions[sender].engine_id
+                    "consumer %s is gone or silent: session ended", self._sessions[sender].engine_id
                 )
                 self._forget(sender, now)
         if closed := self._listener.tick(now):

@@ -40,7 +40,8 @@ class Connections:
         self._port = port
         self._patience_s = patience_s
         self._waiting: dict[int, float] = {}  # without a session, since when; oldest first
-        self._serving: set[int] = set()
+        self._serving: dict[int, bytes] = {}  # whose session it is
+        self._broken: list[bytes] = []  # whose connection has ended, and not the session
         self._listening = listening
         endpoint = f"inproc://connections-{id(self):x}-{port}"
         listening.monitor(endpoint, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
@@ -52,18 +53,23 @@ class Connections:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._serving)
 
-    def serve(self, descriptor: int, now: float) -> None:
-        """There is a session over this connection."""
+    def serve(self, descriptor: int, sender: bytes, now: float) -> None:
+        """There is a session with this sender over this connection."""
         while readable(self.monitor):  # libzmq has told of the connection before its first message
             self._read_events(now)
         if self._waiting.pop(descriptor, None) is not None:
-            self._serving.add(descriptor)
+            self._serving[descriptor] = sender
 
     def release(self, descriptor: int, now: float) -> None:
         """The session over this connection has ended; another one may follow."""
-        if descriptor in self._serving:
-            self._serving.discard(descriptor)
+        if self._serving.pop(descriptor, None) is not None:
             self._waiting[descriptor] = now
+
+    def broken(self) -> list[bytes]:
+        """Senders whose connection has ended since they were last asked for. What they said before may
+        still wait to be received."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def tick(self, now: float) -> int:
         """Close connections that have been without a session for too long, and the oldest of them
@@ -91,7 +97,8 @@ class Connections:
     def _happened(self, event: Mapping[str, Any], now: float) -> None:
         descriptor = int(event["value"])
         self._waiting.pop(descriptor, None)
-        self._serving.discard(descriptor)
+        if (sender := self._serving.pop(descriptor, None)) is not None:
+            self._broken.append(sender)
         if event["event"] == zmq.EVENT_ACCEPTED:
             self._waiting[descriptor] = now
 

@@ -85,11 +85,15 @@ class Listener:
 
     def serve(self, sender: bytes, now: float) -> None:
         """There is a session with this sender: its connection stays."""
-        self._connections.serve(self._descriptors.get(sender, -1), now)
+        self._connections.serve(self._descriptors.get(sender, -1), sender, now)
 
     def release(self, sender: bytes, now: float) -> None:
         """The session with this sender has ended."""
         self._connections.release(self._forget(sender), now)
+
+    def broken(self) -> list[bytes]:
+        """Senders whose connection has ended, and not the session. What they said before may still wait."""
+        return self._connections.broken()
 
     def tick(self, now: float) -> int:
         """Close connections without a session; returns how many."""

@@ -90,6 +90,16 @@ def test_a_killed_consumer_costs_its_leases_only(ranks: Ranks, children: Childre
     assert another.page(3) == producer.page(3)
 
 
+def test_a_killed_consumer_is_gone_before_any_timeout(ranks: Ranks, children: Children):
+    settings = SHORT | PATIENT | {"session_timeout_s": 600.0, "lease_s": 600.0}
+    producer = ranks(settings | TRANSPORTS["tcp"], consumes=False)
+    consumer = children(settings | TRANSPORTS["tcp"], produces=False)
+    consumer.call("load", producer.source, "never offered", [3], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers") == 1)
+    consumer.kill()
+    until(lambda: producer.gauge("consumer_sessions") == producer.gauge("outgoing_transfers") == 0)
+
+
 @each_transport
 def test_a_stopped_producer_fails_its_loads_in_bounded_time_and_serves_when_it_goes_on(
     ranks: Ranks, children: Children, transport: str

@@ -127,6 +127,25 @@ def test_a_listener_that_ends_is_noticed(context: Context):
     assert lost(connection) == Cause.SESSION_LOST
 
 
+def test_a_consumer_that_has_gone_is_named_once_and_what_it_said_last_is_received(
+    context: Context,
+):
+    listener = Listener(context, "127.0.0.1", None)
+    connection, sender = greeted(context, listener)
+    listener.serve(sender, 0.0)
+    assert listener.broken() == []
+    connection.send(b"last")
+    connection.close()
+
+    def broken() -> list[bytes]:
+        listener.tick(0.0)
+        return listener.broken()
+
+    assert until(broken) == [sender]
+    assert listener.receive() == [(sender, b"last")]
+    assert broken() == []
+
+
 def test_a_session_that_outlived_its_connection_does_not_end_the_next_one(context: Context):
     """The system gives the number of the connection that was lost to the next one."""
     listener = Listener(context, "127.0.0.1", None, patience_s=1.0)
@@ -142,6 +161,9 @@ def test_a_session_that_outlived_its_connection_does_not_end_the_next_one(contex
             break
     else:
         raise AssertionError("no number was used again")
+    broken = listener.broken()
+    assert former in broken
+    assert sender not in broken
     listener.release(former, 1.0)  # its session has ended by its timeout
     assert listener.tick(100.0) == 0
     assert listener.send(sender, b"still here")
