@@ -141,6 +141,21 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     return None
 
 
+def needs_one_engine(body: Mapping[str, Any]) -> str:
+    """What no pair of SGLang's engines answers, with what to do; empty for anything else. Its engines give all
+    answers of a request one transfer, and tell logprobs of the prompt in the prefill engine's answer."""
+    alone = "or add an engine that computes prompts to the router, such as one of vLLM's"
+    if (body.get("n") or 1) > 1:
+        return f"n {body['n']}: pairs of SGLang's engines give one answer; send the request n times, {alone}"
+    if body.get("use_beam_search"):
+        return f"use_beam_search: not with pairs of SGLang's engines; leave it out, {alone}"
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
+        return (
+            f"logprobs of the prompt: not with pairs of SGLang's engines; leave them out, {alone}"
+        )
+    return ""
+
+
 def with_tokens(body: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
     """A completion whose text is replaced by its tokens, so that the engine need not tokenize it.
 

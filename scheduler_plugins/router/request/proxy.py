@@ -113,6 +113,7 @@ class ClientRequest:
         Raises:
             UnavailableError: no engine could, and nothing has been sent.
             AllOverloadedError: the same, and some engine only lacked room.
+            BadRequestError: no engine of the router's ever answers such a request.
             ClientGoneError: there is nobody to answer any more.
         """
         self._shared.retries.request()

@@ -11,6 +11,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.prompt.body import BadRequestError
 from scheduler_plugins.router.routing.attempt import (
     AbleEngines,
     AllOverloadedError,
@@ -95,8 +96,10 @@ class Candidates:
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
 
-    def exhausted(self) -> UnavailableError | AllOverloadedError:
+    def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
         """What to tell the client when no engine is left."""
+        if self._pairing.needs_one and not any(one.computes_prompts for one in self._pool.engines):
+            return BadRequestError(self._pairing.needs_one)
         if self._retry_after_s and self._accepted < self._attempts:
             return AllOverloadedError(min(self._retry_after_s.values()))
         return UnavailableError(self._reasons())

@@ -16,6 +16,8 @@ class Pairing:
 
     Attributes:
         whole: why one engine should answer the request alone, as a metric label; None if it need not.
+        needs_one: what of the request only an engine that computes its prompt answers, as a text for the client; empty
+            for nothing.
         no_prefill: prefill engines that have failed the request's copy.
         failed: pairs, prefill and decode, whose decode engine has not got the KV.
     """
@@ -24,6 +26,7 @@ class Pairing:
         """`one_engine`: its endpoint knows no transfers, so that an engine that computes no prompts is of no use."""
         self._one_engine = one_engine
         self.whole = "endpoint" if one_engine else body.why_not_disaggregated(request)
+        self.needs_one = body.needs_one_engine(request)
         self.no_prefill: set[BackendEngine] = set()
         self.failed: set[tuple[BackendEngine, BackendEngine]] = set()
         self._one_kind = {kind: why_one_kind(request, kind) for kind in Kind}
@@ -69,7 +72,7 @@ class Pairing:
     ) -> tuple[list[BackendEngine], str]:
         """The prefill engines that can work with a decode engine; and why there is none, empty if
         there are any."""
-        if self.whole is not None and decode.computes_prompts:
+        if self.whole is not None and (decode.computes_prompts or self.needs_one):
             return [], self.whole
         known = [engine for engine in prefill if engine.address is not None]
         left = [

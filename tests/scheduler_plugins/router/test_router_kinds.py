@@ -2,6 +2,7 @@
 """Engines of two kinds behind one router: who is sent what, and which pairs a request may use."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -322,8 +323,47 @@ def test_several_answers_go_to_an_engine_that_computes_prompts() -> None:
         async with world("vs", "sv") as w:
             await w.complete(n=2)
             assert w.d[1].bodies == [{"model": "m", "prompt": "hello", "n": 2}]
+        async with world("s", "sv") as w:
+            await w.d[1].die()
+            await w.down(w.d[1])
+            assert (await w.complete(n=2)).status == 503, "it may come back"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"n": 3}, "n 3: .* send the request n times"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True, "logprobs": 1}, "logprobs of the prompt"),
+        ({"prompt_logprobs": 0}, "logprobs of the prompt"),
+    ],
+)
+def test_what_pairs_of_sglang_do_not_answer_is_refused_with_what_to_do(
+    asked: dict[str, Any], told: str
+) -> None:
+    """`n` ended in a 503, and the logprobs of the prompt were left out without a word."""
+
+    async def scenario() -> None:
+        async with world("ss", "s") as w:
+            reply = await w.complete(**asked)
+            assert reply.status == 400
+            assert re.search(told, reply.json["error"]["message"])
+            assert not any(engine.bodies for engine in (*w.p, *w.d))
+        async with world("v", "s") as w:
+            assert (await w.complete(**asked)).json["served_by"] == "p0"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"echo": True}, {"prompt": ["a", "b"]}, {"n": 1}, {"best_of": 2}]
+)
+def test_what_pairs_of_sglang_answer_as_one_engine_goes_to_them(asked: dict[str, Any]) -> None:
+    async def scenario() -> None:
         async with world("s", "s") as w:
-            await w.complete(n=2)  # nobody else is there: SGLang says what it can do
+            assert (await w.complete(**asked)).status == 200
             assert len(w.p[0].bodies) == len(w.d[0].bodies) == 1
 
     run(scenario())
