@@ -17,17 +17,23 @@ class Admission:
         produces: whether this is a prefill engine.
         vocabulary: the first number that is no token of the model's.
         most_logprobs: top log probabilities of a first token that SGLang's metadata buffers have room for.
+        in_step: whether requests come and end in the same step on all ranks. The stages of a pipeline are not in
+            step: which rooms are in use differs between them, and is not asked then.
     """
 
-    def __init__(self, *, produces: bool, vocabulary: int, most_logprobs: int) -> None:
+    def __init__(
+        self, *, produces: bool, vocabulary: int, most_logprobs: int, in_step: bool
+    ) -> None:
         self._produces = produces
+        self._in_step = in_step
         self._vocabulary = vocabulary
         self._most_logprobs = most_logprobs
         self._rooms: set[int] = set()  # of requests that are in SGLang's queues
 
     def enter(self, room: int) -> None:
         """A request with this room has come into a queue."""
-        self._rooms.add(room)
+        if self._in_step:
+            self._rooms.add(room)
 
     def leave(self, room: int) -> None:
         """It has ended, on all ranks."""

@@ -133,6 +133,7 @@ class Manager(BaseKVManager):
             produces=self.produces,
             vocabulary=self.vocabulary,
             most_logprobs=self.buffers.output_top_logprobs_idx.shape[1],
+            in_step=parallel.pp_size == 1,
         )
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))

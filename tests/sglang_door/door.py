@@ -69,7 +69,9 @@ class Engine(Manager):
             shards=[own_shard(self.pool, place, rank[1]) for place in range(rank[1])],
         )
         self.buffers = MetadataBuffers(4, 16, torch.float32, 0)
-        self.admission = Admission(produces=produces, vocabulary=259, most_logprobs=128)
+        self.admission = Admission(
+            produces=produces, vocabulary=259, most_logprobs=128, in_step=True
+        )
         self.found = Found(())
         self.forgotten: list[str] = []
         self.outcomes = Outcomes(self.agent)

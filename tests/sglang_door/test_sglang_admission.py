@@ -27,8 +27,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class Queue:
     """As much of one of SGLang's queues as the hook around its `add` sees."""
 
-    def __init__(self, role: str) -> None:
-        admission = Admission(produces=role == "prefill", vocabulary=VOCABULARY, most_logprobs=128)
+    def __init__(self, role: str, *, in_step: bool = True) -> None:
+        admission = Admission(
+            produces=role == "prefill", vocabulary=VOCABULARY, most_logprobs=128, in_step=in_step
+        )
         self.transfer_backend = SimpleNamespace(value=BACKEND)
         self.told: list[Req] = []
         self.kv_manager = SimpleNamespace(
@@ -140,6 +142,15 @@ def test_a_room_is_one_requests_until_it_has_left(role: str) -> None:
     assert "n 1" in refusal
     assert not queue.told, "the first's transfer is left alone"
     queue.kv_manager.admission.leave(5)
+    queue.add(request(room=5))
+    assert queue.admitted
+
+
+def test_stages_of_a_pipeline_do_not_ask_whether_a_room_is_in_use() -> None:
+    """A request may have ended on the first and not yet on the second: if one took the next request with its room
+    and the other did not, their collective operations would never end."""
+    queue = Queue("prefill", in_step=False)
+    queue.kv_manager.admission.enter(5)
     queue.add(request(room=5))
     assert queue.admitted
 
