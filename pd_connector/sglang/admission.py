@@ -8,6 +8,8 @@ import numpy as np
 
 MAX_ROOM = (1 << 63) - 1
 """Largest `bootstrap_room`: what fits in a signed 64-bit integer."""
+_LONGEST_HOST = 253
+"""Characters of a name in the domain name system."""
 
 
 class Admission:
@@ -69,9 +71,9 @@ def room_problem(room: Any) -> str:
 def host_problem(host: Any) -> str:
     """Why a decode engine cannot ask this host (`bootstrap_host`) for KV; empty where it can be tried.
     SGLang makes an address of it, and what that raises would end the engine."""
-    if isinstance(host, str) and host:
+    if isinstance(host, str) and 0 < len(host) <= _LONGEST_HOST:
         return ""
-    return f"bootstrap_host {host!r}: must be the name or address of the prefill engine's host"
+    return f"bootstrap_host {host!r:.40}: must be the name or address of the prefill engine's host"
 
 
 def tokens_problem(tokens: Sequence[int], vocabulary: int) -> str:

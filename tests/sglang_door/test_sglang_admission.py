@@ -95,14 +95,14 @@ def test_rooms_that_would_end_an_engine_are_refused(role: str, room: Any) -> Non
     assert not queue.told
 
 
-@pytest.mark.parametrize("host", [None, "", 7, ["a"]])
+@pytest.mark.parametrize("host", [None, "", 7, ["a"], "x" * 254])
 def test_hosts_that_would_end_an_engine_are_refused(host: Any) -> None:
     """SGLang would make an address of it in its loop. A prefill engine asks nobody."""
     assert "bootstrap_host" in Queue("decode").refusal(request(host=host))
     prefill = Queue("prefill")
     prefill.add(request(host=host))
     assert prefill.admitted
-    assert host_problem("127.0.0.1") == ""
+    assert host_problem("127.0.0.1") == host_problem("x" * 253) == ""
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 100_000, 1 << 62])
