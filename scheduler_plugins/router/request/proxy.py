@@ -91,7 +91,10 @@ class ClientRequest:
             end_mark=not self._one_engine,
         )
         self._candidates = Candidates(
-            shared.pool, shared.config.attempts, parsed, one_engine=self._one_engine
+            shared.pool,
+            shared.config.attempts,
+            parsed,
+            endpoint=self._path if self._one_engine else "",
         )
         self._ids: list[int] | None = None
         self.trace = shared.tracing.request(headers, request.path, self._request_id)

@@ -25,18 +25,18 @@ class Candidates:
     """The engines that have not failed one request."""
 
     def __init__(
-        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, one_engine: bool = False
+        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str = ""
     ) -> None:
         """Ask nobody yet.
 
         Args:
             attempts: engines that may accept the request and fail it.
-            one_engine: the endpoint knows no transfers.
+            endpoint: path of one that knows no transfers; empty for others.
         """
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(body, one_engine=one_engine)
+        self._pairing = Pairing(body, endpoint=endpoint)
         self._model = body.get("model")
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that live, and what they said last of a prompt whose KV had not come."""
@@ -98,7 +98,8 @@ class Candidates:
 
     def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
         """What to tell the client when no engine is left."""
-        if self._pairing.needs_one and not any(one.computes_prompts for one in self._pool.engines):
+        known = self._pool.engines
+        if self._pairing.needs_one and known and not any(one.computes_prompts for one in known):
             return BadRequestError(self._pairing.needs_one)
         if self._retry_after_s and self._accepted < self._attempts:
             return AllOverloadedError(min(self._retry_after_s.values()))
