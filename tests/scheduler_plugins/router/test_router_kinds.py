@@ -357,6 +357,32 @@ def test_what_pairs_of_sglang_do_not_answer_is_refused_with_what_to_do(
     run(scenario())
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_do(
+    path: str,
+) -> None:
+    """It ended in a 503."""
+
+    async def scenario() -> None:
+        async with world("s", "s") as w:
+            reply = await w.post(path, {"model": "m", "input": "a"})
+            assert reply.status == 400
+            assert f"{path}: not with pairs" in reply.json["error"]["message"]
+            assert not any(engine.bodies for engine in (*w.p, *w.d))
+
+    run(scenario())
+
+
+def test_the_tokenizer_of_an_sglang_engine_answers() -> None:
+    async def scenario() -> None:
+        async with world("s", "s") as w:
+            reply = await w.post("/tokenize", {"model": "m", "prompt": "hello"})
+            assert (reply.status, reply.json["tokens"]) == (200, IDS)
+            assert not w.p[0].tokenized
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     "asked", [{"echo": True}, {"prompt": ["a", "b"]}, {"n": 1}, {"best_of": 2}]
 )
