@@ -39,7 +39,7 @@ def test_a_prompt_of_embeddings_is_not_told_by_the_token_ids_that_sglang_makes_u
         fingerprint(req(**{name: [[0.5]]}), "")
 
 
-def loaded(**folders: Path) -> Adapters:
+def loaded(**folders: Path | str) -> Adapters:
     """What a rank knows that has these adapters loaded, by SGLang's id."""
     refs = {
         lora_id: SimpleNamespace(lora_name="style", lora_path=str(folder))
@@ -71,6 +71,15 @@ def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Pa
         loaded(x=tmp_path).name("x")
     with pytest.raises(PDConnectorError, match="not loaded"):
         Adapters(SimpleNamespace(lora_manager=None)).name("x")
+
+
+@pytest.mark.parametrize("path", ["~nobody_of_this_name/style", "\0", "__tensor__", "x" * 5000])
+def test_no_path_of_an_adapter_ends_the_engine(path: str) -> None:
+    """It is looked at in each step."""
+    adapters = loaded(x=path)
+    adapters.look()
+    with pytest.raises(PDConnectorError, match="cannot be told by content"):
+        adapters.name("x")
 
 
 def test_an_adapter_counts_as_it_was_when_it_was_loaded(tmp_path: Path) -> None:
