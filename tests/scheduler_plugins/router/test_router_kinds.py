@@ -297,7 +297,7 @@ def test_an_answer_without_that_logprob_is_not_passed_on() -> None:
 
 ONE_KIND = {
     "grammar": {"response_format": {"type": "json_object"}},
-    "logit_processor": {"custom_logit_processor": "x"},
+    "logit_processor": {"logits_processors": ["x"]},
     "logprobs": {"logprobs": 100},
 }
 
@@ -314,6 +314,35 @@ def test_a_first_token_that_only_sglang_can_choose_goes_to_a_pair_of_one_kind(ca
             assert reply.json["served_by"] == "p0"
             assert not w.d[0].bodies
             assert await w.metric("flows_total", flow="prefill_alone", cause=cause) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"regex": "a+"}, {"lora_path": "style"}, {"custom_logit_processor": "x"}]
+)
+def test_a_field_that_only_sglang_knows_is_for_its_engines_alone(asked: dict[str, Any]) -> None:
+    """vLLM answered alone, without it, and with status 200."""
+
+    async def scenario() -> None:
+        async with world("vs", "sv") as w:
+            for _ in range(4):
+                assert (await w.complete(**asked)).status == 200
+            assert (await w.complete(**asked, n=2)).status == 400
+            assert not w.p[0].bodies
+            assert not w.d[1].bodies
+            await w.d[0].die()
+            await w.down(w.d[0])
+            assert (await w.complete(**asked)).status == 503, "it may come back"
+        async with world("v", "s") as w:
+            reply = await w.complete(**asked)
+            assert reply.status == 400
+            assert "only SGLang's engines know it" in reply.json["error"]["message"]
+            assert not any(engine.bodies for engine in (*w.p, *w.d))
+        async with world("v", "v") as w:
+            assert (await w.complete(**asked)).status == 200, (
+                "vLLM's way with fields it does not know"
+            )
 
     run(scenario())
 
