@@ -2,6 +2,7 @@
 """Adapters (LoRA) by their content: SGLang's own ids of them differ from process to process."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Adapters:
 
 def _folder(path: str) -> Path:
     """Where its files are on this disk; SGLang has read them from there."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # Path's own raises where there is no such user
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

@@ -5,6 +5,7 @@ SGLang makes one in each scheduler process."""
 import contextlib
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -27,6 +28,7 @@ from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
+from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_scales, model_facts
@@ -57,6 +59,7 @@ class Manager(BaseKVManager):
     Attributes:
         agent: of this rank.
         outcomes: what the agent has told of requests.
+        admission: which requests come into SGLang's queues.
         buffers: SGLang's metadata buffers.
         page_size: tokens of a page.
         page_limit: the first number above those of the pool's pages.
@@ -67,12 +70,13 @@ class Manager(BaseKVManager):
 
     agent: Agent
     outcomes: Outcomes
+    admission: Admission
     buffers: Any
     page_size: int
     page_limit: int
     most_prompt_tokens: float = inf
     """The longest prompt for which SGLang's queue of a decode engine ever finds room."""
-    vocabulary: float = inf
+    vocabulary: int = sys.maxsize
     """The first number that is no token of the model's."""
 
     def __init__(
@@ -110,6 +114,7 @@ class Manager(BaseKVManager):
         self.page_size = pool.page_size
         self.page_limit = pool.size // pool.page_size + 1  # page 0 is padding
         self._scheduler = scheduler
+        self.vocabulary = scheduler.model_config.vocab_size
         self._adapters = Adapters(scheduler.tp_worker.model_runner)
         self._adapters.look()
         self._ranks = parallel.attn_tp_size * parallel.pp_size
@@ -124,6 +129,12 @@ class Manager(BaseKVManager):
         )
         self._windows = any(group.window for group in cache.geometry.groups)
         self._start_agent(cache, shard, parallel)
+        self.admission = Admission(
+            produces=self.produces,
+            vocabulary=self.vocabulary,
+            most_logprobs=self.buffers.output_top_logprobs_idx.shape[1],
+            in_step=parallel.pp_size == 1,
+        )
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
         logger.info(
@@ -142,7 +153,6 @@ class Manager(BaseKVManager):
             self.register_to_bootstrap()
         else:
             look_up_often(queue)
-            self.vocabulary = scheduler.model_config.vocab_size
             self.most_prompt_tokens = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:

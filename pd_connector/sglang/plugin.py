@@ -131,22 +131,28 @@ def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **option
 
 
 def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any) -> Any:
-    """Only requests with a usable transfer id, and on the decode side with a host to ask, come into a queue.
-    SGLang's own health checks have neither: no KV passes for them."""
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+    """Only requests that cannot end the engine come into a queue. SGLang's own health checks are not looked at:
+    no KV passes for them."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, is_unadmitted_reject
 
-    from pd_connector.sglang.requests import host_problem, reject, room_problem
+    from pd_connector.sglang.admission import refuse
 
-    checked = _is_ours(queue) and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
-    if checked:
-        problem = room_problem(req.bootstrap_room)
-        if not queue.kv_manager.produces:
-            problem = problem or host_problem(req.bootstrap_host)
-        if problem:
-            return reject(req, problem, queue.scheduler)
-    result = original(queue, req, *args, **options)
-    if checked and queue.kv_manager.produces and req.disagg_kv_sender is None:
-        queue.kv_manager.turned_away(req)
+    back_again = any(options.values())  # it is retracted: it was looked at when it came first
+    if not _is_ours(queue) or req.bootstrap_host == FAKE_BOOTSTRAP_HOST or back_again:
+        return original(queue, req, *args, **options)
+    manager = queue.kv_manager
+    unnamed = manager.admission.room_problem(req)
+    if is_unadmitted_reject(req):  # by SGLang itself, which says why
+        problem = ""
+    else:
+        problem = unnamed or manager.admission.request_problem(req)
+    if problem:
+        refuse(req, problem, queue.scheduler)
+        result = None
+    else:
+        result = original(queue, req, *args, **options)
+    if manager.produces and not unnamed and req.disagg_kv_sender is None:
+        manager.turned_away(req)
     return result
 
 

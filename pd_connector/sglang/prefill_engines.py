@@ -29,6 +29,9 @@ _GREETING_S = 0.1
 AT_ONCE = 16
 """Look-ups side by side. Each ends within `connect_timeout_s`; so addresses that clients made up seldom hold others up."""
 _POLL_S = 0.02
+MOST_FAILED = 256
+"""Addresses at which nobody was found are forgotten where more are known. Their requests may have been aborted,
+so that nobody asks how the look-up ended."""
 MAX_REPLICAS = 256
 """More than this many replicas are not asked for, whatever a registry says."""
 
@@ -59,6 +62,8 @@ class PrefillEngines:
     def look_up(self, address: str) -> Found | None:
         """What is known of the engine at this address; None while it is being asked for."""
         if address not in self._lookups:
+            if len(self._lookups) >= MOST_FAILED:
+                self._forget_failed()
             self._lookups[address] = self._threads.submit(_find, address, self._config)
         lookup = self._lookups[address]
         return lookup.result() if lookup.done() else None
@@ -68,6 +73,12 @@ class PrefillEngines:
         lookup = self._lookups.get(address)
         if lookup is not None and lookup.done():
             del self._lookups[address]
+
+    def _forget_failed(self) -> None:
+        ended = [item for item in self._lookups.items() if item[1].done()]
+        for address, lookup in ended:
+            if lookup.result().problem is not None:
+                del self._lookups[address]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -63,11 +63,16 @@ class Receiver(BaseKVReceiver):
     @contained
     def bind(self, req: Any) -> None:
         """The request, which a receiver is not told when it is made."""
+        self.kv_mgr.admission.enter(self.bootstrap_room)
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
         self._identity = self.kv_mgr.identity(req)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.outcomes.watch(self._request)
+        if getattr(req, "pd_rebootstrap_in_progress", False):
+            # SGLang has retracted it because its weights change (`pause_generation`, mode `retract`).
+            self.fail(Cause.ROLE, "a retracted request is not computed again by a prefill engine")
+            return
         size, most = self.kv_mgr.page_size, self.kv_mgr.most_prompt_tokens
         if -(-self._prompt_tokens // size) * size > most:
             # SGLang would let it wait for ever, and all that come after it.
@@ -150,6 +155,7 @@ class Receiver(BaseKVReceiver):
         self._drop()
 
     def clear(self) -> None:
+        self.kv_mgr.admission.leave(self.bootstrap_room)
         self._drop()
         self.kv_mgr.outcomes.forget(self._request)
 

@@ -49,6 +49,7 @@ class Sender(BaseKVSender):
     @contained
     def bind(self, req: Any) -> None:
         """The request, which a sender is not told when it is made."""
+        self.kv_mgr.admission.enter(self.bootstrap_room)
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
         self._identity = self.kv_mgr.identity(req)
@@ -118,14 +119,17 @@ class Sender(BaseKVSender):
     def failure_exception(self) -> None:
         """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
         self._withdraw()
+        self.kv_mgr.admission.leave(self.bootstrap_room)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
         """The request has ended: from here on nobody reads its pages."""
         self._failure = self._failure or (Cause.ABORTED, "the request was aborted")
         self._withdraw()
+        self.kv_mgr.admission.leave(self.bootstrap_room)
 
     def clear(self) -> None:
+        self.kv_mgr.admission.leave(self.bootstrap_room)
         self.kv_mgr.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:

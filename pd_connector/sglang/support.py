@@ -14,10 +14,15 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
         server_args: its `ServerArgs`.
         parallel: its `ParallelContext`.
     """
+    from sglang.srt.environ import envs
+
     for name, wanted in _WANTED.items():
         found = getattr(server_args, name, wanted)
         if found != wanted and (found or wanted):  # False and None are both "not asked for"
             raise ConfigError(_refusal(f"--{name.replace('_', '-')} {found}", f"leave it {wanted}"))
+    for name, mend in _VARIABLES.items():
+        if getattr(envs, name).get():
+            raise ConfigError(_refusal(f"{name}=1", mend))
     for name in ("attn_cp_size", "dcp_size"):
         if (found := getattr(parallel, name, 1)) != 1:
             mend = "use tensor, pipeline (prefill) or data parallelism"
@@ -58,6 +63,13 @@ _WANTED = {
     "enable_memory_saver": False,
 }
 """Arguments of SGLang's, and the one value of each that is known to work here."""
+
+
+_VARIABLES = {
+    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: last words have no room for a first token's mask",
+    "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": f"unset it, and use --load-balance-method {_BY_ROOM}",
+}
+"""Variables of SGLang's that must not be on."""
 
 
 def _refusal(found: str, mend: str) -> str:

@@ -94,6 +94,10 @@ class ClassMarker:
             logger.error("requests get their classes as before: %s", error)
 
 
-def _marked(sampling: Mapping[str, Any] | None, qos: str) -> dict[str, Any]:
+def _marked(sampling: Any, qos: str) -> Any:
+    """The same sampling parameters, with a class. What is none of SGLang's is left for SGLang to name."""
+    if sampling is not None and not isinstance(sampling, dict):
+        return sampling
     before = dict(sampling or {})
-    return {**before, CUSTOM: {**(before.get(CUSTOM) or {}), QOS_KEY: qos}}
+    given = before.get(CUSTOM)
+    return {**before, CUSTOM: {**(given if isinstance(given, dict) else {}), QOS_KEY: qos}}

@@ -24,6 +24,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
+from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.outcomes import Outcomes
@@ -68,6 +69,9 @@ class Engine(Manager):
             shards=[own_shard(self.pool, place, rank[1]) for place in range(rank[1])],
         )
         self.buffers = MetadataBuffers(4, 16, torch.float32, 0)
+        self.admission = Admission(
+            produces=produces, vocabulary=259, most_logprobs=128, in_step=True
+        )
         self.found = Found(())
         self.forgotten: list[str] = []
         self.outcomes = Outcomes(self.agent)

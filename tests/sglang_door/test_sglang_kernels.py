@@ -227,6 +227,38 @@ def test_what_a_layer_may_not_have_is_named(options: dict[str, Any], named: str)
         PagedBackend(step.runner(keys_and_values(step), layer(**options)))
 
 
+def test_a_cache_in_another_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine started, and ended with its first decode."""
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    step = Step(16)
+    pool = MHATokenToKVPool(
+        size=step.size,
+        page_size=16,
+        dtype=torch.float32,
+        head_num=KV_HEADS,
+        head_dim=DIM,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+    )
+    with pytest.raises(NotImplementedError, match="layout hnd: must be nhd"):
+        PagedBackend(step.runner(pool, layer()))
+
+
+def test_a_cache_with_scales_of_its_own_is_named() -> None:
+    """Such as SGLang's MXFP8 pool, a kind of `MHATokenToKVPool`: its elements alone are not the values."""
+
+    class Scaled(MHATokenToKVPool):
+        pass
+
+    step = Step(16)
+    pool = keys_and_values(step, torch.float8_e4m3fn)
+    pool.__class__ = Scaled
+    with pytest.raises(NotImplementedError, match="of kind Scaled"):
+        PagedBackend(step.runner(pool, layer()))
+
+
 def test_latents_of_another_size_are_named() -> None:
     step = Step(16)
     with pytest.raises(NotImplementedError, match="latents of 256"):

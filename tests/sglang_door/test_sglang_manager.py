@@ -132,6 +132,8 @@ def test_a_decode_engine_starts(start: Start) -> None:
     (rank,) = start("decode", (full_attention(16), parallel(World(1).rank(0))))
     assert not rank.produces
     assert rank.page_limit > 1
+    rank.admission.enter(5)
+    assert rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
     rank.idle()
 
 
@@ -146,6 +148,9 @@ def test_stages_of_a_pipeline_are_one_engine_that_shares_out_its_layers(start: S
     )
     shards = [Shard(0, LAYERS, 0, 1), Shard(LAYERS, 2 * LAYERS, 0, 1)]
     assert [known(rank) for rank in ranks] == [shards, shards]
+    for rank in ranks:  # they are not in step, so neither says that the other's room is in use
+        rank.admission.enter(5)
+        assert not rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
 
 
 def test_replicas_of_attention_are_engines_of_their_own(start: Start) -> None:

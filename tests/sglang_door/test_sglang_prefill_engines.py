@@ -16,7 +16,7 @@ from support.agents import KEY, LONG, Ranks, ranks, until
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.sglang.prefill_engines import AT_ONCE, Found, PrefillEngines
+from pd_connector.sglang.prefill_engines import AT_ONCE, MOST_FAILED, Found, PrefillEngines
 
 __all__ = ["ranks"]
 
@@ -255,3 +255,15 @@ def test_a_registry_that_answers_without_end_keeps_nobody_waiting(
         assert found(engines, good) == Found(((rank.peer,),))
     finally:
         end(servers)
+
+
+def test_addresses_that_clients_made_up_are_forgotten_although_nobody_asks_how_it_ended() -> None:
+    """Their requests were aborted meanwhile. An engine that was found stays known."""
+    engines = PrefillEngines(Config(peers=("10.0.0.1",)))
+    try:
+        for number in range(3 * MOST_FAILED):
+            engines.look_up(f"192.0.2.1:{number}")  # not within peers: it ends at once
+            until(lambda: all(one.done() for one in engines._lookups.values()), "ended")
+        assert len(engines._lookups) <= MOST_FAILED
+    finally:
+        engines.close()

@@ -2,6 +2,7 @@
 """One request on each side, as SGLang's queues drive it, between real agents: every state it may be
 left in, and what is left behind."""
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -360,6 +361,35 @@ def test_a_request_that_prefill_turns_away_does_not_keep_decode_waiting(
     with pytest.raises(TransferError, match="prefill_ended"):
         receiver.failure_exception()
     receiver.clear()
+    until(pair.idle, "idle")
+
+
+def test_a_request_that_is_retracted_for_new_weights_says_so(pair: Pair) -> None:
+    """`pause_generation` with mode `retract`. Its prefill has long ended: it was asked for, and was unknown."""
+    req = pair.request()
+    req.pd_rebootstrap_in_progress = True
+    receiver = pair.receiver(req)
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(TransferError, match="role: a retracted request"):
+        receiver.failure_exception()
+    receiver.clear()
+    until(pair.idle, "idle")
+
+
+@pytest.mark.parametrize("end", ["clear", "abort", "failure_exception"])
+def test_a_room_is_free_when_sglang_has_ended_its_request(pair: Pair, end: str) -> None:
+    """Not before: a failure of one rank alone is not known to the others yet, and all must take the same
+    requests."""
+    req = pair.request()
+    sender, receiver = pair.sender(req), pair.receiver(req)
+    taken = [engine.admission for engine in (pair.p, pair.d)]
+    for side in (sender, receiver):
+        side.fail(Cause.STALLED, "this rank alone")
+    assert all(ROOM in admission._rooms for admission in taken)
+    with contextlib.suppress(TransferError):
+        getattr(sender, end)()
+    receiver.clear()  # SGLang calls it whatever came before
+    assert not any(admission._rooms for admission in taken)
     until(pair.idle, "idle")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are let in, and what their KV is called."""
+"""What the KV of a request is called."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,57 +10,12 @@ import pytest
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import token_fingerprint
 from pd_connector.sglang.adapters import Adapters
-from pd_connector.sglang.requests import (
-    MAX_ROOM,
-    fingerprint,
-    host_problem,
-    room_problem,
-    transfer_of,
-)
+from pd_connector.sglang.admission import MAX_ROOM
+from pd_connector.sglang.requests import fingerprint, transfer_of
 
 
-@pytest.mark.parametrize("room", [1, 7, 1 << 62, MAX_ROOM])
-def test_a_transfer_is_the_decimal_room(room: int) -> None:
-    assert room_problem(room) == ""
-    assert transfer_of(room) == str(room)
-
-
-@pytest.mark.parametrize("room", [None, 0, -1, 1 << 63, 1 << 64, 1.5, "7", [7]])
-def test_rooms_that_would_end_an_engine_are_refused(room: Any) -> None:
-    """SGLang itself writes the room into a tensor of 64-bit numbers; one that does not fit raises in
-    its loop, and the engine ends."""
-    assert "bootstrap_room" in room_problem(room)
-
-
-@pytest.mark.parametrize("host", [None, "", 7, ["a"]])
-def test_hosts_that_would_end_an_engine_are_refused(host: Any) -> None:
-    assert "bootstrap_host" in host_problem(host)
-    assert host_problem("127.0.0.1") == ""
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_request_without_a_host_comes_into_no_queue_of_a_decode_engine(role: str) -> None:
-    """SGLang would make an address of it in its loop, and the engine would end."""
-    pytest.importorskip("sglang.srt")
-    from pd_connector.sglang.plugin import BACKEND, _admit
-
-    told: list[Any] = []
-    output = SimpleNamespace(stream_output=lambda reqs, logprobs: told.extend(reqs))
-    queue = SimpleNamespace(
-        transfer_backend=SimpleNamespace(value=BACKEND),
-        kv_manager=SimpleNamespace(produces=role == "prefill"),
-        scheduler=SimpleNamespace(output_streamer=output),
-    )
-    asked = SimpleNamespace(
-        bootstrap_host=None, bootstrap_room=5, return_logprob=False, disagg_kv_sender=object()
-    )
-    admitted: list[Any] = []
-    _admit(lambda queue, req: admitted.append(req), queue, asked)
-    if role == "prefill":  # it asks nobody
-        assert (admitted, told) == ([asked], [])
-        return
-    assert (admitted, told) == ([], [asked])
-    assert "bootstrap_host None" in asked.finished_reason.message
+def test_a_transfer_is_the_decimal_room() -> None:
+    assert transfer_of(MAX_ROOM) == "9223372036854775807"
 
 
 def req(**changes: Any) -> Any:
@@ -84,7 +39,7 @@ def test_a_prompt_of_embeddings_is_not_told_by_the_token_ids_that_sglang_makes_u
         fingerprint(req(**{name: [[0.5]]}), "")
 
 
-def loaded(**folders: Path) -> Adapters:
+def loaded(**folders: Path | str) -> Adapters:
     """What a rank knows that has these adapters loaded, by SGLang's id."""
     refs = {
         lora_id: SimpleNamespace(lora_name="style", lora_path=str(folder))
@@ -116,6 +71,15 @@ def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Pa
         loaded(x=tmp_path).name("x")
     with pytest.raises(PDConnectorError, match="not loaded"):
         Adapters(SimpleNamespace(lora_manager=None)).name("x")
+
+
+@pytest.mark.parametrize("path", ["~nobody_of_this_name/style", "\0", "__tensor__", "x" * 5000])
+def test_no_path_of_an_adapter_ends_the_engine(path: str) -> None:
+    """It is looked at in each step."""
+    adapters = loaded(x=path)
+    adapters.look()
+    with pytest.raises(PDConnectorError, match="cannot be told by content"):
+        adapters.name("x")
 
 
 def test_an_adapter_counts_as_it_was_when_it_was_loaded(tmp_path: Path) -> None:

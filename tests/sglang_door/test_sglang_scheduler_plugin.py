@@ -92,6 +92,22 @@ def test_batches_and_embeddings_get_their_class_too(tmp_path: Path) -> None:
     assert embedded.sampling_params["custom_params"] == {"qos": "premium"}
 
 
+@pytest.mark.parametrize("custom", [[1], "x", 5, [], None])
+def test_custom_parameters_that_are_none_get_a_class_all_the_same(
+    tmp_path: Path, custom: object
+) -> None:
+    """SGLang takes such a request; it was answered with 500."""
+    asked = GenerateReqInput(text="a", sampling_params={"custom_params": custom})
+    marker(tmp_path, ROUTED).mark(asked, {})
+    assert asked.sampling_params == {"custom_params": {"qos": "free"}}
+
+
+def test_sampling_parameters_that_are_none_are_left_to_sglang(tmp_path: Path) -> None:
+    asked = GenerateReqInput(text=["a", "b"], sampling_params=["x", {}])
+    marker(tmp_path, ROUTED).mark(asked, {})
+    assert asked.sampling_params == ["x", {"custom_params": {"qos": "free"}}]
+
+
 def test_without_routes_the_client_names_its_class(tmp_path: Path) -> None:
     asked = GenerateReqInput(text="a", sampling_params={"custom_params": {"qos": "free"}})
     marker(tmp_path, "scheduler: {policy: srjf}").mark(asked, {})

@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from pd_connector.errors import ConfigError, PDConnectorError
 from pd_connector.sglang import plugin
 from pd_connector.sglang.settings import load_config
-from pd_connector.sglang.support import _WANTED, check_supported
+from pd_connector.sglang.support import _VARIABLES, _WANTED, check_supported
 
 ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill")
 ALONE = SimpleNamespace(
@@ -88,6 +88,17 @@ def test_every_argument_of_which_one_value_works_is_refused_with_another(name: s
     for other in ("another", 7):
         with pytest.raises(ConfigError, match=f"{flag} {other}"):
             check_supported(PLAIN, changed(ARGS, **{name: other}), ALONE)
+
+
+@pytest.mark.parametrize("name", sorted(_VARIABLES))
+def test_variables_that_make_sglang_ask_for_more_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "0")
+    check_supported(PLAIN, ARGS, ALONE)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"{name}=1.*unset it"):
+        check_supported(PLAIN, ARGS, ALONE)
 
 
 def test_pipelines_and_replicas_are_fine_where_a_decode_engine_finds_them() -> None:

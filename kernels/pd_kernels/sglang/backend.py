@@ -121,8 +121,12 @@ class PagedBackend(DecodeBackend):
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
         found = []
-        if not isinstance(self.pool, MHATokenToKVPool):
-            found.append(f"a KV cache of kind {type(self.pool).__name__}")
+        if type(self.pool) is not MHATokenToKVPool or self.pool.is_quantized_kv_cache:
+            found.append(
+                f"a KV cache of kind {type(self.pool).__name__}"
+            )  # some have scales beside it
+        elif self.pool.kv_cache_layout != "nhd":
+            found.append(f"a KV cache in layout {self.pool.kv_cache_layout}: must be nhd")
         elif self.pool.dtype not in (self.dtype, FP8):
             found.append(
                 f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3"

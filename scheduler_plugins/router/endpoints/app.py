@@ -202,6 +202,8 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
             found = await _within(client_request, limit_s, request_id)
             client_request.trace.finish(found[1])
             return found
+    except body.BadRequestError as error:
+        return _bad_request(error, request_id), "bad_request"
     except UnavailableError as error:
         logger.warning("request %s: %s", request_id, error)
         response = unavailable(error, shared.config, request_id)

@@ -36,6 +36,7 @@ _GRAMMARS = (
     "structured_outputs",
 )
 _LOGIT_PROCESSORS = ("custom_logit_processor", "custom_params", "logits_processors", "watermark")
+_SGLANGS = ("custom_logit_processor", "ebnf", "json_schema", "lora_path", "regex", "watermark")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop_token_ids")
 """Fields that shape the first token, and mean the same to both kinds. Penalties are left out: SGLang
 penalises what was generated, and nothing was when the first token is chosen."""
@@ -87,11 +88,19 @@ def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
         return "grammar"
     if any(request.get(name) is not None for name in _LOGIT_PROCESSORS):
         return "logit_processor"
+    if request.get("lora_path") is not None:
+        return "adapter"
     if request.get("return_hidden_states") or request.get("logprob_token_ids"):
         return "more_than_a_token"
     if _wanted_logprobs(request) > _MOST_LOGPROBS:
         return "logprobs"
     return None
+
+
+def sglangs_own(request: Mapping[str, Any]) -> str:
+    """Name of a field that only SGLang's engines know, and that changes the answer: vLLM's would leave it out
+    without a word. Empty for none."""
+    return next((name for name in _SGLANGS if request.get(name) is not None), "")
 
 
 def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Handoff:

@@ -20,13 +20,9 @@ from scheduler_plugins.admission.endpoints import POOLING_PATHS
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GENERATES_ALONE = ("/v1/responses", "/v1/messages")
-ONE_ENGINE = (
-    *GENERATES_ALONE,
-    *POOLING_PATHS,
-    "/v1/messages/count_tokens",
-    "/tokenize",
-    "/detokenize",
-)
+TOKENIZERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
+"""Endpoints for which nothing is computed: any engine answers."""
+ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, *TOKENIZERS)
 """Endpoints of which one engine serves the whole request: their bodies have no place for a transfer's name, or
 nothing is generated. Their streams end without `[DONE]`."""
 
@@ -139,6 +135,32 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     if isinstance(prompt, list) and len(prompt) > 1 and not all(type(t) is int for t in prompt):
         return "batch"
     return None
+
+
+def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
+    """What no pair of SGLang's engines answers, with what to do; empty for anything else. Its engines give all
+    answers of a request one transfer, and tell logprobs of the prompt in the prefill engine's answer.
+
+    Args:
+        endpoint: path of one of `ONE_ENGINE`; empty for others.
+    """
+    alone = "or add an engine that computes prompts to the router, such as one of vLLM's"
+    if endpoint:
+        served = f"use {COMPLETIONS} or {CHAT}, {alone}"
+        return (
+            ""
+            if endpoint in TOKENIZERS
+            else f"{endpoint}: not with pairs of SGLang's engines; {served}"
+        )
+    if (body.get("n") or 1) > 1:
+        return f"n {body['n']}: pairs of SGLang's engines give one answer; send the request n times, {alone}"
+    if body.get("use_beam_search"):
+        return f"use_beam_search: not with pairs of SGLang's engines; leave it out, {alone}"
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
+        return (
+            f"logprobs of the prompt: not with pairs of SGLang's engines; leave them out, {alone}"
+        )
+    return ""
 
 
 def with_tokens(body: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ async def next_attempt(
             await asyncio.sleep(max(LEAST_PAUSE_S, decision.until_s - now))
             continue
         answering = next(one for one in engines.decode if one.name == decision.d)
-        if decision.p is None and answering.computes_prompts:
+        if decision.p is None and (answering.computes_prompts or not engines.prefill):
             return Attempt(answering, None, engines.cause or "policy")
         prefill = _prefill_of(engines, decision.p)
         (blocks,) = view.match(request.hashes, [prefill])

@@ -91,7 +91,10 @@ class ClientRequest:
             end_mark=not self._one_engine,
         )
         self._candidates = Candidates(
-            shared.pool, shared.config.attempts, parsed, one_engine=self._one_engine
+            shared.pool,
+            shared.config.attempts,
+            parsed,
+            endpoint=self._path if self._one_engine else "",
         )
         self._ids: list[int] | None = None
         self.trace = shared.tracing.request(headers, request.path, self._request_id)
@@ -113,6 +116,7 @@ class ClientRequest:
         Raises:
             UnavailableError: no engine could, and nothing has been sent.
             AllOverloadedError: the same, and some engine only lacked room.
+            BadRequestError: no engine of the router's ever answers such a request.
             ClientGoneError: there is nobody to answer any more.
         """
         self._shared.retries.request()

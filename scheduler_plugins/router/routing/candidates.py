@@ -10,7 +10,10 @@ from typing import Any
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.handoff.engine_bodies import sglangs_own
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.prompt.body import BadRequestError
 from scheduler_plugins.router.routing.attempt import (
     AbleEngines,
     AllOverloadedError,
@@ -24,19 +27,20 @@ class Candidates:
     """The engines that have not failed one request."""
 
     def __init__(
-        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, one_engine: bool = False
+        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str = ""
     ) -> None:
         """Ask nobody yet.
 
         Args:
             attempts: engines that may accept the request and fail it.
-            one_engine: the endpoint knows no transfers.
+            endpoint: path of one that knows no transfers; empty for others.
         """
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(body, one_engine=one_engine)
+        self._pairing = Pairing(body, endpoint=endpoint)
         self._model = body.get("model")
+        self._sglangs = sglangs_own(body)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that live, and what they said last of a prompt whose KV had not come."""
         self._retry_after_s: dict[BackendEngine, int] = {}
@@ -51,7 +55,7 @@ class Candidates:
         """
         if self._accepted >= self._attempts:
             return None
-        besides = self._failed.keys() | self._of_other_models()
+        besides = self._failed.keys() | self._of_other_models() | self._of_vllm()
         decode = self._pool.up(Role.DECODE, besides)
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
@@ -68,6 +72,18 @@ class Candidates:
         others = {one for one in self._pool.engines if one.models and self._model not in one.models}
         serves = any(self._model in one.models for one in self._pool.engines) if others else False
         return others if serves else set()
+
+    def _of_vllm(self) -> set[BackendEngine]:
+        """vLLM's engines, where SGLang's decode and the request has a field that only those know."""
+        if not self._sglangs:
+            return set()
+        engines = self._pool.engines
+        decode = {one.kind for one in engines if one.role is Role.DECODE}
+        # Of an engine that is down the kind is not known: it may be the one that decodes for SGLang's.
+        down = None in decode and any(one.kind is Kind.SGLANG for one in engines)
+        if Kind.SGLANG not in decode and not down:
+            return set()
+        return {one for one in engines if one.kind is not Kind.SGLANG}
 
     def other_prefill(self, besides: BackendEngine) -> bool:
         """Whether another prefill engine could be asked."""
@@ -95,11 +111,27 @@ class Candidates:
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
 
-    def exhausted(self) -> UnavailableError | AllOverloadedError:
+    def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
         """What to tell the client when no engine is left."""
+        if problem := self._never():
+            return problem
         if self._retry_after_s and self._accepted < self._attempts:
             return AllOverloadedError(min(self._retry_after_s.values()))
         return UnavailableError(self._reasons())
+
+    def _never(self) -> BadRequestError | None:
+        """Why these engines never answer such a request, whichever of them are up."""
+        vllm, needs_one = self._of_vllm(), self._pairing.needs_one
+        left = [one for one in self._pool.engines if one not in vllm]
+        if needs_one and left and not any(one.computes_prompts for one in left):
+            return BadRequestError(needs_one)
+        kinds = {one.kind for one in self._pool.engines if one.role is Role.PREFILL}
+        if vllm and not kinds & {Kind.SGLANG, None}:
+            told = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"
+            return BadRequestError(
+                f"{told}; leave it out, or add one with --prefill", self._sglangs
+            )
+        return None
 
     def _overloaded(self, role: Role) -> bool:
         """Whether an engine of this side has turned the request away for lack of room."""
@@ -111,7 +143,8 @@ class Candidates:
 
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
         """Every engine, and why it did not serve this request."""
-        found, others = list[tuple[BackendEngine, str, str]](), self._of_other_models()
+        found = list[tuple[BackendEngine, str, str]]()
+        others = self._of_other_models() | self._of_vllm()
         for engine in self._pool.engines:
             if failure := self._failed.get(engine) or self._without_kv.get(engine):
                 found.append((engine, failure.cause, str(failure)))

@@ -16,14 +16,17 @@ class Pairing:
 
     Attributes:
         whole: why one engine should answer the request alone, as a metric label; None if it need not.
+        needs_one: what of the request only an engine that computes its prompt answers, as a text for the client; empty
+            for nothing.
         no_prefill: prefill engines that have failed the request's copy.
         failed: pairs, prefill and decode, whose decode engine has not got the KV.
     """
 
-    def __init__(self, request: Mapping[str, Any], *, one_engine: bool = False) -> None:
-        """`one_engine`: its endpoint knows no transfers, so that an engine that computes no prompts is of no use."""
-        self._one_engine = one_engine
-        self.whole = "endpoint" if one_engine else body.why_not_disaggregated(request)
+    def __init__(self, request: Mapping[str, Any], *, endpoint: str = "") -> None:
+        """`endpoint`: path of one that knows no transfers, so that one engine answers; empty for others."""
+        self._endpoint = endpoint
+        self.whole = "endpoint" if endpoint else body.why_not_disaggregated(request)
+        self.needs_one = body.needs_one_engine(request, endpoint)
         self.no_prefill: set[BackendEngine] = set()
         self.failed: set[tuple[BackendEngine, BackendEngine]] = set()
         self._one_kind = {kind: why_one_kind(request, kind) for kind in Kind}
@@ -40,12 +43,12 @@ class Pairing:
         Args:
             decode, prefill, cpu_prefill: those that are up, and have not failed the request.
         """
-        if self._one_engine:
-            decode = [engine for engine in decode if engine.computes_prompts]
+        if self._endpoint:
+            decode = [engine for engine in decode if self._answers_alone(engine)]
         groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
         for engine in decode:
             able, cause = self._prefills_for(engine, prefill)
-            if able or engine.computes_prompts:
+            if able or self._answers_alone(engine):
                 groups.setdefault(tuple(able), AbleEngines([], able, cause)).decode.append(engine)
         if groups:
             chosen = max(groups.values(), key=self._rank)
@@ -54,9 +57,12 @@ class Pairing:
             known = [self._prefills_for(engine, cpu_prefill)[0] for engine in chosen.decode]
             slow = [one for one in cpu_prefill if all(one in able for able in known)]
             return chosen._replace(cpu_prefill=slow)
-        alone = [engine for engine in prefill if engine.computes_prompts]
+        alone = [engine for engine in prefill if self._answers_alone(engine)]
         cause = self._prefills_for(decode[0], prefill)[1] if decode else "no_decode"
         return AbleEngines(alone, [], cause) if alone else None
+
+    def _answers_alone(self, engine: BackendEngine) -> bool:
+        return engine.computes_prompts or self._endpoint in body.TOKENIZERS
 
     def _rank(self, group: AbleEngines) -> tuple[bool, int]:
         """A request that should not be cut in two goes to an engine that works alone, any other to
@@ -69,7 +75,7 @@ class Pairing:
     ) -> tuple[list[BackendEngine], str]:
         """The prefill engines that can work with a decode engine; and why there is none, empty if
         there are any."""
-        if self.whole is not None and decode.computes_prompts:
+        if self.whole is not None and (self._answers_alone(decode) or self.needs_one):
             return [], self.whole
         known = [engine for engine in prefill if engine.address is not None]
         left = [

@@ -2,6 +2,7 @@
 """Engines of two kinds behind one router: who is sent what, and which pairs a request may use."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -296,7 +297,7 @@ def test_an_answer_without_that_logprob_is_not_passed_on() -> None:
 
 ONE_KIND = {
     "grammar": {"response_format": {"type": "json_object"}},
-    "logit_processor": {"custom_logit_processor": "x"},
+    "logit_processor": {"logits_processors": ["x"]},
     "logprobs": {"logprobs": 100},
 }
 
@@ -317,13 +318,107 @@ def test_a_first_token_that_only_sglang_can_choose_goes_to_a_pair_of_one_kind(ca
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "asked", [{"regex": "a+"}, {"lora_path": "style"}, {"custom_logit_processor": "x"}]
+)
+def test_a_field_that_only_sglang_knows_is_for_its_engines_alone(asked: dict[str, Any]) -> None:
+    """vLLM answered alone, without it, and with status 200."""
+
+    async def scenario() -> None:
+        async with world("vs", "sv") as w:
+            for _ in range(4):
+                assert (await w.complete(**asked)).status == 200
+            assert (await w.complete(**asked, n=2)).status == 400
+            assert not w.p[0].bodies
+            assert not w.d[1].bodies
+            await w.d[0].die()
+            await w.down(w.d[0])
+            assert (await w.complete(**asked)).status == 503, "it may come back"
+        async with world("v", "s") as w:
+            reply = await w.complete(**asked)
+            assert reply.status == 400
+            assert "only SGLang's engines know it" in reply.json["error"]["message"]
+            assert not any(engine.bodies for engine in (*w.p, *w.d))
+        async with world("v", "v") as w:
+            assert (await w.complete(**asked)).status == 200, (
+                "vLLM's way with fields it does not know"
+            )
+
+    run(scenario())
+
+
 def test_several_answers_go_to_an_engine_that_computes_prompts() -> None:
     async def scenario() -> None:
         async with world("vs", "sv") as w:
             await w.complete(n=2)
             assert w.d[1].bodies == [{"model": "m", "prompt": "hello", "n": 2}]
+        async with world("s", "sv") as w:
+            await w.d[1].die()
+            await w.down(w.d[1])
+            assert (await w.complete(n=2)).status == 503, "it may come back"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"n": 3}, "n 3: .* send the request n times"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True, "logprobs": 1}, "logprobs of the prompt"),
+        ({"prompt_logprobs": 0}, "logprobs of the prompt"),
+    ],
+)
+def test_what_pairs_of_sglang_do_not_answer_is_refused_with_what_to_do(
+    asked: dict[str, Any], told: str
+) -> None:
+    """`n` ended in a 503, and the logprobs of the prompt were left out without a word."""
+
+    async def scenario() -> None:
+        async with world("ss", "s") as w:
+            reply = await w.complete(**asked)
+            assert reply.status == 400
+            assert re.search(told, reply.json["error"]["message"])
+            assert not any(engine.bodies for engine in (*w.p, *w.d))
+        async with world("v", "s") as w:
+            assert (await w.complete(**asked)).json["served_by"] == "p0"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_do(
+    path: str,
+) -> None:
+    """It ended in a 503."""
+
+    async def scenario() -> None:
         async with world("s", "s") as w:
-            await w.complete(n=2)  # nobody else is there: SGLang says what it can do
+            reply = await w.post(path, {"model": "m", "input": "a"})
+            assert reply.status == 400
+            assert f"{path}: not with pairs" in reply.json["error"]["message"]
+            assert not any(engine.bodies for engine in (*w.p, *w.d))
+
+    run(scenario())
+
+
+def test_the_tokenizer_of_an_sglang_engine_answers() -> None:
+    async def scenario() -> None:
+        async with world("s", "s") as w:
+            reply = await w.post("/tokenize", {"model": "m", "prompt": "hello"})
+            assert (reply.status, reply.json["tokens"]) == (200, IDS)
+            assert not w.p[0].tokenized
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"echo": True}, {"prompt": ["a", "b"]}, {"n": 1}, {"best_of": 2}]
+)
+def test_what_pairs_of_sglang_answer_as_one_engine_goes_to_them(asked: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with world("s", "s") as w:
+            assert (await w.complete(**asked)).status == 200
             assert len(w.p[0].bodies) == len(w.d[0].bodies) == 1
 
     run(scenario())
