@@ -54,9 +54,8 @@ class Admission:
     def request_problem(self, req: Any) -> str:
         """Why a request cannot be served, beside its room; empty where it can."""
         problem = "" if self._produces else host_problem(req.bootstrap_host)
-        if (
-            req.multimodal_inputs is None
-        ):  # else SGLang has put numbers of its own in place of images
+        # In place of images SGLang has put numbers of its own.
+        if req.multimodal_inputs is None:
             problem = problem or tokens_problem(req.origin_input_ids, self._vocabulary)
         return problem or logprobs_problem(req, self._most_logprobs)
 
