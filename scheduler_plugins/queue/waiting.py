@@ -59,7 +59,8 @@ class WaitingQueue:
         """Others may ask it, not change it."""
         self._entries: dict[str, QueueEntry] = {}
         self._class_queues: dict[str, ClassQueue] = {}
-        self._popped: dict[str, tuple[QueueEntry, Mapping[str, float]]] = {}
+        self._popped: dict[str, tuple[QueueEntry, Mapping[str, float] | None]] = {}
+        """What was popped in this scan, and what its class paid; None: it has that back."""
         self._head: QueueEntry | None = None
         self._turned_back = TurnedBack()
         self._next_of_all: QueueEntry | None = None
@@ -158,17 +159,27 @@ class WaitingQueue:
             entry = self._new(request, resumed=True)
             self._queue_of(entry).put_first(entry)
             return
-        entry, booked = popped
-        self.fair_share.refund(booked)
+        entry, _ = popped
         self._entries[request.id] = entry
         if self.policy.calibrated:
             entry.key, entry.cost_s = self.estimator.evaluate(entry)
         self._class_queues[entry.class_name].put_back(entry)
 
     def skipped(self, request_id: str) -> None:
-        """A request that was popped in this scan was not started, so it fills no batch."""
+        """A request that was popped in this scan was not started: it fills no batch, has overtaken nobody,
+        and its class gets back at once what it paid, for its next request in this scan."""
         if self._batch.drop(request_id):
             self._turned_back.starts -= 1
+        entry, booked = self._popped.get(request_id, (None, {}))
+        if entry is not None and booked is not None:
+            self.fair_share.refund(booked)
+            self._class_queues[entry.class_name].set_aside(entry)
+            self._popped[request_id] = entry, None
+
+    def loads(self, request_id: str) -> None:
+        """A request that was popped in this scan has its room, and waits for KV from another engine: it has
+        started, but fills no batch."""
+        self._batch.drop(request_id)
 
     def no_room(self, request_id: str) -> None:
         """The engine peeked at this request in this scan, and had no room in its cache for it."""
@@ -195,7 +206,7 @@ class WaitingQueue:
         self._popped = {}
         self._next_of_all = self._turned_back.overdue(self._entries, self._max_overtaken)
         for class_queue in self._class_queues.values():
-            class_queue.end_group()
+            class_queue.begin_scan()
         if self.estimator.renew():
             self._prefix_index.stale_all(self._entries.values())
 
