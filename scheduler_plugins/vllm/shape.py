@@ -85,7 +85,7 @@ class StepShape:
         """vLLM's own limit of a prefill's tokens; 0: none."""
         if not self._chunk or not self._adaptive:
             return self._chunk
-        requests = sum(self._scheduler.get_request_counts())
+        requests: int = sum(self._scheduler.get_request_counts())
         most: int = self._scheduler.scheduler_config.max_num_batched_tokens
         return max(self._chunk, most // requests)
 
