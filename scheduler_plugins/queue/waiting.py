@@ -62,6 +62,8 @@ class WaitingQueue:
         self._popped: dict[str, tuple[QueueEntry, Mapping[str, float] | None]] = {}
         """What was popped in this scan, and what its class paid; None: it has that back."""
         self._head: QueueEntry | None = None
+        self._head_cost_s = 0.0
+        """What the class pays for it. As of `peek`: an engine may store a request's blocks before it pops it."""
         self._turned_back = TurnedBack()
         self._next_of_all: QueueEntry | None = None
         """The request that goes before everything in this scan."""
@@ -227,16 +229,16 @@ class WaitingQueue:
         entry, self._head = self._head or self._choose(), None
         if entry is None:
             raise IndexError("pop from a queue that has no request to start")
-        request, policy = entry.request, self.policy
-        exact = policy.calibrated and entry.evictions == self._prefix_index.evictions
+        request = entry.request
         owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
         if owed and not len(self._class_queues[entry.class_name]):
             self._batch.guard(request.id, self.fair_share.priority(entry.class_name))
-        cost_s = entry.cost_s if exact else self.estimator.cost_s(request)
-        cost_s = 0.0 if entry.resumed else cost_s
-        self._popped[request.id] = entry, self.fair_share.charge(entry.class_name, cost_s)
-        self._batch.add(request, policy)
+        self._popped[request.id] = (
+            entry,
+            self.fair_share.charge(entry.class_name, self._head_cost_s),
+        )
+        self._batch.add(request, self.policy)
         self._turned_back.starts += 1
         return request
 
@@ -262,7 +264,17 @@ class WaitingQueue:
         if self._batch.guarded and self._batch.shuts_out(self.fair_share.priority(name)):
             return None
         entry = self._first(self._class_queues[name], looks)
-        return entry if self._batch.takes(entry.request, self.policy) else None
+        if not self._batch.takes(entry.request, self.policy):
+            return None
+        self._head_cost_s = self._cost_s(entry)
+        return entry
+
+    def _cost_s(self, entry: QueueEntry) -> float:
+        """What its class pays if it starts now."""
+        if entry.resumed:
+            return 0.0
+        exact = self.policy.calibrated and entry.evictions == self._prefix_index.evictions
+        return entry.cost_s if exact else self.estimator.cost_s(entry.request)
 
     def _recalibrate(self, most: int = LOOKS_PER_PEEK) -> int:
         """Evaluate up to `most` stale entries. Returns their number."""

@@ -12,7 +12,7 @@ from sched_connectors import Loads
 from sched_rig import Rig, words
 
 CLASSES = """scheduler:
-  policy: fcfs
+  policy: {policy}
   max_overtaken: {bound}
   qos_classes:
     - {{name: premium, reserved_fraction: 0.5, priority: 9}}
@@ -20,10 +20,10 @@ CLASSES = """scheduler:
 """
 
 
-def rig_of(tmp_path: Path, bound: int = 256, **more: Any) -> Rig:
+def rig_of(tmp_path: Path, bound: int = 256, policy: str = "fcfs", **more: Any) -> Rig:
     """A rig whose class `premium` is owed, and whose steps are shorter than a page while classes share it."""
     path = tmp_path / "scheduler.yaml"
-    path.write_text(CLASSES.format(bound=bound))
+    path.write_text(CLASSES.format(bound=bound, policy=policy))
     rig = Rig(budget=64, additional={"pd_scheduler": str(path)}, **more)
     rig.scheduler._steps.fit.model = replace(rig.scheduler._steps.fit.model, c=0.0)
     rig.scheduler._order.fair_share._shares._balances = {"premium": 1.0, "free": 0.0}
@@ -42,6 +42,19 @@ def test_two_that_had_no_room_do_not_take_turns_for_the_sake_of_a_third(tmp_path
     rig.assert_served()
     assert rig.ended[0] == "a"
     assert [requests[name].num_preemptions for name in ("a", "b")] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srjf", "srjf_calibrated", "length_grouped"])
+@pytest.mark.parametrize("tokens", [48, 100])
+def test_a_class_pays_for_all_that_is_computed(tmp_path: Path, policy: str, tokens: int) -> None:
+    """vLLM stores the blocks of a request's first chunk before it pops the request."""
+    rig = rig_of(tmp_path, seqs=1, policy=policy)
+    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.0  # else steps are short
+    rig.add("a", words(1, tokens), qos="premium")
+    rig.add("b", words(2, 40), qos="free")
+    assert rig.step()["a"] >= 48
+    earned_s = rig.scheduler._order.fair_share.balance_s("free")
+    assert earned_s == pytest.approx(tokens * 1e-3 / 2), "the other class earns half of that"
 
 
 @pytest.mark.parametrize("blocked", [1, 2, 5])
