@@ -79,6 +79,7 @@ class AdmissionMiddleware:
         self._gate = gate
         self._router_key = router_key()
         self._half = False
+        self._loads = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -141,7 +142,10 @@ class AdmissionMiddleware:
         if path not in ADMITTED_PATHS or not gate.on or judged or self._half:
             await self._app(scope, receive, send)
             return
-        ticket = gate.ask(qos, prompt_of(body), _rank(headers))
+        prompt = prompt_of(body)
+        if not self._loads:  # whatever the client says
+            prompt = prompt._replace(ready=False)
+        ticket = gate.ask(qos, prompt, _rank(headers))
         if not ticket.decision.admit:
             await respond(send, refusal(ticket, gate.promised(qos)))
             return
@@ -191,6 +195,7 @@ class AdmissionMiddleware:
                 cache_tokens=cache_tokens(config),
             )
             self._half = is_half_of_a_pair(config)
+            self._loads = getattr(config, "kv_transfer_config", None) is not None
             if self._half and self._gate.on:
                 _log.warning(
                     "admission is off: this engine is one half of a prefill/decode pair, and sees only its own "

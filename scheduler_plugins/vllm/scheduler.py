@@ -151,6 +151,9 @@ class PrefixAwareScheduler(AsyncScheduler):
 
     def add_request(self, request: Request) -> None:
         self._note_step()
+        if self.connector is None:
+            # A client can write anything. KV that nobody brings would make its prompt cost nothing.
+            request.kv_transfer_params = None
         if request.request_id not in self.requests:
             waiting = describe(request, self._cache)
             self._reporter.arrived(waiting, self.running)

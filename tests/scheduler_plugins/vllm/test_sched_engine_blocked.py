@@ -72,6 +72,16 @@ def test_a_load_that_failed_keeps_no_room_from_those_before_it(tmp_path: Path) -
     rig.assert_served()
 
 
+def test_kv_that_nobody_brings_makes_no_prompt_cheaper() -> None:
+    """A client can say that its KV is elsewhere, also to an engine that loads none."""
+    rig = Rig(seqs=1)
+    rig.add("says so", words(1, 60), kv=dict(REMOTE))
+    rig.add("short", words(2, 20))
+    assert list(rig.step()) == ["short"]
+    rig.run()
+    rig.assert_served()
+
+
 def test_a_load_has_started(tmp_path: Path) -> None:
     """It counts for those that had no room, and is paid for: else the class of the highest priority would
     have a decode engine for itself."""
