@@ -83,9 +83,12 @@ class CostModel:
         steps = -(-fresh // self.chunk_tokens) if self.chunk_tokens else 1
         return fresh * (self.a + self.b * (tokens + cached)) + self.c * steps
 
-    def step_tokens(self, overhead: float) -> int:
-        """Fewest prompt tokens of a step whose fixed cost `c` is at most `overhead` times theirs."""
-        return ceil(self.c / (overhead * self.a)) if self.a else 0
+    def step_tokens(self, overhead: float, most: int) -> int:
+        """Fewest prompt tokens of a step whose fixed cost `c` is at most `overhead` times theirs; `most`
+        if that is more."""
+        if not self.c:
+            return 0
+        return most if self.c >= overhead * self.a * most else ceil(self.c / (overhead * self.a))
 
     def decode_step_s(self, batch: int, context: int) -> float:
         """Time of one step that decodes `batch` sequences of `context` tokens together."""

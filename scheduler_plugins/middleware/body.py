@@ -26,18 +26,22 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | 
             return b"".join(parts)
 
 
-def decode_body(raw: bytes) -> dict[str, Any] | None:
-    """The body, read as FastAPI does; None if a class cannot be written into it.
+def decode_body(raw: bytes, *, in_body: bool) -> dict[str, Any] | None:
+    """The body, read as FastAPI does; None if the request cannot be given its class.
 
     The engine refuses such a body too, so nobody can avoid their class with one.
+
+    Args:
+        in_body: whether the class is written into it. Endpoints that do not know `vllm_xargs` take it for
+            anything.
     """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(body, dict) or not isinstance(body.get("vllm_xargs") or {}, dict):
+    if not isinstance(body, dict):
         return None
-    return body
+    return body if not in_body or isinstance(body.get("vllm_xargs") or {}, dict) else None
 
 
 def with_length(scope: Scope, length: int) -> Scope:

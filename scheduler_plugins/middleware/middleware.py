@@ -42,16 +42,18 @@ from scheduler_plugins.qos.request_id import with_class, without_class
 from scheduler_plugins.qos.settings import QOS_KEY, settings_path
 from scheduler_plugins.qos.trust import router_key, signed_class
 
+INVOCATIONS = "/invocations"
+"""SageMaker's endpoint, which generates or pools as the model does."""
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
     "/v1/responses",
     "/v1/messages",
-    "/invocations",
+    INVOCATIONS,
 )
 """Endpoints whose bodies take `vllm_xargs`."""
-ADMITTED_PATHS = (*PATHS[:2], "/invocations", *POOLING_PATHS)
+ADMITTED_PATHS = (*PATHS[:2], INVOCATIONS, *POOLING_PATHS)
 """Endpoints for which time is predicted. The class of a request to `POOLING_PATHS` travels in its id."""
 GUARDED = ("/v1/", "/v2/")
 """Endpoints that ask for the API key, if the server has one."""
@@ -77,6 +79,7 @@ class AdmissionMiddleware:
         self._gate = gate
         self._router_key = router_key()
         self._half = False
+        self._loads = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -98,11 +101,12 @@ class AdmissionMiddleware:
         if raw is None:
             await respond(send, too_large(BODY_BYTES))
             return
-        body = decode_body(raw)
+        pools = path in POOLING_PATHS or (path == INVOCATIONS and self._pools(scope))
+        body = decode_body(raw, in_body=not pools)
         if body is None:
             await self._app(scope, replayed(raw, receive), send)
             return
-        await self._serve(scope, path, body, receive, send)
+        await self._serve(scope, path, body, receive, send, pools=pools)
 
     async def _tell(self, scope: Scope, send: Send) -> None:
         """Tell a router the load of this machine's ranks."""
@@ -116,11 +120,17 @@ class AdmissionMiddleware:
         await respond_json(send, 200, with_cache(told, config).encode())
 
     async def _serve(
-        self, scope: Scope, path: str, body: dict[str, Any], receive: Receive, send: Send
+        self,
+        scope: Scope,
+        path: str,
+        body: dict[str, Any],
+        receive: Receive,
+        send: Send,
+        *,
+        pools: bool,
     ) -> None:
         gate, headers = self._gate_of(scope), headers_of(scope)
         qos, judged = self._class_of(gate, headers)
-        pools = path in POOLING_PATHS
         if pools:
             scope = _with_request_id(scope, with_class(_request_id(headers), qos))
             send = _without_class(send)
@@ -132,7 +142,10 @@ class AdmissionMiddleware:
         if path not in ADMITTED_PATHS or not gate.on or judged or self._half:
             await self._app(scope, receive, send)
             return
-        ticket = gate.ask(qos, prompt_of(body), _rank(headers))
+        prompt = prompt_of(body)
+        if not self._loads:  # whatever the client says
+            prompt = prompt._replace(ready=False)
+        ticket = gate.ask(qos, prompt, _rank(headers))
         if not ticket.decision.admit:
             await respond(send, refusal(ticket, gate.promised(qos)))
             return
@@ -166,6 +179,12 @@ class AdmissionMiddleware:
             return
         await self._app(scope, receive, send)
 
+    @staticmethod
+    def _pools(scope: Scope) -> bool:
+        """Whether the engine's model generates nothing."""
+        config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+        return getattr(getattr(config, "model_config", None), "runner_type", None) == "pooling"
+
     def _gate_of(self, scope: Scope) -> AdmissionGate:
         if self._gate is None:
             config = scope["app"].state.vllm_config
@@ -176,6 +195,7 @@ class AdmissionMiddleware:
                 cache_tokens=cache_tokens(config),
             )
             self._half = is_half_of_a_pair(config)
+            self._loads = getattr(config, "kv_transfer_config", None) is not None
             if self._half and self._gate.on:
                 _log.warning(
                     "admission is off: this engine is one half of a prefill/decode pair, and sees only its own "

@@ -25,6 +25,8 @@ class QueuePolicy(ABC):
     """Whether shorter requests overtake longer ones. Admission needs it for its predictions."""
     overtakes_running: ClassVar[bool] = False
     """Whether a request goes before a prefill under way if the rest of that has a larger key."""
+    resumes_first: ClassVar[bool] = True
+    """Whether a request that was preempted goes before all others of its class. If not: by its key."""
     splits_batches: ClassVar[bool] = False
     """Whether `wants_own_batch` may be true, so that a batch may have to go without another request."""
 

@@ -15,7 +15,10 @@ class Fcfs(QueuePolicy):
 
 
 class Priority(QueuePolicy):
-    """vLLM's `priority`: by the number the client gave, then by arrival."""
+    """vLLM's `priority`: by the number the client gave, then by arrival. A request that was preempted is
+    the first of its number only: it may need much room, and whoever is more urgent must not wait for it."""
+
+    resumes_first = False
 
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
         return float(request.priority)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import count
 from operator import attrgetter
@@ -78,6 +79,8 @@ class ClassQueue:
         self._size = 0
         self._next_seq = 0
         self._group: int | None = None
+        self._aside: list[int] = []
+        """Arrival numbers of what was taken in this scan and not started, in order."""
 
     def __len__(self) -> int:
         return self._size
@@ -103,7 +106,14 @@ class ClassQueue:
     def put_back(self, entry: QueueEntry) -> None:
         """Add an entry again where it was: its key and `seq` are what they were."""
         self._oldest = None
+        place = bisect_left(self._aside, entry.seq)
+        if place < len(self._aside) and self._aside[place] == entry.seq:
+            del self._aside[place]
         self._enter(entry)
+
+    def set_aside(self, entry: QueueEntry) -> None:
+        """An entry that was taken was not started, and comes back (`put_back`) before the next scan."""
+        insort(self._aside, entry.seq)
 
     def move(self, entry: QueueEntry, key: float, cost_s: float) -> None:
         """Give an entry a new key and cost."""
@@ -134,17 +144,20 @@ class ClassQueue:
     def overtaken(self) -> int:
         """How many requests that arrived after the oldest entry have left before it.
 
-        Arrival numbers have no gaps, so it is the numbers above the oldest's that wait no more. No
-        other entry was overtaken by more: whoever overtook it arrived after the oldest as well.
+        Arrival numbers have no gaps, so it is the numbers above the oldest's that wait no more, but for
+        what was only set aside. No other entry was overtaken by more: whoever overtook it arrived after the oldest as well.
         """
         oldest = self._oldest or self.oldest()
-        return self._next_seq - oldest.seq - self._size if oldest else 0
+        if oldest is None:
+            return 0
+        aside = len(self._aside) - bisect_right(self._aside, oldest.seq)
+        return self._next_seq - oldest.seq - self._size - aside
 
     def first(self) -> QueueEntry | None:
         """The entry with the smallest key in the group that is being served.
 
-        A group is served until it is empty, or until `end_group`. The next group is that of the
-        oldest entry after `end_group`, else the nearest by number.
+        A group is served until it is empty, or until `begin_scan`. The next group is that of the
+        oldest entry after `begin_scan`, else the nearest by number.
         """
         if self._group is None and (oldest := self._oldest or self.oldest()):
             self._group = oldest.group
@@ -163,9 +176,10 @@ class ClassQueue:
         heap = self._by_key.get(self._group) if self._group is not None else None
         return (node[3] for node in heap.in_order()) if heap else iter(())
 
-    def end_group(self) -> None:
-        """Let `first` choose a group anew."""
+    def begin_scan(self) -> None:
+        """Let `first` choose a group anew. What was set aside and is not back has left."""
         self._group = None
+        self._aside = []
 
     def _enter(self, entry: QueueEntry) -> None:
         self._size += 1

@@ -83,18 +83,19 @@ class FairShare:
         """Whether a class has at least the priority of requests that name `qos`."""
         return self._classes[name].priority >= self._classes[self.class_of(qos)].priority
 
-    def should_yield(self, qos: str) -> bool:
-        """Whether an unfinished prefill of this class should be preempted.
+    def should_yield(self, qos: str, head: str) -> bool:
+        """Whether an unfinished prefill of requests that name `qos` should be preempted.
 
-        True if a class of higher priority has requests and has had less than its reserve. The prefix
-        cache keeps what was computed until the request comes back, so little is lost.
+        True if the next request is of a class of higher priority that has had less than its reserve. The
+        prefix cache keeps what was computed until the request comes back, so little is lost. That such
+        a class has requests is not enough: another one may have to start before them (`TurnedBack`), and
+        two prefills that yield to each other never end.
+
+        Args:
+            head: the class of the next request.
         """
-        waiting = self._waiting()
-        if not waiting:
-            return False
-        first = self._shares.choose(waiting)
         mine = self._classes[self.class_of(qos)]
-        return self._shares.balance_s(first) > 0 and self._classes[first].priority > mine.priority
+        return self._shares.balance_s(head) > 0 and self._classes[head].priority > mine.priority
 
     def wants_short_steps(self, prefilling: Iterable[str]) -> bool:
         """Whether the step that is put together now should be short.

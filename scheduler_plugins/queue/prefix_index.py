@@ -171,7 +171,8 @@ class CostEstimator:
             entry.cached = self._prefix_index.count(request.block_hashes, entry.usable)
         known = self._known(request, entry.cached)
         cost_s = self.model.prefill_s(request.tokens, known)
-        key = -inf if entry.resumed else self.policy.key(request, known, cost_s)
+        first = entry.resumed and self.policy.resumes_first
+        key = -inf if first else self.policy.key(request, known, cost_s)
         return key, cost_s
 
     def cost_s(self, request: Waiting) -> float:

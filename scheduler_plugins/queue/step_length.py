@@ -30,7 +30,7 @@ def step_tokens(queue: WaitingQueue, most_tokens: int, prefilling: Iterable[str]
     model = queue.estimator.model
     if not model.known or not queue.fair_share.wants_short_steps(prefilling):
         return most_tokens
-    return min(most_tokens, max(model.step_tokens(STEP_OVERHEAD), most_tokens // MOST_CUT))
+    return max(model.step_tokens(STEP_OVERHEAD, most_tokens), most_tokens // MOST_CUT)
 
 
 def tokens_before(

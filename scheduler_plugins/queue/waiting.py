@@ -59,8 +59,11 @@ class WaitingQueue:
         """Others may ask it, not change it."""
         self._entries: dict[str, QueueEntry] = {}
         self._class_queues: dict[str, ClassQueue] = {}
-        self._popped: dict[str, tuple[QueueEntry, Mapping[str, float]]] = {}
+        self._popped: dict[str, tuple[QueueEntry, Mapping[str, float] | None]] = {}
+        """What was popped in this scan, and what its class paid; None: it has that back."""
         self._head: QueueEntry | None = None
+        self._head_cost_s = 0.0
+        """What the class pays for it. As of `peek`: an engine may store a request's blocks before it pops it."""
         self._turned_back = TurnedBack()
         self._next_of_all: QueueEntry | None = None
         """The request that goes before everything in this scan."""
@@ -158,17 +161,27 @@ class WaitingQueue:
             entry = self._new(request, resumed=True)
             self._queue_of(entry).put_first(entry)
             return
-        entry, booked = popped
-        self.fair_share.refund(booked)
+        entry, _ = popped
         self._entries[request.id] = entry
         if self.policy.calibrated:
             entry.key, entry.cost_s = self.estimator.evaluate(entry)
         self._class_queues[entry.class_name].put_back(entry)
 
     def skipped(self, request_id: str) -> None:
-        """A request that was popped in this scan was not started, so it fills no batch."""
+        """A request that was popped in this scan was not started: it fills no batch, has overtaken nobody,
+        and its class gets back at once what it paid, for its next request in this scan."""
         if self._batch.drop(request_id):
             self._turned_back.starts -= 1
+        entry, booked = self._popped.get(request_id, (None, {}))
+        if entry is not None and booked is not None:
+            self.fair_share.refund(booked)
+            self._class_queues[entry.class_name].set_aside(entry)
+            self._popped[request_id] = entry, None
+
+    def loads(self, request_id: str) -> None:
+        """A request that was popped in this scan has its room, and waits for KV from another engine: it has
+        started, but fills no batch."""
+        self._batch.drop(request_id)
 
     def no_room(self, request_id: str) -> None:
         """The engine peeked at this request in this scan, and had no room in its cache for it."""
@@ -195,7 +208,7 @@ class WaitingQueue:
         self._popped = {}
         self._next_of_all = self._turned_back.overdue(self._entries, self._max_overtaken)
         for class_queue in self._class_queues.values():
-            class_queue.end_group()
+            class_queue.begin_scan()
         if self.estimator.renew():
             self._prefix_index.stale_all(self._entries.values())
 
@@ -216,16 +229,16 @@ class WaitingQueue:
         entry, self._head = self._head or self._choose(), None
         if entry is None:
             raise IndexError("pop from a queue that has no request to start")
-        request, policy = entry.request, self.policy
-        exact = policy.calibrated and entry.evictions == self._prefix_index.evictions
+        request = entry.request
         owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
         if owed and not len(self._class_queues[entry.class_name]):
             self._batch.guard(request.id, self.fair_share.priority(entry.class_name))
-        cost_s = entry.cost_s if exact else self.estimator.cost_s(request)
-        cost_s = 0.0 if entry.resumed else cost_s
-        self._popped[request.id] = entry, self.fair_share.charge(entry.class_name, cost_s)
-        self._batch.add(request, policy)
+        self._popped[request.id] = (
+            entry,
+            self.fair_share.charge(entry.class_name, self._head_cost_s),
+        )
+        self._batch.add(request, self.policy)
         self._turned_back.starts += 1
         return request
 
@@ -251,7 +264,17 @@ class WaitingQueue:
         if self._batch.guarded and self._batch.shuts_out(self.fair_share.priority(name)):
             return None
         entry = self._first(self._class_queues[name], looks)
-        return entry if self._batch.takes(entry.request, self.policy) else None
+        if not self._batch.takes(entry.request, self.policy):
+            return None
+        self._head_cost_s = self._cost_s(entry)
+        return entry
+
+    def _cost_s(self, entry: QueueEntry) -> float:
+        """What its class pays if it starts now."""
+        if entry.resumed:
+            return 0.0
+        exact = self.policy.calibrated and entry.evictions == self._prefix_index.evictions
+        return entry.cost_s if exact else self.estimator.cost_s(entry.request)
 
     def _recalibrate(self, most: int = LOOKS_PER_PEEK) -> int:
         """Evaluate up to `most` stale entries. Returns their number."""

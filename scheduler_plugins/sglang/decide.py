@@ -186,7 +186,7 @@ class StepDecider:
             return 0
         tokens = tokens_before(self.queue, prefill.request, prefill.computed_tokens, budget_tokens)
         most = budget_tokens - self._page_size
-        if self.queue.fair_share.should_yield(prefill.request.qos):
+        if self.queue.fair_share.should_yield(prefill.request.qos, head.class_name):
             fresh = self._pages(self._fresh(head.request))
             tokens = max(tokens, fresh if fresh <= most else 0)
         return min(self._pages(tokens), max(0, most))

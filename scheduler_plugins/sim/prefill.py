@@ -113,12 +113,11 @@ class PrefillStage:
         """What the next step computes; empty if nothing can be. Blocks are stored by `store`."""
         queue, running = self.queue, self.running
         own_batch = queue.policy.wants_own_batch if queue.policy.splits_batches else None
-        queue.begin_scan(
-            full=bool(own_batch and any(own_batch(one.request) for one in running)),
-            prefilling=[one.request.id for one in running],
-        )
+        queue.begin_scan(prefilling=[one.request.id for one in running])
         if running:
             self._give_way()
+        if own_batch and any(own_batch(one.request) for one in running):
+            queue.begin_scan(full=True, prefilling=[one.request.id for one in running])
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         if budget:
@@ -165,8 +164,11 @@ class PrefillStage:
 
     def _give_way(self) -> None:
         """Preempt the prefill that was started last of those that should yield."""
+        head = self.queue.head
+        if head is None:
+            return
         for one in reversed(self.running):
-            if self.queue.fair_share.should_yield(one.request.qos):
+            if self.queue.fair_share.should_yield(one.request.qos, head.class_name):
                 self.running.remove(one)
                 self.queue.prepend(one.request)
                 return

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+ROOM_AGAIN = 8
+"""Scans after which room is made again beside a prefill for a request that vLLM passed by (the adapter
+limit, a connector that does not know yet). It may not start this time either, and then the room is lost."""
+
+
 def describe(request: Request, cache: CacheView) -> Waiting:
     """A request of vLLM's in the words of the queue."""
     return Waiting(
@@ -84,6 +89,9 @@ class OrderedRequests(RequestQueue):
         self._asked: str | None = None
         self._popped: Request | None = None
         self._taken: dict[str, Waiting] = {}
+        self._scans = 0
+        self._passed_by: dict[str, int] = {}
+        """The scan in which vLLM last passed by a request for a reason of its own."""
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """The engine begins a step; see `WaitingQueue.begin_scan`."""
@@ -91,6 +99,7 @@ class OrderedRequests(RequestQueue):
         self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
         self._scanning = True
+        self._scans += 1
 
     def end_scan(self, has_room: Callable[[Request], bool]) -> None:
         """The step has been put together.
@@ -116,6 +125,13 @@ class OrderedRequests(RequestQueue):
         first = self._queue.peek()
         return self._requests[first.id] if first else None
 
+    def is_owed_over(self, prefill: Request) -> bool:
+        """Whether a prefill under way should be preempted for the next request, which there is."""
+        head = self._queue.head
+        return head is not None and self._queue.fair_share.should_yield(
+            qos_of(prefill), head.class_name
+        )
+
     def tokens_before(self, prefill: Request, budget_tokens: int) -> int:
         """See `step_length.tokens_before`; 0 if the next request waits for more than its turn."""
         head = self.head()
@@ -123,6 +139,7 @@ class OrderedRequests(RequestQueue):
             head is None
             or not self._queue.had_room(head.request_id)
             or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            or self._scans - self._passed_by.get(head.request_id, -ROOM_AGAIN) < ROOM_AGAIN
         ):
             return 0
         described = describe(prefill, self._cache)
@@ -145,6 +162,7 @@ class OrderedRequests(RequestQueue):
             self._settle(self._popped)
         taken = self._queue.pop()
         request = self._requests.pop(taken.id)
+        self._passed_by.pop(taken.id, None)
         self._taken[taken.id] = taken
         self._asked, self._popped = None, request
         return request
@@ -195,6 +213,7 @@ class OrderedRequests(RequestQueue):
 
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._passed_by.pop(request_id, None)
         if self._asked == request_id:
             self._asked = None
         self._queue.remove(request_id)
@@ -205,5 +224,8 @@ class OrderedRequests(RequestQueue):
         vLLM marks it as running after the pop and before it looks at the queue again.
         """
         self._popped = None
-        if popped.status != RequestStatus.RUNNING:
+        if popped.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._queue.loads(popped.request_id)
+        elif popped.status != RequestStatus.RUNNING:
             self._queue.skipped(popped.request_id)
+            self._passed_by[popped.request_id] = self._scans

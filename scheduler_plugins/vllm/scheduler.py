@@ -37,7 +37,6 @@ from scheduler_plugins.vllm.request_queue import (
     describe,
     is_loaded,
     is_prefill_only,
-    qos_of,
     tokens_left,
 )
 from scheduler_plugins.vllm.shape import StepShape
@@ -99,7 +98,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._discard = SuffixDiscard(self._cache, self._order.wanted)
         if self._whole_cache:
             self._cache.watch_evictions(self._discard.evicted)
-        self._gave_way_to = ""
+        self._gave_way_to: set[str] = set()
         self._untidy = False
         self._scheduled: tuple[SchedulerOutput, float] | None = None  # not noted yet, and when
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
@@ -152,6 +151,9 @@ class PrefixAwareScheduler(AsyncScheduler):
 
     def add_request(self, request: Request) -> None:
         self._note_step()
+        if self.connector is None:
+            # A client can write anything. KV that nobody brings would make its prompt cost nothing.
+            request.kv_transfer_params = None
         if request.request_id not in self.requests:
             waiting = describe(request, self._cache)
             self._reporter.arrived(waiting, self.running)
@@ -177,6 +179,17 @@ class PrefixAwareScheduler(AsyncScheduler):
             hashes = self._cache.stored(request) if is_prefill_only(request) else ()
             self._discard.ended(blocks, hashes)
         super()._free_blocks(request)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._note_step()
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """A load has ended. vLLM goes on reserving blocks for one that failed. In vLLM's queue that
+        request is next; in ours it may wait behind one that has no room because of the reservation."""
+        super()._update_waiting_for_remote_kv(request)
+        if not request.num_computed_tokens:
+            self._inflight_prefills.discard(request)
 
     def _tidy_up(self) -> None:
         """All that the order of a step does not need at once. Once between two steps."""
@@ -219,17 +232,18 @@ class PrefixAwareScheduler(AsyncScheduler):
         head = self.waiting.head() if self._whole_cache else None
         if (
             head is None
-            or head.request_id == self._gave_way_to
+            or head.request_id in self._gave_way_to
             or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ):
             return
         for request in reversed(prefills):
-            if not self._order.fair_share.should_yield(qos_of(request)):
+            if not self.waiting.is_owed_over(request):
                 continue
             if self._fits_beside(head, request):
                 return
             if self._request_blocks_can_be_freed(request):
-                self._gave_way_to = head.request_id
+                self._gave_way_to = {one for one in self._gave_way_to if one in self._order}
+                self._gave_way_to.add(head.request_id)
                 self.running.remove(request)
                 prefills.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)

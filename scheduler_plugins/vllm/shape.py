@@ -27,6 +27,7 @@ class StepShape:
         self._scheduler = scheduler
         self._tokens: int = scheduler.max_num_scheduled_tokens
         self._chunk: int = scheduler.scheduler_config.long_prefill_token_threshold
+        self._adaptive: bool = getattr(scheduler, "adaptive_long_prefill_threshold", False)
         self._waiting = waiting
         self._order = order
         # Whoever must compute something in one piece may need a whole step for it.
@@ -44,12 +45,14 @@ class StepShape:
         tokens = self._step_tokens(prefills)
         scheduler.max_num_scheduled_tokens = tokens
         if prefills and (chunk := self._chunk_tokens(tokens, prefills)):
-            config.long_prefill_token_threshold = min(chunk, self._chunk or chunk)
+            config.long_prefill_token_threshold = min(chunk, self._own_chunk_tokens() or chunk)
+            scheduler.adaptive_long_prefill_threshold = False  # it would raise ours
 
     def lift(self) -> None:
         """Set vLLM's own limits again."""
         self._scheduler.max_num_scheduled_tokens = self._tokens
         self._scheduler.scheduler_config.long_prefill_token_threshold = self._chunk
+        self._scheduler.adaptive_long_prefill_threshold = self._adaptive
 
     def _step_tokens(self, prefills: Sequence[Request]) -> int:
         """The budget of the step. Short steps are for prompts: what decodes has its tokens besides."""
@@ -61,20 +64,36 @@ class StepShape:
     def _chunk_tokens(self, budget: int, prefills: Sequence[Request]) -> int:
         """Most tokens of a prefill; 0: no limit."""
         scheduler = self._scheduler
-        if len(scheduler.running) >= scheduler.max_num_active_reqs:
-            return 0
-        shortest = min(prefills, key=tokens_left)
-        wanted = self._waiting.tokens_before(shortest, budget)
-        if not wanted:
+        wanted = 0
+        if len(scheduler.running) < scheduler.max_num_active_reqs:
+            shortest = min(prefills, key=tokens_left)
+            wanted = self._waiting.tokens_before(shortest, budget)
+        if not wanted and not self._holds_up_decoding(prefills):
             return 0
         decoding = sum(map(_may_decode, scheduler.running)) - len(prefills)
-        budget -= int(decoding * (1 + scheduler.num_spec_tokens)) + wanted
+        budget -= int(decoding * (1 + scheduler.num_spec_tokens))
         left = sorted(map(tokens_left, prefills))
-        if sum(left) <= budget:
+        if sum(left) <= budget - wanted:
             return 0
-        share = largest_share(left, budget)
+        share = largest_share(left, budget - wanted)
         # vLLM's limit holds for those that start as well.
-        return share if share >= wanted else 0
+        if share < wanted:
+            share = largest_share(left, budget) if self._holds_up_decoding(prefills) else 0
+        return share
+
+    def _own_chunk_tokens(self) -> int:
+        """vLLM's own limit of a prefill's tokens; 0: none."""
+        if not self._chunk or not self._adaptive:
+            return self._chunk
+        requests: int = sum(self._scheduler.get_request_counts())
+        most: int = self._scheduler.scheduler_config.max_num_batched_tokens
+        return max(self._chunk, most // requests)
+
+    def _holds_up_decoding(self, prefills: Sequence[Request]) -> bool:
+        """Whether a request decodes that started after one of these prefills. vLLM schedules what runs in
+        the order in which it started, and gives a prefill all that is left of the step."""
+        last = self._scheduler.running[-len(prefills) :]
+        return not all(request.is_prefill_chunk for request in last)
 
 
 def _may_decode(request: Request) -> bool:

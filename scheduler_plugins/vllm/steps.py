@@ -23,15 +23,16 @@ _Step = tuple["SchedulerOutput", StepLoad, float]
 def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
     """What a step computes. Call after `schedule`, which has counted its tokens as computed.
 
-    A request decodes when all of its prompt was computed before the step; one that was preempted
-    after its first token prefills what it had generated as well.
+    A request decodes when all of its prompt was computed before the step, whether its first token is there
+    yet (async scheduling goes on without it) or not; one that was preempted after its first token prefills
+    what it had generated as well.
     """
     fresh = pairs = batch = context = 0
     for request_id, tokens in output.num_scheduled_tokens.items():
         request = requests[request_id]
         after = request.num_computed_tokens
         before = after - tokens
-        if before >= request.num_prompt_tokens and request.num_output_tokens:
+        if before >= request.num_prompt_tokens:
             batch += 1
             context += after
         else:

@@ -162,8 +162,9 @@ class Bench:
         headers: Sequence[tuple[str, str]] = (),
         *,
         api_keys: Sequence[str] = (),
+        runner: str = "generate",
     ) -> Got:
-        """Send a request; `body` is encoded unless it is bytes."""
+        """Send a request; `body` is encoded unless it is bytes. `runner`: what vLLM calls the model's kind."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         scope = {
             "type": "http",
@@ -175,7 +176,10 @@ class Bench:
                 *((name.encode(), value.encode()) for name, value in headers),
             ],
             "app": SimpleNamespace(
-                state=SimpleNamespace(args=SimpleNamespace(api_key=list(api_keys)))
+                state=SimpleNamespace(
+                    args=SimpleNamespace(api_key=list(api_keys)),
+                    vllm_config=SimpleNamespace(model_config=SimpleNamespace(runner_type=runner)),
+                )
             ),
         }
         return asyncio.run(self._send(scope, raw))

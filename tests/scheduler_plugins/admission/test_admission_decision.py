@@ -265,3 +265,13 @@ def test_whatever_comes_every_request_gets_one_answer_and_the_load_goes_home(
     bench.clock.now_s += 60.0
     bench.board.write()
     assert bench.premium(tokens=50).status == bench.server.status
+
+
+@pytest.mark.parametrize(("loads", "status"), [(True, 200), (False, 429)])
+def test_an_engine_without_a_connector_computes_what_a_client_says_is_elsewhere(
+    bench: Bench, loads: bool, status: int
+) -> None:
+    """5,000 tokens take five seconds here, and one is promised."""
+    bench.middleware._loads = loads
+    bench.board.write()
+    assert bench.premium(5000, kv_transfer_params={"do_remote_prefill": True}).status == status

@@ -42,6 +42,23 @@ def test_a_client_does_not_choose_its_class(bench: Bench) -> None:
     assert class_in(engine_id(bench)) == "free"
 
 
+@pytest.mark.parametrize("odd", [5, "x", [1], {"qos": "premium"}, None])
+def test_a_client_does_not_choose_it_by_a_field_that_these_endpoints_do_not_know(
+    bench: Bench, odd: object
+) -> None:
+    body = {"input": "a", "vllm_xargs": odd}
+    bench.post(body, "/v1/embeddings", [("X-Request-Id", "qos:premium:x")])
+    assert class_in(engine_id(bench)) == "free"
+
+
+def test_nor_where_one_endpoint_serves_all_models(bench: Bench) -> None:
+    for headers, qos in (([("X-Request-Id", "qos:premium:x")], "free"), (PREMIUM, "premium")):
+        bench.post({"input": "a"}, "/invocations", headers, runner="pooling")
+        assert class_in(engine_id(bench)) == qos
+    bench.post({"prompt": "a"}, "/invocations", PREMIUM)
+    assert bench.server.last_body["vllm_xargs"] == {"qos": "premium"}
+
+
 @given(name=st.text(min_size=1), given_id=st.text(max_size=20))
 def test_any_class_survives_any_id(name: str, given_id: str) -> None:
     marked = with_class(given_id, name)

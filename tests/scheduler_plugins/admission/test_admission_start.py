@@ -61,8 +61,9 @@ def test_vllm_finds_it_by_its_dotted_name() -> None:
 
 def test_settings_that_can_be_used_let_the_server_start(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(SETTINGS)
-    _, sent = start(tmp_path / "settings.yaml")
+    middleware, sent = start(tmp_path / "settings.yaml")
     assert sent == []  # left to the application
+    assert not middleware._loads, "there is no KV connector"
 
 
 def test_settings_that_cannot_be_used_stop_it_with_the_reason(tmp_path: Path) -> None:

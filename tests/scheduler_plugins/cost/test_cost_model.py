@@ -76,9 +76,19 @@ def test_a_prefill_in_chunks_costs_its_steps() -> None:
 @pytest.mark.parametrize(("overhead", "tokens"), [(0.1, 1000), (0.5, 200), (0.3, 334)])
 def test_a_step_of_so_many_tokens_has_little_overhead(overhead: float, tokens: int) -> None:
     model = CostModel(a=1e-4, b=1e-9, c=0.01)
-    assert model.step_tokens(overhead) == tokens
-    assert CostModel(a=1e-4).step_tokens(overhead) == 0
-    assert CostModel(a=0.0, c=0.01).step_tokens(overhead) == 0
+    assert model.step_tokens(overhead, 2048) == tokens
+    assert model.step_tokens(overhead, 150) == 150
+    assert CostModel(a=1e-4).step_tokens(overhead, 2048) == 0
+
+
+def test_where_tokens_cost_nothing_a_step_is_as_long_as_it_may_be() -> None:
+    """A GPU that is not full computes 16 tokens as fast as 256: the fit finds no cost of a token."""
+    fit = OnlineFit()
+    for n in range(200):
+        fit.note(StepLoad.of([(0, 16 << n % 5)]), 0.01)
+        fit.catch_up()
+    assert fit.model.known
+    assert fit.model.step_tokens(0.1, 512) == 512
 
 
 def test_a_profile_gives_the_coefficients_and_the_error_of_what_was_held_out() -> None:

@@ -141,3 +141,23 @@ def test_a_class_does_not_starve_another() -> None:
     first = Counter(queue.pop().qos for _ in range(90))
     assert first["rest"] >= 0.2 * 90 - 2
     assert first["gold"] >= 0.4 * 90 - 2
+
+
+def test_who_is_passed_by_has_overtaken_nobody() -> None:
+    """The engine cannot start these three. The fourth is shorter than the oldest, too, and goes next."""
+    queue = queue_of("srjf", bound=3)
+    for number, tokens in enumerate([50, 1, 2, 3, 4]):
+        queue.add(request(number, tokens))
+    for _ in range(2):
+        queue.begin_scan()
+        passed_by = []
+        for _ in range(3):
+            passed_by.append(queue.pop())
+            queue.skipped(passed_by[-1].id)
+        peeked = queue.peek()
+        assert peeked is not None
+        assert peeked.id == "4"
+        for one in passed_by:
+            queue.prepend(one)
+    queue.begin_scan()
+    assert [queue.pop().id for _ in range(5)] == ["1", "2", "3", "0", "4"]

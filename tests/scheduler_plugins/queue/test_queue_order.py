@@ -65,7 +65,7 @@ class Oracle:
     def key(self, one: Expected) -> tuple[float, int]:
         cost_s = self.cost_s(one.request) if self.policy.calibrated else one.static_s
         cached = self.cached_tokens(one.request)
-        if one.resumed:
+        if one.resumed and self.policy.resumes_first:
             return -inf, one.number
         return self.policy.key(one.request, cached, cost_s), one.number
 
@@ -134,12 +134,15 @@ class QueueAgainstOracle(RuleBasedStateMachine):
             self.oracle.left.add(expected.number)
             if data.draw(st.booleans(), label="started"):
                 self.running.append(expected)
-            else:
-                skipped.append(expected)
+                continue
+            skipped.append(expected)
+            if data.draw(st.booleans(), label="known at once"):
+                self.queue.skipped(expected.request.id)
+                self.oracle.left.remove(expected.number)
         for one in skipped:
             self.queue.prepend(one.request)
             self.oracle.waiting.append(one)
-            self.oracle.left.remove(one.number)
+            self.oracle.left.discard(one.number)
 
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:

@@ -166,10 +166,12 @@ def test_a_prefill_yields_to_a_class_that_is_owed_and_is_not_paid_twice() -> Non
         queue.add(one)
     queue.begin_scan()
     assert queue.pop() is running
-    assert not queue.fair_share.should_yield(running.qos), "nobody of higher priority waits"
+    assert not queue.fair_share.should_yield(running.qos, queue.head.class_name), (
+        "nobody of higher priority waits"
+    )
     queue.add(request("owed", 10, qos="gold"))
-    assert queue.fair_share.should_yield(running.qos)
     queue.begin_scan()
+    assert queue.fair_share.should_yield(running.qos, queue.head.class_name)
     queue.prepend(running)
     before_s = queue.fair_share.balance_s("free")
     assert queue.pop().id == "owed"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sched_connectors import Loads
 from sched_rig import BLOCK, Rig, words
 
-from scheduler_plugins.vllm.shape import largest_share
+from scheduler_plugins.vllm.shape import StepShape, largest_share
 
 BUDGET = 64
 CLASSES = """scheduler:
@@ -124,6 +125,58 @@ def test_what_decodes_keeps_its_part(tmp_path: Path) -> None:
     assert (step.pop("long"), step.pop("short")) == (BUDGET - 13, 10)
     assert sorted(step.values()) == [1, 1, 1]
     served(rig)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_started_beside_a_prefill_decodes_beside_it(tmp_path: Path, depth: int) -> None:
+    """vLLM gives what started first all that it wants; the rest of the prefill is 5 steps."""
+    rig = under_way(tmp_path, depth=depth)
+    rig.add("short", words(2, 10), 9)
+    assert rig.step() == {"long": BUDGET - 10, "short": 10}
+    while "long" in (step := rig.step()):
+        assert step["short"] == 1
+    served(rig)
+
+
+def test_who_decodes_beside_a_prefill_does_so_when_another_one_starts(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    rig.add("short", words(2, 10), 9)
+    rig.step()
+    rig.add("next", words(3, 30), 2)
+    assert rig.step() == {"long": BUDGET - 31, "short": 1, "next": 30}
+    served(rig)
+
+
+@pytest.mark.parametrize(
+    ("own", "step_tokens", "long"),
+    [
+        (0, 24, 14),
+        (4, BUDGET, 32),  # raised to half of the step, as there are two
+        (4, 24, 14),
+    ],
+)
+def test_vllms_adaptive_limit_raises_its_own_only(
+    tmp_path: Path, own: int, step_tokens: int, long: int
+) -> None:
+    rig = under_way(tmp_path)
+    scheduler, config = rig.scheduler, rig.scheduler.scheduler_config
+    scheduler.adaptive_long_prefill_threshold = True
+    config.long_prefill_token_threshold = own
+    shape = scheduler._shape = StepShape(scheduler, scheduler.waiting, scheduler._order)
+    shape._step_tokens = lambda _: step_tokens
+    rig.add("short", words(2, 10))
+    assert rig.step() == {"long": long, "short": 10}
+    assert scheduler.adaptive_long_prefill_threshold
+    assert config.long_prefill_token_threshold == own
+    served(rig)
+
+
+def test_no_room_is_made_in_every_step_for_whom_vllm_passes_by(tmp_path: Path) -> None:
+    rig = under_way(tmp_path)
+    Loads(rig)  # its answer is "ask again"
+    rig.add("blocked", words(2, 30), kv={"anything": True})
+    steps = [rig.step()["long"] for _ in range(4)]
+    assert steps == [BUDGET - 30, BUDGET, BUDGET, BUDGET]
 
 
 def test_vllms_own_limit_stays(tmp_path: Path) -> None:

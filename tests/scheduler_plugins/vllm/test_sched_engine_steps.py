@@ -101,14 +101,24 @@ def test_a_step_without_a_result_is_forgotten(fit: Fit) -> None:
     assert timer.under_way_s == 0.0
 
 
-def test_the_engines_own_steps_teach_the_model() -> None:
-    rig = Rig(seconds_per_token=None, budget=256)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_engines_own_steps_teach_the_model(depth: int) -> None:
+    rig = Rig(seconds_per_token=None, budget=256, depth=depth)
     for n in range(40):
         rig.add(f"r{n}", words(n, 8 * (1 + n)), 4)
         rig.run()
     rig.scheduler._steps.fit._learn()
     assert rig.scheduler._steps.fit._prefills == 40 + 8, "eight are cut into two chunks"
     assert rig.scheduler._steps.fit._decodes == 40 * 3
+
+
+def test_a_preemption_between_steps_does_not_change_what_the_last_one_computed() -> None:
+    rig = Rig(seconds_per_token=None, depth=2)
+    rig.add("a", words(1, 40))
+    output = rig.scheduler.schedule()  # vLLM asks for no bitmask here: a pooling model
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.scheduler._note_step()
+    assert rig.scheduler._steps._open[-1][:2] == (output, StepLoad.of([(0, 40)]))
 
 
 def test_predicted_and_actual_times_are_kept_for_each_class() -> None:
