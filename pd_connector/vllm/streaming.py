@@ -67,10 +67,11 @@ class Streaming:
             if prompt.computed >= prompt.tokens:  # it decodes here; its whole prompt is on offer
                 commands += self._take_back(request_id, prompt, computed)
                 continue
+            found = computed if prompt.computed or _all_computed_before(output) else 0
             prompt.computed = min(
                 prompt.tokens, computed + output.num_scheduled_tokens.get(request_id, 0)
             )
-            commands.append(_offer(request_id, prompt, min(computed, prompt.tokens)))
+            commands.append(_offer(request_id, prompt, min(found, prompt.tokens)))
             prefills.append(Prefill(prompt.transfer, request_id, prompt.computed))
         return commands, prefills
 
@@ -116,6 +117,16 @@ def scheduled(
             for pages, added in zip(request.pages, tables or (), strict=False):
                 pages.extend(added)
         yield request_id, computed
+
+
+def _all_computed_before(output: "SchedulerOutput") -> bool:
+    """Whether what a request has found in the prefix cache is there when its first step begins.
+
+    vLLM puts pages into the cache when it schedules their computation. A request of the same step finds
+    them, and they are filled while that step computes; so are copies of cached pages.
+    """
+    alone = len(output.num_scheduled_tokens) == 1
+    return alone and not getattr(output, "kv_cache_block_copies", None)
 
 
 def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of vLLM's scheduler, the connector's two sides and a real agent, over a worker whose KV can be checked: of
+each token it is a number made of all tokens up to it. Steps have vLLM's own order of calls."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from pd_connector.agent.agent import Agent
+from pd_connector.config import Config
+from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.protocol.peers import Peer, Source
+from pd_connector.vllm.messages import StepCommands
+from pd_connector.vllm.worker_side import WorkerSide
+from support.vllm_steps import SteppedEngine
+
+DIM = 2
+LAYERS = 2  # of each page table
+_SMALL = {"slot_mib": 1, "slots": 4, "heartbeat_s": 0.1, "lease_share": 1.0, "audit": "off"}
+
+
+def full(page_size: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=page_size, num_kv_heads=1, head_size=DIM, dtype=torch.float32
+    )
+
+
+def window(tokens: int, page_size: int = 16) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=page_size,
+        num_kv_heads=1,
+        head_size=DIM,
+        dtype=torch.float32,
+        sliding_window=tokens,
+    )
+
+
+def kv_of(layer: int, tokens: Sequence[int], salt: str = "") -> list[float]:
+    """What a layer keeps for the last one of these tokens: whole numbers, exact in float32."""
+    text = f"{layer} {salt} {tokens}".encode()
+    numbers = hashlib.blake2b(text, digest_size=4 * DIM).digest()
+    return [float(numbers[i] << 8 | numbers[i + 1]) for i in range(0, 4 * DIM, 2)]
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model says after these tokens."""
+    return hashlib.blake2b(repr(list(tokens)).encode(), digest_size=1).digest()[0] % 250
+
+
+@dataclass
+class _Row:
+    """What a model runner keeps of a request."""
+
+    tokens: list[int]
+    prompt: int
+    pages: list[list[int]] = field(default_factory=list)
+
+
+class ComputingEngine(SteppedEngine):
+    """An engine of one rank that computes.
+
+    Args:
+        specs: of the groups of its cache, each with `LAYERS` layers.
+        pause_s: time between the begin of a step and each of its layers, in which the agent's thread may do what it
+            likes.
+        late: as vLLM's second model runner: pages are zeroed before `handle_preemptions` is called.
+        zeroes: new pages are zeroed when they are allocated.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str = "kv_both",
+        *,
+        specs: Sequence[Any] = (),
+        blocks: int = 200,
+        pause_s: float = 0.0,
+        late: bool = False,
+        zeroes: bool = False,
+        **extra: Any,
+    ) -> None:
+        specs = list(specs) or [full()]
+        settings = {key: value for key, value in extra.items() if key in Config.__struct_fields__}
+        others = {key: value for key, value in extra.items() if key not in settings}
+        settings = {**_SMALL, **settings}
+        super().__init__(role, specs=specs, blocks=blocks, **others, **settings)
+        self.name, self._specs, self.pause_s, self._late = name, specs, pause_s, late
+        self.scheduler.needs_kv_cache_zeroing = zeroes
+        self.wrong: list[str] = []
+        self.answers: dict[str, dict[str, Any] | None] = {}
+        self.ended: dict[str, Any] = {}
+        self._rows: dict[str, _Row] = {}
+        self._layers: dict[int, tuple[int, torch.Tensor]] = {}  # by number: its table, its pages
+        groups = []
+        for table, spec in enumerate(specs):
+            numbers = tuple(range(table, LAYERS * len(specs), len(specs)))
+            for number in numbers:
+                pages = torch.full((blocks, 1, spec.block_size, 2 * DIM), -1.0)
+                self._layers[number] = table, pages
+            kept = getattr(spec, "sliding_window", 0) or 0
+            groups.append(
+                Group(
+                    "attention", numbers, 1, DIM, DIM, spec.block_size, kept, "float32", "test", True, table
+                )
+            )  # fmt: skip
+        geometry = Geometry(Shard(0, LAYERS * len(specs), 0, 1), tuple(groups))
+        views = {
+            number: LayerPages(
+                pages[..., :DIM], pages[..., DIM:], (pages.view(torch.uint8).flatten(2),)
+            )
+            for number, (_, pages) in self._layers.items()
+        }
+        engine_id = self.side._address.engine_id
+        self.agent = Agent(
+            Config(**settings),
+            engine_id,
+            b"model",
+            PagedCache(views, geometry),
+            produces=role != "kv_consumer",
+            consumes=role != "kv_producer",
+            late_revokes=late,
+        )
+        parallel = SimpleNamespace(rank=0, world_size=1)
+        config: Any = SimpleNamespace(parallel_config=parallel)
+        self._worker = WorkerSide(config, MagicMock(), Config(**settings))
+        self._worker._agent = self.agent
+        self._worker._layers = {f"layer {number}": number for number in self._layers}
+        self._worker._next_compare = float("inf")
+        self.peer = Peer(Source("127.0.0.1", self.agent.port, engine_id), geometry.shard)
+        if self.agent.port:
+            self.side.set_peers((self.peer,))
+
+    def close(self) -> None:
+        self.agent.close()
+
+    def step(self, *_: Any, **__: Any) -> list[Any]:
+        """One step: scheduled, computed, and its outcome told."""
+        self.settle(self.run(self.scheduler.schedule()))
+        return []
+
+    def run(self, output: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The worker's part of a step."""
+        told = output.kv_connector_metadata
+        assert isinstance(told, StepCommands)
+        if self._late:
+            self._prepare(output)
+            self._worker.take_back(told)
+        else:
+            self._worker.take_back(told)
+            self._prepare(output)
+        self._worker.begin(told)
+        self.commands += told.commands
+        for number in sorted(self._layers):
+            time.sleep(self.pause_s)
+            for request, count in output.num_scheduled_tokens.items():
+                self._compute(number, request, self._computed[request], count)
+            if output.num_scheduled_tokens:
+                self._worker.layer_computed(f"layer {number}")
+        self._worker.end()
+        return output, self._result(output)
+
+    def settle(self, done: tuple[SchedulerOutput, ModelRunnerOutput]) -> None:
+        """The scheduler hears of a step's end."""
+        for outputs in self.scheduler.update_from_output(*done).values():
+            for one in outputs.outputs:
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = one.finish_reason
+                    self.answers[one.request_id] = one.kv_transfer_params
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        """Bring the rows up to date, and zero and copy pages."""
+        for page in output.new_block_ids_to_zero or ():
+            for _, pages in self._layers.values():
+                pages[page] = 0
+        for copied in output.kv_cache_block_copies or ():
+            for _, pages in self._layers.values():
+                pages[copied.dst_block_id] = pages[copied.src_block_id]
+        for request in output.finished_req_ids:
+            self._rows.pop(request, None)
+        self._computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            prompt = list(new.prompt_token_ids or ())
+            row = self._rows[new.req_id] = _Row(prompt, len(prompt))
+            row.pages = [list(table) for table in new.block_ids]
+            self._computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request, tables, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = self._rows[request]
+            self._computed[request] = computed
+            if request in cached.resumed_req_ids:
+                row.pages = [list(table) for table in tables or ()]
+            else:
+                for mine, added in zip(row.pages, tables or (), strict=False):
+                    mine.extend(added)
+            known = cached.all_token_ids.get(request)
+            if known is not None:
+                row.tokens = list(known)
+
+    def _compute(self, number: int, request: str, computed: int, count: int) -> None:
+        """A layer attends to the tokens before, and keeps what it computes of the step's own."""
+        table, pages = self._layers[number]
+        size = self._specs[table].block_size
+        kept = getattr(self._specs[table], "sliding_window", 0) or 0
+        row = self._rows[request]
+        first = max(0, computed - kept + 1) if kept else 0
+        for place in range(first, computed + count):
+            page = row.pages[table][place // size]
+            wanted = torch.tensor(kv_of(number, row.tokens[: place + 1]))
+            if place >= computed:
+                pages[page, 0, place % size] = wanted
+            elif not torch.equal(pages[page, 0, place % size], wanted):
+                self.wrong.append(
+                    f"{self.name}: {request} layer {number} token {place} page {page}"
+                )
+
+    def _result(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        sampled: list[list[int]] = []
+        names = list(output.num_scheduled_tokens)
+        for request in names:
+            row = self._rows[request]
+            done = self._computed[request] + output.num_scheduled_tokens[request]
+            if done >= len(row.tokens):
+                row.tokens.append(next_token(row.tokens))
+                sampled.append([row.tokens[-1]])
+            else:
+                sampled.append([])
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+        sent, received, failed = self._worker.outcomes()
+        result.kv_connector_output = KVConnectorOutput(
+            finished_sending=sent or None,
+            finished_recving=received or None,
+            failed_recving=failed or None,
+            kv_connector_worker_meta=self._worker.activity(),
+        )
+        return result
+
+
+def until_over(engines: Sequence[ComputingEngine], over: Callable[[], bool]) -> None:
+    """Step all engines in turn."""
+    stop = time.monotonic() + 60
+    while not over():
+        assert time.monotonic() < stop, "it comes to no end"
+        for engine in engines:
+            engine.step()
+
+
+def answered(request: Request) -> list[int]:
+    """What a model says that computes everything itself."""
+    tokens = list(request.prompt_token_ids or ())
+    for _ in range(request.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[request.num_prompt_tokens :]
