@@ -23,8 +23,9 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.protocol.peers import Peer, Source
+from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.messages import StepCommands
-from pd_connector.vllm.worker_side import WorkerSide
+from pd_connector.vllm.worker_side import WorkerSide, hooks_tell_layers
 from support.vllm_steps import SteppedEngine
 
 DIM = 2
@@ -78,6 +79,7 @@ class ComputingEngine(SteppedEngine):
             likes.
         late: as vLLM's second model runner: pages are zeroed before `handle_preemptions` is called.
         zeroes: new pages are zeroed when they are allocated.
+        parts: in which a batch is computed, layer by layer (`--enable-dbo`).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ComputingEngine(SteppedEngine):
         pause_s: float = 0.0,
         late: bool = False,
         zeroes: bool = False,
+        parts: int = 1,
         **extra: Any,
     ) -> None:
         specs = list(specs) or [full()]
@@ -133,11 +136,14 @@ class ComputingEngine(SteppedEngine):
             consumes=role != "kv_producer",
             late_revokes=late,
         )
-        parallel = SimpleNamespace(rank=0, world_size=1)
+        self._parts = parts
+        parallel = SimpleNamespace(rank=0, world_size=1, use_ubatching=parts > 1)
         config: Any = SimpleNamespace(parallel_config=parallel)
         self._worker = WorkerSide(config, MagicMock(), Config(**settings))
         self._worker._agent = self.agent
-        self._worker._layers = {f"layer {number}": number for number in self._layers}
+        caches = {f"layer {n}": CacheId(n, "model/attention") for n in self._layers}
+        if hooks_tell_layers(config, caches):
+            self._worker._layers = {name: cache.number for name, cache in caches.items()}
         self._worker._next_compare = float("inf")
         self.peer = Peer(Source("127.0.0.1", self.agent.port, engine_id), geometry.shard)
         if self.agent.port:
@@ -164,11 +170,13 @@ class ComputingEngine(SteppedEngine):
         self._worker.begin(told)
         self.commands += told.commands
         for number in sorted(self._layers):
-            time.sleep(self.pause_s)
-            for request, count in output.num_scheduled_tokens.items():
-                self._compute(number, request, self._computed[request], count)
-            if output.num_scheduled_tokens:
-                self._worker.layer_computed(f"layer {number}")
+            counts = list(output.num_scheduled_tokens.items())
+            for part in range(self._parts):
+                time.sleep(self.pause_s)
+                for request, count in counts[part :: self._parts]:
+                    self._compute(number, request, self._computed[request], count)
+                if counts:
+                    self._worker.layer_computed(f"layer {number}")
         self._worker.end()
         return output, self._result(output)
 
