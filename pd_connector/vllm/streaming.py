@@ -9,14 +9,11 @@ from pd_connector.agent.commands import Command, Revoke
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
-from pd_connector.vllm.windows import Windows
+from pd_connector.vllm.windows import NULL_PAGE, Windows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_NULL_PAGE = 0
-"""vLLM's page id for a page that a sliding window has passed."""
 
 
 @dataclass(slots=True)
@@ -85,7 +82,7 @@ class Streaming:
         if prompt.offered == first:
             return []
         prompt.pages = [
-            [_NULL_PAGE] * stop + pages[stop:]
+            [NULL_PAGE] * stop + pages[stop:]
             for pages, stop in zip(prompt.pages, prompt.offered, strict=True)
         ]
         return [
@@ -144,8 +141,6 @@ def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
     """vLLM's page tables as ours: a page that is not kept has the id -1."""
     return tuple(
-        [page if page != _NULL_PAGE else -1 for page in table]
-        if _NULL_PAGE in table
-        else list(table)
+        [page if page != NULL_PAGE else -1 for page in table] if NULL_PAGE in table else list(table)
         for table in tables
     )

@@ -79,6 +79,7 @@ class ComputingEngine(SteppedEngine):
             likes.
         late: as vLLM's second model runner: pages are zeroed before `handle_preemptions` is called.
         zeroes: new pages are zeroed when they are allocated.
+        layout: name of the order within pages; unlike ones pass token by token.
         parts: in which a batch is computed, layer by layer (`--enable-dbo`).
     """
 
@@ -93,6 +94,7 @@ class ComputingEngine(SteppedEngine):
         late: bool = False,
         zeroes: bool = False,
         parts: int = 1,
+        layout: str = "test",
         **extra: Any,
     ) -> None:
         specs = list(specs) or [full()]
@@ -116,7 +118,7 @@ class ComputingEngine(SteppedEngine):
             kept = getattr(spec, "sliding_window", 0) or 0
             groups.append(
                 Group(
-                    "attention", numbers, 1, DIM, DIM, spec.block_size, kept, "float32", "test", True, table
+                    "attention", numbers, 1, DIM, DIM, spec.block_size, kept, "float32", layout, True, table
                 )
             )  # fmt: skip
         geometry = Geometry(Shard(0, LAYERS * len(specs), 0, 1), tuple(groups))
@@ -205,19 +207,21 @@ class ComputingEngine(SteppedEngine):
             row.pages = [list(table) for table in new.block_ids]
             self._computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        for request, tables, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for request, tables, computed, said in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+            strict=True,
         ):
             row = self._rows[request]
             self._computed[request] = computed
             if request in cached.resumed_req_ids:
                 row.pages = [list(table) for table in tables or ()]
+                del row.tokens[row.prompt + said :]  # what was on its way is dropped
             else:
                 for mine, added in zip(row.pages, tables or (), strict=False):
                     mine.extend(added)
-            known = cached.all_token_ids.get(request)
-            if known is not None:
-                row.tokens = list(known)
 
     def _compute(self, number: int, request: str, computed: int, count: int) -> None:
         """A layer attends to the tokens before, and keeps what it computes of the step's own."""
