@@ -126,7 +126,20 @@ def _layers(
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
+            _check_states(name, tensor, kv_cache_config.num_blocks, int(spec.block_size))
             yield _Layer(numbers[name], name, table, spec, tensor)
+
+
+def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -> None:
+    """Raises UnsupportedGeometryError where a page, undivided, does not have one state for each of its
+    tokens. Taken for parts of pages, such pages would be those of other requests."""
+    found, states = tensor.shape[0], tensor.shape[2]
+    if found == pages and states != page_size:
+        raise UnsupportedGeometryError(
+            f"cache of {name} keeps {states} states for the {page_size} tokens of a page, as DeepSeek V4 "
+            "does: PDConnector moves caches with one for each token; serve this model without "
+            "disaggregation"
+        )
 
 
 def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -111,6 +112,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             peers[rank] = Peer(source, address.shard)
         self._scheduler.set_peers(in_order(peers))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        assert self._scheduler is not None
+        self._scheduler.evict = gpu_block_pool.evict_blocks
+
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None
         self._scheduler.on_new_request(request)
@@ -133,8 +138,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self._scheduler is not None
+        failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
-            self._scheduler.load_ended(request_id)
+            self._scheduler.load_ended(request_id, failed=request_id in failed)
         activity = connector_output.kv_connector_worker_meta
         if isinstance(activity, WorkerActivity):
             self._scheduler.workers_reported(activity)

@@ -7,7 +7,7 @@ with a request's parameters, the request is computed here as if it had none.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,9 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class SchedulerSide:
     """Called by vLLM's scheduler only.
 
+    Attributes:
+        evict: takes pages out of vLLM's prefix cache.
+
     Args:
         config: settings.
         engine_id: told to proxies, and checked by consumers when they dial.
@@ -68,13 +71,14 @@ class SchedulerSide:
     ) -> None:
         self.telemetry = Telemetry()
         self._config = config
-        self._page_sizes = windows.page_sizes
+        self._windows = windows
         self._produces = produces
         self._consumes = consumes
         self._address = transfer_params.ProducerAddress(engine_id)
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
         self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
+        self.evict: Callable[[set[int]], None] = _nothing_cached
         self.identity = RequestIdentity(adapters, processor)
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if config.overlap != "off" else None
@@ -138,13 +142,17 @@ class SchedulerSide:
     ) -> None:
         """Pages have been allocated: fetch into them, or tell the producer that nothing is wanted."""
         fetch = self._fetches.get(request.request_id)
-        if fetch is None or not fetch.waiting:
+        if fetch is None:
+            return
+        self._forget_unfilled(fetch)  # of a load that has ended: vLLM has cached its pages just now
+        if not fetch.waiting:
             return
         if num_external_tokens:
             fetch.stage = Stage.LOADING
-            stop = fetch.computed_tokens + num_external_tokens
-            pages = kept_pages(blocks.get_block_ids())
-            self._commands.append(fetch.load(request.request_id, stop, pages))
+            first, stop = fetch.computed_tokens, fetch.computed_tokens + num_external_tokens
+            tables = blocks.get_block_ids()
+            fetch.unfilled = self._windows.unfilled(tables, first, stop)
+            self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
         elif self._audits.begin(request.request_id, fetch, request.num_prompt_tokens):
             fetch.stage = Stage.AUDITED
         else:
@@ -170,11 +178,13 @@ class SchedulerSide:
         """vLLM's caches were reset, as they are before weights change."""
         self._weights_may_change = True
 
-    def load_ended(self, request_id: str) -> None:
-        """The workers reported the end of a load, good or bad."""
+    def load_ended(self, request_id: str, *, failed: bool) -> None:
+        """The workers reported the end of a load."""
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             fetch.stage = Stage.OVER
+            if failed:
+                fetch.unfilled = frozenset()
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
@@ -219,6 +229,8 @@ class SchedulerSide:
             return True, None
         if fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
             self._commands.append(Drop(request_id, Cause.ABORTED))
+        elif fetch is not None:
+            self._forget_unfilled(fetch)
         if request_id in self._describes:
             self._describes.discard(request_id)
             return False, transfer_params.description(self._address)
@@ -229,7 +241,7 @@ class SchedulerSide:
         if self._streaming:
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
-        wanted = [pages_for(tokens, size) for size in self._page_sizes]
+        wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
         complete = complete and request.num_computed_tokens >= tokens
         if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
             self._commands.append(Withdraw(transfer, request_id))
@@ -250,6 +262,12 @@ class SchedulerSide:
         return True, transfer_params.response(
             self._address, transfer=transfer, pages=kept, tokens=tokens
         )
+
+    def _forget_unfilled(self, fetch: Fetch) -> None:
+        """Other requests shall not find pages of this load that it has filled in part."""
+        if fetch.unfilled and fetch.stage is Stage.OVER:
+            self.evict(set(fetch.unfilled))
+            fetch.unfilled = frozenset()
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
         assert parsed.remote_request_id is not None
@@ -301,6 +319,10 @@ def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | No
         return None
     first = request.output_token_ids[0]
     return LastWords(transfer=transfer, identity=identity, first_token=first)
+
+
+def _nothing_cached(pages: set[int]) -> None:
+    """vLLM has not told its prefix cache yet."""
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:

@@ -9,14 +9,11 @@ from pd_connector.agent.commands import Command, Revoke
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
-from pd_connector.vllm.windows import Windows
+from pd_connector.vllm.windows import NULL_PAGE, Windows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_NULL_PAGE = 0
-"""vLLM's page id for a page that a sliding window has passed."""
 
 
 @dataclass(slots=True)
@@ -67,10 +64,11 @@ class Streaming:
             if prompt.computed >= prompt.tokens:  # it decodes here; its whole prompt is on offer
                 commands += self._take_back(request_id, prompt, computed)
                 continue
+            found = computed if prompt.computed or _all_computed_before(output) else 0
             prompt.computed = min(
                 prompt.tokens, computed + output.num_scheduled_tokens.get(request_id, 0)
             )
-            commands.append(_offer(request_id, prompt, min(computed, prompt.tokens)))
+            commands.append(_offer(request_id, prompt, min(found, prompt.tokens)))
             prefills.append(Prefill(prompt.transfer, request_id, prompt.computed))
         return commands, prefills
 
@@ -84,7 +82,7 @@ class Streaming:
         if prompt.offered == first:
             return []
         prompt.pages = [
-            [_NULL_PAGE] * stop + pages[stop:]
+            [NULL_PAGE] * stop + pages[stop:]
             for pages, stop in zip(prompt.pages, prompt.offered, strict=True)
         ]
         return [
@@ -118,6 +116,16 @@ def scheduled(
         yield request_id, computed
 
 
+def _all_computed_before(output: "SchedulerOutput") -> bool:
+    """Whether what a request has found in the prefix cache is there when its first step begins.
+
+    vLLM puts pages into the cache when it schedules their computation. A request of the same step finds
+    them, and they are filled while that step computes; so are copies of cached pages.
+    """
+    alone = len(output.num_scheduled_tokens) == 1
+    return alone and not getattr(output, "kv_cache_block_copies", None)
+
+
 def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
     return Offer(
         prompt.transfer,
@@ -133,8 +141,6 @@ def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
     """vLLM's page tables as ours: a page that is not kept has the id -1."""
     return tuple(
-        [page if page != _NULL_PAGE else -1 for page in table]
-        if _NULL_PAGE in table
-        else list(table)
+        [page if page != NULL_PAGE else -1 for page in table] if NULL_PAGE in table else list(table)
         for table in tables
     )

@@ -7,6 +7,9 @@ vLLM tells nobody: what it says of a step has only the pages that were added.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+NULL_PAGE = 0
+"""vLLM's page id for a page that a sliding window has passed."""
+
 
 class Windows:
     """Page sizes and windows of an engine's page tables.
@@ -44,6 +47,24 @@ class Windows:
         """The first page of each table that a consumer of the prompt may want. It computes the last
         token itself."""
         return self.first_kept(prompt_tokens - 1)
+
+    def unfilled(
+        self, tables: Iterable[Sequence[int]], first_token: int, stop_token: int
+    ) -> frozenset[int]:
+        """Pages that a load of tokens [first_token, stop_token) may fill in part only, because a window
+        begins within them. vLLM counts every page of a load as filled.
+
+        Args:
+            tables: vLLM's page ids by table.
+
+        >>> sorted(Windows([(16, 0), (16, 40)]).unfilled(([1, 2, 3, 4], [0, 5, 6, 7]), 0, 63))
+        [5]
+        """
+        found: set[int] = set()
+        for pages, (page_size, window) in zip(tables, self.tables, strict=True):
+            kept = max(0, stop_token - window + 1) if window else 0
+            found.update(pages[first_token // page_size : -(-kept // page_size)])
+        return frozenset(found - {NULL_PAGE})
 
 
 def _window(spec: Any) -> int:

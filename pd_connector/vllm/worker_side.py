@@ -3,6 +3,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache, engine_shards
+from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.messages import (
     AuditReport,
     Prefill,
@@ -58,9 +60,8 @@ class WorkerSide:
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
-        self._layers: dict[
-            str, int
-        ] = {}  # number of the layer, by the name that save_kv_layer gives
+        # Number of the layer, by the name that `save_kv_layer` gives.
+        self._layers: dict[str, int] = {}
         self._ready: set[str] = set()
         self._unavailable: set[str] = set()
         self._compared: set[str] = set()  # requests of loads that compare
@@ -78,9 +79,7 @@ class WorkerSide:
         caches = identify_caches(self._vllm_config, list(kv_caches))
         numbers = {name: cache.number for name, cache in caches.items()}
         cache = describe_cache(kv_caches, self._kv_cache_config, self._vllm_config, numbers)
-        # Layers with several caches stream step by step: vLLM does not tell which cache is done.
-        single = all(cache.label.endswith("/attention") for cache in caches.values())
-        self._layers = numbers if single else {}
+        self._layers = numbers if hooks_tell_layers(self._vllm_config, caches) else {}
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
@@ -260,6 +259,16 @@ def gather_ranks(own: Peer) -> list[Peer]:
         torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
         ranks = [rank for part in gathered for rank in part]
     return ranks
+
+
+def hooks_tell_layers(vllm_config: "VllmConfig", caches: Mapping[str, CacheId]) -> bool:
+    """Whether `save_kv_layer` is called when a step has computed a layer's KV of all its requests.
+
+    Otherwise KV streams step by step. Where layers have several caches, vLLM does not tell which of them is
+    done. With `--enable-dbo` or `--ubatch-size` it computes a batch in parts, and each calls for itself.
+    """
+    single = all(cache.label.endswith("/attention") for cache in caches.values())
+    return single and not getattr(vllm_config.parallel_config, "use_ubatching", False)
 
 
 def revokes_late(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:

@@ -9,6 +9,7 @@ import torch
 kv = pytest.importorskip("vllm.v1.kv_cache_interface")
 
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from pd_connector.errors import UnsupportedGeometryError  # noqa: E402
 from pd_connector.kv.geometry import Geometry, Group, Shard  # noqa: E402
@@ -57,3 +58,32 @@ def test_codes_of_one_kind_are_never_taken_for_codes_of_the_other() -> None:
 def test_codes_that_no_codec_knows_pass_between_equal_scales_only() -> None:
     with pytest.raises(UnsupportedGeometryError, match="cannot be taken apart"):
         routes(group("fp8_e4m3fnuz", 0.5), group("fp8_e4m3fnuz"), ["raw"], ["raw"])
+
+
+def one_layer(states: int) -> tuple[dict[str, torch.Tensor], object, object]:
+    """A layer of MLA with 12 pages of 64 tokens, as vLLM makes and describes it."""
+    spec = kv.MLAAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=8, dtype=torch.uint8, tokens_per_state=64 // states
+    )
+    size = 12 * spec.page_size_bytes
+    placed = kv.KVCacheTensor(size, ["layers.0.attn"], size, spec.page_size_bytes)
+    memory = torch.zeros(size, dtype=torch.int8)
+    (view,) = kv.create_kv_cache_views(memory, spec, 12, KVCacheLayout.LBNHC, placed)
+    groups = [kv.KVCacheGroupSpec(placed.layers, spec)]
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, rank=0, world_size=1
+        ),
+    )
+    return {"layers.0.attn": view}, kv.KVCacheConfig(12, [placed], groups), config
+
+
+def test_a_page_with_fewer_states_than_tokens_is_not_taken_for_a_part_of_a_page() -> None:
+    """DeepSeek V4 compresses several tokens into one state. Its page 1 would pass as pages 4 to 7."""
+    caches, layout, config = one_layer(states=16)
+    with pytest.raises(UnsupportedGeometryError, match="16 states for the 64 tokens of a page"):
+        cache.describe_cache(caches, layout, config, {"layers.0.attn": 0})
+    caches, layout, config = one_layer(states=64)
+    assert cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).pages == 12

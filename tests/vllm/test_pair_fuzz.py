@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random orders of what clients, schedulers and a full cache do to a pair of engines: no engine ever uses KV that it
+would not have computed itself, every answer is right, and every page comes home."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from support.vllm_computing import ComputingEngine, answered, full, window
+from vllm.v1.request import Request, RequestStatus
+
+from pd_connector.protocol.params import decode_params, prefill_params
+
+SPECS: dict[str, Callable[[], list[Any]]] = {
+    "everything": lambda: [full()],
+    "a window": lambda: [window(40)],
+    "both": lambda: [full(), window(70)],
+}
+SETTINGS: dict[str, Any] = {
+    "stall_timeout_s": 2.0,
+    "wait_timeout_s": 3.0,
+    "lease_s": 1.5,
+    "session_timeout_s": 3.0,
+    "blocks": 300,
+}
+REQUESTS = 14
+MOST = 1000  # tokens of a prompt
+
+
+class Pair:
+    """Two engines, and the requests that they are asked."""
+
+    def __init__(self, seed: int, specs: str) -> None:
+        self.chance = random.Random(seed)
+        pick = self.chance.choice
+        self._settings = {
+            **SETTINGS,
+            "late": pick([False, True]),
+            "zeroes": pick([False, True]),
+            "overlap": pick(["auto", "layer", "step"]),
+            "defer_pages": pick([False, True]),
+            "budget": pick([64, 512, 2048]),
+            "pause_s": pick([0.0, 0.003]),
+        }
+        self.prefill = self._engine("kv_producer", specs, "one")
+        self.decode = self._engine("kv_consumer", specs, pick(["one", "other"]))
+        self.asked: dict[str, Request] = {}
+        self._followed: dict[str, Callable[[dict[str, Any]], None]] = {}
+
+    def _engine(self, role: str, specs: str, layout: str) -> ComputingEngine:
+        return ComputingEngine(role, role, specs=SPECS[specs](), layout=layout, **self._settings)
+
+    @property
+    def engines(self) -> tuple[ComputingEngine, ComputingEngine]:
+        return self.prefill, self.decode
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._followed) or any(engine.scheduler.requests for engine in self.engines)
+
+    def ask(self, name: str) -> None:
+        """A request arrives: at both engines at once, at one after the other, or at one alone."""
+        pick, most = self.chance.choice, MOST
+        tokens = pick([1, 16, 17, self.chance.randrange(1, 200), self.chance.randrange(200, most)])
+        seed, said, wanted = pick([0, 0, 1]), pick([1, 1, 20]), pick([1, 6])
+
+        def follow(params: dict[str, Any]) -> None:
+            self.asked[name] = self.decode.add(name, tokens, wanted, seed, **params)
+
+        how = self.chance.random()
+        if how < 0.5:
+            self.prefill.add(name, tokens, said, seed, **prefill_params(name))
+            follow(decode_params(self.prefill.side._address, name))
+        elif how < 0.9:
+            self.prefill.add(name, tokens, said, seed, **prefill_params())
+            self._followed[name] = follow
+        else:
+            follow({})
+
+    def follow(self) -> None:
+        """Prefills that have ended are taken to the decode engine, those with an answer."""
+        for name in [name for name in self._followed if name in self.prefill.ended]:
+            follow = self._followed.pop(name)
+            if params := self.prefill.answers[name]:
+                follow(params)
+
+    def disturb(self, engine: ComputingEngine) -> None:
+        """A client leaves, or vLLM preempts a request."""
+        what, scheduler = self.chance.random(), engine.scheduler
+        if what < 0.03 and scheduler.requests:
+            engine.abort(name := self.chance.choice(list(scheduler.requests)))
+            engine.ended.setdefault(name, None)
+            engine.answers.setdefault(name, None)
+        elif what < 0.08 and scheduler.running:
+            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+
+
+@pytest.mark.parametrize("specs", list(SPECS))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_kv_is_used_that_the_engine_would_not_have_computed(
+    specs: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
+    pair = Pair(seed, specs)
+    try:
+        arrived, stop = 0, time.monotonic() + 120
+        while arrived < REQUESTS or pair.busy:
+            assert time.monotonic() < stop, "it comes to no end"
+            if arrived < REQUESTS and pair.chance.random() < 0.4:
+                arrived += 1
+                pair.ask(f"r{arrived}")
+            pair.follow()
+            for engine in pair.engines:
+                pair.disturb(engine)
+                if pair.chance.random() < 0.8:
+                    engine.step()
+        for engine in pair.engines:
+            assert engine.wrong == []
+            engine.assert_nothing_held()
+        for request in pair.asked.values():
+            if request.status is RequestStatus.FINISHED_LENGTH_CAPPED:
+                assert list(request.output_token_ids) == answered(request)
+    finally:
+        for engine in pair.engines:
+            engine.close()
