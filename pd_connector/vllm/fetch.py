@@ -33,7 +33,6 @@ class Fetch:
     wait: bool
     stage: Stage
     computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
-    unfilled: frozenset[int] = frozenset()  # pages that the load fills in part (`Windows.unfilled`)
 
     @property
     def waiting(self) -> bool:

@@ -7,7 +7,7 @@ with a request's parameters, the request is computed here as if it had none.
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from pd_connector.vllm.fetch import Fetch, Stage
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.streaming import Streaming, kept_pages
+from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class SchedulerSide:
     """Called by vLLM's scheduler only.
 
     Attributes:
-        evict: takes pages out of vLLM's prefix cache.
+        unfilled: pages that other requests must not find in vLLM's prefix cache.
 
     Args:
         config: settings.
@@ -78,7 +79,7 @@ class SchedulerSide:
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
         self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
-        self.evict: Callable[[set[int]], None] = _nothing_cached
+        self.unfilled = UnfilledPages()
         self.identity = RequestIdentity(adapters, processor)
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if config.overlap != "off" else None
@@ -144,14 +145,14 @@ class SchedulerSide:
         fetch = self._fetches.get(request.request_id)
         if fetch is None:
             return
-        self._forget_unfilled(fetch)  # of a load that has ended: vLLM has cached its pages just now
         if not fetch.waiting:
+            self.unfilled.settle(request.request_id)
             return
         if num_external_tokens:
             fetch.stage = Stage.LOADING
             first, stop = fetch.computed_tokens, fetch.computed_tokens + num_external_tokens
             tables = blocks.get_block_ids()
-            fetch.unfilled = self._windows.unfilled(tables, first, stop)
+            self.unfilled.load(request.request_id, self._windows.unfilled(tables, first, stop))
             self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
         elif self._audits.begin(request.request_id, fetch, request.num_prompt_tokens):
             fetch.stage = Stage.AUDITED
@@ -162,6 +163,7 @@ class SchedulerSide:
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
         prefills: list[Prefill] = []
+        self.unfilled.scheduled()
         if self._streaming:
             commands, prefills = self._streaming.step(output)
             self._commands += commands
@@ -183,8 +185,7 @@ class SchedulerSide:
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             fetch.stage = Stage.OVER
-            if failed:
-                fetch.unfilled = frozenset()
+            self.unfilled.load_ended(request_id, failed=failed)
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
@@ -220,6 +221,7 @@ class SchedulerSide:
         """
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
+        self.unfilled.settle(request_id)
         complete = request.status in _COMPLETE
         compared, commands = self._audits.finished(
             request_id, request.num_computed_tokens, complete=complete
@@ -229,8 +231,6 @@ class SchedulerSide:
             return True, None
         if fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
             self._commands.append(Drop(request_id, Cause.ABORTED))
-        elif fetch is not None:
-            self._forget_unfilled(fetch)
         if request_id in self._describes:
             self._describes.discard(request_id)
             return False, transfer_params.description(self._address)
@@ -262,12 +262,6 @@ class SchedulerSide:
         return True, transfer_params.response(
             self._address, transfer=transfer, pages=kept, tokens=tokens
         )
-
-    def _forget_unfilled(self, fetch: Fetch) -> None:
-        """Other requests shall not find pages of this load that it has filled in part."""
-        if fetch.unfilled and fetch.stage is Stage.OVER:
-            self.evict(set(fetch.unfilled))
-            fetch.unfilled = frozenset()
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
         assert parsed.remote_request_id is not None
@@ -319,10 +313,6 @@ def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | No
         return None
     first = request.output_token_ids[0]
     return LastWords(transfer=transfer, identity=identity, first_token=first)
-
-
-def _nothing_cached(pages: set[int]) -> None:
-    """vLLM has not told its prefix cache yet."""
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:

@@ -12,7 +12,7 @@ from support.vllm_computing import ComputingEngine, answered, full, until_over, 
 from support.vllm_steps import PAGE
 
 from pd_connector.protocol.params import prefill_params
-from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.unfilled import UnfilledPages
 
 Engines = tuple[ComputingEngine, ComputingEngine]
 WINDOW = 40
@@ -60,9 +60,32 @@ def test_also_where_the_first_one_left_before_it_ran(pair: Engines) -> None:
     assert used_by_the_next(pair, 100, aborted=True) == []
 
 
+def test_also_while_the_first_one_finds_no_room(
+    pair: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has cached its pages, and another request may come first in the next step."""
+    prefill, decode = pair
+    prefill.add("p", 100, 1, **prefill_params())
+    until_over([prefill], lambda: "p" in prefill.ended)
+    params = prefill.answers["p"]
+    assert params is not None
+    decode.add("a", 100, 1, **params)
+    until_over([decode], lambda: decode.scheduler.finished_recving_kv_req_ids)
+    manager = decode.scheduler.kv_cache_manager
+    with monkeypatch.context() as full_cache:
+        full_cache.setattr(manager, "allocate_slots", lambda *_, **__: None)
+        decode.step()
+    (page,) = decode.side.unfilled._loaded["a"]
+    cached = [manager.block_pool.blocks[page + more].block_hash for more in (0, 1)]
+    assert cached[0] is None
+    assert cached[1] is not None, "the step has cached what was loaded"
+    until_over([decode], lambda: "a" in decode.ended)
+    assert decode.wrong == []
+
+
 @pytest.mark.parametrize("aborted", [False, True])
 def test_left_in_the_cache_the_page_would_be_used(
     pair: Engines, monkeypatch: pytest.MonkeyPatch, *, aborted: bool
 ) -> None:
-    monkeypatch.setattr(SchedulerSide, "_forget_unfilled", lambda *_: None)
+    monkeypatch.setattr(UnfilledPages, "load", lambda *_: None)
     assert used_by_the_next(pair, 100, aborted=aborted)
