@@ -210,24 +210,6 @@ def test_a_connection_that_ends_within_a_chunk_leaves_right_pages_and_serves_aga
 @each_key
 @pytest.mark.parametrize("wire_name", ["tcp2"])
 @pytest.mark.usefixtures("only")
-def test_a_data_port_that_accepts_and_never_speaks_costs_what_meets_it(
-    ranks: Ranks,  # noqa: F811
-    detour: Detour,
-    key: str,
-) -> None:
-    settings = SHORTER | {"key": key}
-    producer = ranks(settings, consumes=False, wrap=detour)
-    consumer = ranks(settings, seed=1, produces=False)
-    (relay,) = detour.relays
-    relay.deafen()
-    assert not move_many(producer, consumer, "not heard")
-    relay.deafen(False)
-    serves_again(producer, consumer, "heard")
-
-
-@each_key
-@pytest.mark.parametrize("wire_name", ["tcp2"])
-@pytest.mark.usefixtures("only")
 def test_a_data_port_that_never_speaks_keeps_only_the_first_transfers_waiting(
     ranks: Ranks,  # noqa: F811
     detour: Detour,

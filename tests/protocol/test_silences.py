@@ -9,6 +9,14 @@ from pd_connector.protocol.silences import LONGEST_PAUSE_S, Silences
 TIMEOUT_S = 10.0
 
 
+def silent() -> Silences:
+    """At 20 s a producer has kept two in a row waiting."""
+    silences = Silences(TIMEOUT_S)
+    silences.waited("p", 0, 10)
+    silences.waited("p", 10, 20)
+    return silences
+
+
 def test_one_wait_in_vain_is_no_reason_to_pause():
     silences = Silences(TIMEOUT_S)
     silences.waited("p", 0, 10)
@@ -25,9 +33,7 @@ def test_waits_beside_each_other_count_once():
 
 
 def test_an_answer_ends_the_pause():
-    silences = Silences(TIMEOUT_S)
-    silences.waited("p", 0, 10)
-    silences.waited("p", 10, 20)
+    silences = silent()
     assert silences.pause("p", 20)
     silences.answered("p")
     assert not silences.pause("p", 20)
@@ -36,9 +42,7 @@ def test_an_answer_ends_the_pause():
 
 
 def test_after_a_pause_one_tries_for_all():
-    silences = Silences(TIMEOUT_S)
-    silences.waited("p", 0, 10)
-    silences.waited("p", 10, 20)
+    silences = silent()
     assert silences.pause("p", 29.9)
     assert not silences.pause("p", 30)
     silences.tries("p", 30)
@@ -47,9 +51,7 @@ def test_after_a_pause_one_tries_for_all():
 
 
 def test_another_producer_is_not_meant():
-    silences = Silences(TIMEOUT_S)
-    silences.waited("p", 0, 10)
-    silences.waited("p", 10, 20)
+    silences = silent()
     assert silences.pause("p", 20)
     assert not silences.pause("q", 20)
 

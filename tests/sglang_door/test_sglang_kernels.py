@@ -231,17 +231,7 @@ def test_a_cache_in_another_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     """The engine started, and ended with its first decode."""
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     step = Step(16)
-    pool = MHATokenToKVPool(
-        size=step.size,
-        page_size=16,
-        dtype=torch.float32,
-        head_num=KV_HEADS,
-        head_dim=DIM,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-        start_layer=0,
-    )
+    pool = keys_and_values(step)
     with pytest.raises(NotImplementedError, match="layout hnd: must be nhd"):
         PagedBackend(step.runner(pool, layer()))
 
