@@ -39,6 +39,8 @@ class SteppedEngine:
 
     Args:
         specs: of the groups of its cache; one with full attention by default.
+        scheduler: its class.
+        additional: vLLM's `additional_config`.
         blocks: of the cache.
         budget: tokens in a step.
         extra: the connector's config.
@@ -49,11 +51,15 @@ class SteppedEngine:
         role: str = "kv_both",
         *,
         specs: Sequence[Any] = (),
+        scheduler: type[Scheduler] = Scheduler,
+        additional: dict[str, Any] | None = None,
         blocks: int = 200,
         budget: int = 64,
         **extra: Any,
     ) -> None:
-        config = config_of(budget=budget, seqs=16, max_model_len=2048, caching=True)
+        config = config_of(
+            budget=budget, seqs=16, max_model_len=2048, caching=True, additional=additional
+        )
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="PDConnector",
             kv_connector_module_path="pd_connector.vllm.connector",
@@ -61,23 +67,33 @@ class SteppedEngine:
             kv_connector_extra_config=extra,
         )
         accepts = SimpleNamespace(accept_tokens=lambda *_: True)
-        self.scheduler = scheduler_of(Scheduler, config, accepts, blocks=blocks, specs=specs)
+        self.scheduler = scheduler_of(scheduler, config, accepts, blocks=blocks, specs=specs)
         self.commands: list[Command] = []
 
     @property
     def side(self) -> Any:
         return self.scheduler.connector._scheduler
 
-    def add(self, name: str, tokens: int, max_tokens: int = 8, seed: int = 0, **kv: Any) -> Request:
+    def add(
+        self,
+        name: str,
+        tokens: int,
+        max_tokens: int = 8,
+        seed: int = 0,
+        *,
+        qos: str = "",
+        **kv: Any,
+    ) -> Request:
         """A request arrives; prompts of one seed begin alike."""
+        extra: dict[str, Any] = {"qos": qos} if qos else {}
+        if kv:
+            extra["kv_transfer_params"] = kv
         prompt = [(seed * 31 + place) % 250 for place in range(tokens)]
         request = Request(
             request_id=name,
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                extra_args={"kv_transfer_params": kv} if kv else None,
+                max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
             ),
             pooling_params=None,
             block_hasher=_hasher,

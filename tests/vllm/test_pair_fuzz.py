@@ -5,9 +5,11 @@ would not have computed itself, every answer is right, and every page comes home
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("vllm")
 
@@ -15,6 +17,8 @@ from support.vllm_computing import ComputingEngine, answered, full, window
 from vllm.v1.request import Request, RequestStatus
 
 from pd_connector.protocol.params import decode_params, prefill_params
+from scheduler_plugins.admission import board
+from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 SPECS: dict[str, Callable[[], list[Any]]] = {
     "everything": lambda: [full()],
@@ -29,13 +33,15 @@ SETTINGS: dict[str, Any] = {
     "blocks": 300,
 }
 REQUESTS = 14
+CLASSES = ["free", "standard", "premium"]
 MOST = 1000  # tokens of a prompt
 
 
 class Pair:
     """Two engines, and the requests that they are asked."""
 
-    def __init__(self, seed: int, specs: str) -> None:
+    def __init__(self, seed: int, specs: str, **scheduling: Any) -> None:
+        self._scheduling = scheduling
         self.chance = random.Random(seed)
         pick = self.chance.choice
         self._settings = {
@@ -53,7 +59,8 @@ class Pair:
         self._followed: dict[str, Callable[[dict[str, Any]], None]] = {}
 
     def _engine(self, role: str, specs: str, layout: str) -> ComputingEngine:
-        return ComputingEngine(role, role, specs=SPECS[specs](), layout=layout, **self._settings)
+        options = {**self._settings, **self._scheduling}
+        return ComputingEngine(role, role, specs=SPECS[specs](), layout=layout, **options)
 
     @property
     def engines(self) -> tuple[ComputingEngine, ComputingEngine]:
@@ -68,16 +75,17 @@ class Pair:
         pick, most = self.chance.choice, MOST
         tokens = pick([1, 16, 17, self.chance.randrange(1, 200), self.chance.randrange(200, most)])
         seed, said, wanted = pick([0, 0, 1]), pick([1, 1, 20]), pick([1, 6])
+        qos = CLASSES[tokens % len(CLASSES)]  # vLLM's scheduler knows of none
 
         def follow(params: dict[str, Any]) -> None:
-            self.asked[name] = self.decode.add(name, tokens, wanted, seed, **params)
+            self.asked[name] = self.decode.add(name, tokens, wanted, seed, qos=qos, **params)
 
         how = self.chance.random()
         if how < 0.5:
-            self.prefill.add(name, tokens, said, seed, **prefill_params(name))
+            self.prefill.add(name, tokens, said, seed, qos=qos, **prefill_params(name))
             follow(decode_params(self.prefill.side._address, name))
         elif how < 0.9:
-            self.prefill.add(name, tokens, said, seed, **prefill_params())
+            self.prefill.add(name, tokens, said, seed, qos=qos, **prefill_params())
             self._followed[name] = follow
         else:
             follow({})
@@ -106,7 +114,28 @@ def test_no_kv_is_used_that_the_engine_would_not_have_computed(
     specs: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
-    pair = Pair(seed, specs)
+    run(Pair(seed, specs))
+
+
+@pytest.mark.parametrize("specs", list(SPECS))
+@pytest.mark.parametrize("policy", ["srjf_calibrated", "prefill_only"])
+def test_also_with_our_scheduler_which_preempts_prefills_for_other_classes(
+    specs: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
+    monkeypatch.setattr(board, "default_folder", lambda: tmp_path / "boards")
+    classes = [
+        {"name": name, "priority": priority, "reserved_fraction": 0.3}
+        for priority, name in enumerate(CLASSES)
+    ]
+    path = tmp_path / "scheduler.yaml"
+    path.write_text(yaml.safe_dump({"scheduler": {"policy": policy, "qos_classes": classes}}))
+    additional = {"pd_scheduler": str(path)}
+    run(Pair(7, specs, scheduler=PrefixAwareScheduler, additional=additional))
+
+
+def run(pair: Pair) -> None:
+    """Until all requests have ended."""
     try:
         arrived, stop = 0, time.monotonic() + 120
         while arrived < REQUESTS or pair.busy:
