@@ -5,9 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class _State(NamedTuple):
+    """By which a change is noticed."""
+
+    inode: int
+    changed_ns: int
+    size: int
 
 
 class Watched(Generic[T]):
@@ -29,10 +37,12 @@ class Watched(Generic[T]):
         self._parse = parse
         self._error = error
         self._state = self._look()
+        self._emptied: _State | None = None
         self.current = self._read()
 
     def changed(self) -> T | None:
-        """The new content, once after each change that can be used.
+        """The new content, once after each change that can be used. A file that was emptied counts when it
+        is found so twice: whoever writes a file in place empties it first.
 
         Raises:
             The exception `error`: the file was changed to something that cannot be used; `current`
@@ -41,19 +51,22 @@ class Watched(Generic[T]):
         state = self._look()
         if state == self._state:
             return None
-        self._state = state
+        if state is not None and not state.size and state != self._emptied:
+            self._emptied = state
+            return None
+        self._state, self._emptied = state, None
         found = self._read()
         if found == self.current:
             return None
         self.current = found
         return found
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _look(self) -> _State | None:
         try:
             status = self._path.stat()
         except OSError:
             return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return _State(status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _read(self) -> T:
         try:

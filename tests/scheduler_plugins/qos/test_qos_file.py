@@ -106,6 +106,24 @@ def test_a_broken_change_is_reported_once_and_leaves_the_old_one_in_force(tmp_pa
     assert watched.changed() is None, "it says the same again"
 
 
+def test_a_file_that_is_empty_for_a_moment_while_it_is_written_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "scheduler.yaml"
+    path.write_bytes(TEXT)
+    watched = WatchedFile(path)
+    path.write_bytes(b"")
+    assert watched.changed() is None
+    path.write_bytes(TEXT.replace(b"0.60", b"0.50"))
+    found = watched.changed()
+    assert found is not None
+    assert found.scheduler.qos_classes[2].reserved_fraction == 0.5
+    path.write_bytes(b"")
+    assert watched.changed() is None
+    assert watched.changed() == SchedulerFile(), "it was meant"
+    assert watched.changed() is None
+
+
 def test_a_file_that_cannot_be_used_at_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(QosError, match="cannot be read"):
         WatchedFile(tmp_path / "missing.yaml")
