@@ -60,6 +60,16 @@ class Probe:
             for request in self.model_runner.requests.values()
         ]
 
+    def kv_save_running(self, tokens: int, path: str) -> list[int]:
+        """`kv_save` of the one request that runs, in the same moment: its pages may be others' after the next
+        steps. Returns how many of its tokens were computed before the last step; nothing if none runs."""
+        running = list(self.model_runner.requests.values())
+        if not running:
+            return []
+        assert len(running) == 1, "other requests run"
+        self.kv_save([list(table) for table in running[0].block_ids], tokens, path)
+        return [running[0].num_computed_tokens]
+
     def kv_save(self, tables: list[list[int]], tokens: int, path: str) -> None:
         """Write K and V of a request's first tokens, `[token][head][dim]` each, by layer.
 
