@@ -280,6 +280,20 @@ def _check_supported(vllm_config: "VllmConfig") -> None:
             "calculate_kv_scales: vLLM would compute scales of the FP8 cache when it serves already, and peers "
             "are told them when it starts; take a checkpoint that has scales, or leave the option out"
         )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ConfigError(
+            "enable_sleep_mode: an engine that falls asleep takes away the memory of pages that are on their "
+            "way to another engine; leave the option out, or end the process instead"
+        )
+    # 0.32; before, it was one of the model's settings.
+    if any(
+        getattr(getattr(vllm_config, part, None), "enable_return_routed_experts", False)
+        for part in ("aux_output_config", "model_config")
+    ):
+        raise ConfigError(
+            "enable_return_routed_experts: which experts a prompt took is known only where it was computed, "
+            "and does not pass to the decode engine; leave the option out"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

@@ -10,23 +10,28 @@ from pd_connector.vllm.connector import _check_supported, load_config
 
 
 @pytest.mark.parametrize(
-    ("cache", "parallel", "named"),
+    ("part", "settings", "named"),
     [
-        ({"calculate_kv_scales": True}, {}, "calculate_kv_scales"),
-        ({}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ("cache_config", {"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ("model_config", {"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ("model_config", {"enable_return_routed_experts": True}, "enable_return_routed_experts"),
+        (
+            "aux_output_config",
+            {"enable_return_routed_experts": True},
+            "enable_return_routed_experts",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused_at_start(
-    cache: dict[str, bool], parallel: dict[str, int], named: str
+    part: str, settings: dict[str, int], named: str
 ) -> None:
-    def made(cache: dict[str, bool], parallel: dict[str, int]) -> SimpleNamespace:
-        return SimpleNamespace(
-            cache_config=SimpleNamespace(**cache), parallel_config=SimpleNamespace(**parallel)
-        )
-
-    _check_supported(made({"calculate_kv_scales": False}, {}))
+    parts = {
+        name: SimpleNamespace() for name in ("cache_config", "parallel_config", "model_config")
+    }
+    _check_supported(SimpleNamespace(**parts))
     with pytest.raises(ConfigError, match=named):
-        _check_supported(made(cache, parallel))
+        _check_supported(SimpleNamespace(**parts | {part: SimpleNamespace(**settings)}))
 
 
 def test_vllms_own_address_of_this_host_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
