@@ -92,6 +92,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=transfer.is_kv_consumer,
                 adapters=adapter_settings(vllm_config),
                 processor=processor_settings(vllm_config),
+                encoded_elsewhere=_gets_embeddings(vllm_config),
             )
             if vllm_config.lora_config is not None:
                 watch_loads(self._scheduler.identity)
@@ -272,6 +273,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 def load_config(extra: dict[str, Any]) -> Config:
     """The config in vLLM's `kv_connector_extra_config`. Raises ConfigError."""
     return Config.load(extra, host_variable=HOST_VARIABLE)
+
+
+def _gets_embeddings(vllm_config: "VllmConfig") -> bool:
+    """Whether an encode engine sends it the embeddings of images and the like."""
+    told = vllm_config.ec_transfer_config
+    return told is not None and bool(told.is_ec_consumer)
 
 
 def _check_supported(vllm_config: "VllmConfig") -> None:

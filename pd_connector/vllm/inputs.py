@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_INPUTS = 4096
 """Images and the like whose hashes are remembered."""
-_LEAST_ELEMENTS = 256
+LEAST_ELEMENTS = 256
 """Of the largest tensor of an image or the like. One with less is told by its size only, as where an encode
 engine has the rest."""
 
@@ -148,7 +148,7 @@ class RequestIdentity:
             return f"{feature.modality} {known} {self._processor}".rstrip()
         else:
             content = _content(data)
-            if _elements(data) < _LEAST_ELEMENTS:
+            if elements(data) < LEAST_ELEMENTS:
                 content = f"{content} {known}"
             self._inputs[known] = f"{feature.modality} {content}"
             if len(self._inputs) > _MOST_INPUTS:
@@ -156,15 +156,28 @@ class RequestIdentity:
         return self._inputs[known]
 
 
-def _elements(value: object) -> int:
+def elements(value: object) -> int:
     """Of the largest tensor or array within a value."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return math.prod(value.shape)
     if isinstance(value, Mapping):
-        return max(map(_elements, value.values()), default=0)
+        return max(map(elements, value.values()), default=0)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return max(map(_elements, value), default=0)
-    return _elements(value.data) if hasattr(value, "data") else 0
+        return max(map(elements, value), default=0)
+    return elements(value.data) if hasattr(value, "data") else 0
+
+
+def has_fractions(value: object) -> bool:
+    """Whether there is a tensor or an array of numbers with fractions within a value."""
+    if isinstance(value, torch.Tensor):
+        return bool(value.is_floating_point())
+    if isinstance(value, np.ndarray):
+        return bool(np.issubdtype(value.dtype, np.floating))
+    if isinstance(value, Mapping):
+        return any(map(has_fractions, value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return any(map(has_fractions, value))
+    return has_fractions(value.data) if hasattr(value, "data") else False
 
 
 def _untouched(adapter: _Adapter) -> bool:

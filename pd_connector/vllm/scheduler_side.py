@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from pd_connector.agent.commands import Command, Drop, Expect, Hold, Withdraw
+from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause
-from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
-from pd_connector.protocol.last_words import LastWords
-from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
 from pd_connector.vllm.inputs import RequestIdentity
-from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
-from pd_connector.vllm.streaming import Streaming, kept_pages
+from pd_connector.vllm.messages import StepCommands, WorkerActivity
+from pd_connector.vllm.offers import Offers
+from pd_connector.vllm.streaming import kept_pages
+from pd_connector.vllm.uncomputable import Uncomputable
 from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import Windows
 
@@ -45,6 +44,7 @@ class SchedulerSide:
     """Called by vLLM's scheduler only.
 
     Attributes:
+        offers: the prompts that are computed here for other engines.
         unfilled: pages that other requests must not find in vLLM's prefix cache.
 
     Args:
@@ -56,6 +56,7 @@ class SchedulerSide:
         consumes: whether requests may fetch their KV.
         adapters: what the engine is told of adapters (`inputs.adapter_settings`).
         processor: how it processes images and the like (`inputs.processor_settings`).
+        encoded_elsewhere: whether it gets the embeddings of such inputs from an encode engine.
     """
 
     def __init__(
@@ -69,32 +70,34 @@ class SchedulerSide:
         consumes: bool,
         adapters: str = "",
         processor: str = "",
+        encoded_elsewhere: bool = False,
     ) -> None:
         self.telemetry = Telemetry()
         self._config = config
         self._windows = windows
         self._produces = produces
         self._consumes = consumes
-        self._address = transfer_params.ProducerAddress(engine_id)
+        address = transfer_params.ProducerAddress(engine_id)
+        self.offers = Offers(windows, address, streams=config.overlap != "off")
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
-        self._offers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self.unfilled = UnfilledPages()
         self.identity = RequestIdentity(adapters, processor)
-        self._describes: set[str] = set()
-        self._streaming = Streaming(windows) if config.overlap != "off" else None
+        self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         self._commands: list[Command] = []
         self._slots_out = 0
         self._weights_may_change = False
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
-        self._address = sealed(self._address._replace(peers=peers), self._config.key)
+        address = sealed(self.offers.address._replace(peers=peers), self._config.key)
+        self.offers.address = address
         if self._config.address_file:
-            Path(self._config.address_file).write_text(json.dumps(self._address.fields()))
+            Path(self._config.address_file).write_text(json.dumps(address.fields()))
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
+        self._uncomputable.add(request)
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
@@ -111,28 +114,33 @@ class SchedulerSide:
         elif not self._produces:
             self._ignore(request, Cause.ROLE, "do_remote_decode, but kv_role is kv_consumer")
         elif parsed.describe:
-            self._describes.add(request.request_id)
+            self.offers.describe(request)
         else:
             transfer = parsed.transfer_id or request.request_id
             identity = self._identity_of(request)
             if identity is None:
                 return
-            self._offers[request.request_id] = transfer, identity[0]
-            self._commands.append(Expect(transfer))
-            if self._streaming:
-                self._streaming.add(request, transfer, identity[0])
+            self._commands.append(self.offers.add(request, transfer, identity[0]))
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to fetch beyond what is cached here; None: ask again. May be asked often."""
-        fetch = self._fetches.get(request.request_id)
-        if fetch is None or not fetch.waiting:
+        request_id = request.request_id
+        # The last token is computed here in any case, for its logits.
+        wanted = request.num_prompt_tokens - 1
+        fetch = self._fetches.get(request_id)
+        fetches = fetch is not None and fetch.waiting
+        if self._uncomputable.waits(request_id, wanted if fetches else num_computed_tokens):
+            return None, False
+        if fetch is None or not fetches:
             return 0, False
         fetch.computed_tokens = num_computed_tokens
-        # The last token is computed here in any case, for its logits.
-        missing = request.num_prompt_tokens - 1 - num_computed_tokens
-        if missing <= 0 or self._audits.computes(request.request_id, fetch, missing):
+        missing = wanted - num_computed_tokens
+        audited = request_id not in self._uncomputable and self._audits.computes(
+            request_id, fetch, missing
+        )
+        if missing <= 0 or audited:
             return 0, False
         if fetch.stage is Stage.WATCHED:
             return None, False
@@ -162,11 +170,9 @@ class SchedulerSide:
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
-        prefills: list[Prefill] = []
         self.unfilled.scheduled()
-        if self._streaming:
-            commands, prefills = self._streaming.step(output)
-            self._commands += commands
+        commands, prefills = self.offers.step(output)
+        self._commands += commands
         compared, over = self._audits.step(output)
         self._commands += compared
         commands, self._commands = self._commands, []
@@ -222,6 +228,7 @@ class SchedulerSide:
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
         self.unfilled.settle(request_id)
+        self._uncomputable.discard(request_id)
         complete = request.status in _COMPLETE
         compared, commands = self._audits.finished(
             request_id, request.num_computed_tokens, complete=complete
@@ -231,37 +238,9 @@ class SchedulerSide:
             return True, None
         if fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
             self._commands.append(Drop(request_id, Cause.ABORTED))
-        if request_id in self._describes:
-            self._describes.discard(request_id)
-            return False, transfer_params.description(self._address)
-        offered = self._offers.pop(request_id, None)
-        if offered is None:
-            return False, None
-        transfer, identity = offered
-        if self._streaming:
-            self._streaming.discard(request_id)
-        tokens = request.num_prompt_tokens
-        wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
-        complete = complete and request.num_computed_tokens >= tokens
-        if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
-            self._commands.append(Withdraw(transfer, request_id))
-            return False, None
-        kept = [table[:count] for table, count in zip(pages, wanted, strict=True)]
-        self._commands.append(
-            Offer(
-                transfer,
-                request_id,
-                kept_pages(kept),
-                identity,
-                prompt_tokens=tokens,
-                tokens=tokens,
-                final=True,
-                words=_words(request, transfer, identity),
-            )
-        )
-        return True, transfer_params.response(
-            self._address, transfer=transfer, pages=kept, tokens=tokens
-        )
+        ended = self.offers.finished(request, pages, complete=complete)
+        self._commands += ended.commands
+        return ended.keeps_pages, ended.answer
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
         assert parsed.remote_request_id is not None
@@ -304,15 +283,6 @@ class SchedulerSide:
             cause,
             detail,
         )
-
-
-def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | None:
-    """The first token, for decode engines that go on from it. vLLM does not tell a connector its
-    logprob: who wants that takes it from this engine's answer."""
-    if not request.output_token_ids:
-        return None
-    first = request.output_token_ids[0]
-    return LastWords(transfer=transfer, identity=identity, first_token=first)
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:

@@ -138,7 +138,7 @@ class ComputingEngine(SteppedEngine):
             )
             for number, (_, pages) in self._layers.items()
         }
-        engine_id = self.side._address.engine_id
+        engine_id = self.side.offers.address.engine_id
         self.agent = Agent(
             Config(**settings),
             engine_id,

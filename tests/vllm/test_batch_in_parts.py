@@ -25,7 +25,7 @@ def wrong() -> list[str]:
         for names, tokens in ((["first"], 40), (["a", "b"], 1500)):
             for seed, name in enumerate(names):
                 prefill.add(name, tokens, 1, seed, **prefill_params(name))
-                params = decode_params(prefill.side._address, name)
+                params = decode_params(prefill.side.offers.address, name)
                 asked = decode.add(name, tokens, 4, seed, **params)
             decode.step()
             until_over((prefill, decode), lambda names=names: decode.ended.keys() >= set(names))

@@ -83,7 +83,7 @@ class Pair:
         how = self.chance.random()
         if how < 0.5:
             self.prefill.add(name, tokens, said, seed, qos=qos, **prefill_params(name))
-            follow(decode_params(self.prefill.side._address, name))
+            follow(decode_params(self.prefill.side.offers.address, name))
         elif how < 0.9:
             self.prefill.add(name, tokens, said, seed, qos=qos, **prefill_params())
             self._followed[name] = follow

@@ -37,7 +37,7 @@ def hand_over(
 ) -> Callable[[], bool]:
     """Both engines get a request at once; returns whether the decode engine's answer is the right one."""
     prefill.add(name, tokens, 1, seed, **prefill_params(name))
-    asked = decode.add(name, tokens, 4, seed, **decode_params(prefill.side._address, name))
+    asked = decode.add(name, tokens, 4, seed, **decode_params(prefill.side.offers.address, name))
     return lambda: list(asked.output_token_ids) == answered(asked)
 
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts that an engine computes for others: what their consumers are told, and when pages are kept for them."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pd_connector.agent.commands import Command, Expect, Withdraw
+from pd_connector.kv.geometry import pages_for
+from pd_connector.protocol import params as transfer_params
+from pd_connector.protocol.last_words import LastWords
+from pd_connector.protocol.outgoing import Offer
+from pd_connector.vllm.messages import Prefill
+from pd_connector.vllm.streaming import Streaming, kept_pages
+from pd_connector.vllm.windows import Windows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class Ended(NamedTuple):
+    """What follows from the end of a request."""
+
+    keeps_pages: bool
+    answer: dict[str, Any] | None  # for the proxy
+    commands: tuple[Command, ...] = ()
+
+
+class Offers:
+    """Used by the scheduler's thread only.
+
+    Args:
+        windows: page sizes and windows of the engine's page tables.
+        address: this engine's, as proxies are told.
+        streams: whether KV is sent while its prompt is computed.
+    """
+
+    def __init__(
+        self, windows: Windows, address: transfer_params.ProducerAddress, *, streams: bool
+    ) -> None:
+        self.address = address
+        self._windows = windows
+        self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
+        self._describes: set[str] = set()
+        self._streaming = Streaming(windows) if streams else None
+
+    def describe(self, request: "Request") -> None:
+        """A request has come that only asks who the engine's ranks are."""
+        self._describes.add(request.request_id)
+
+    def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
+        """A request has come whose KV another engine wants. Returns a command for the agents."""
+        self._known[request.request_id] = transfer, identity
+        if self._streaming:
+            self._streaming.add(request, transfer, identity)
+        return Expect(transfer)
+
+    def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[Prefill]]:
+        """Commands for the agents, and what this step computes of prompts that are streamed."""
+        return self._streaming.step(output) if self._streaming else ([], [])
+
+    def finished(
+        self, request: "Request", pages: tuple[list[int], ...], *, complete: bool
+    ) -> Ended:
+        """A request has ended, whichever it is.
+
+        Args:
+            pages: its page ids by table.
+            complete: it has come to its own end.
+        """
+        request_id = request.request_id
+        if request_id in self._describes:
+            self._describes.discard(request_id)
+            return Ended(False, transfer_params.description(self.address))
+        if request_id not in self._known:
+            return Ended(False, None)
+        transfer, identity = self._known.pop(request_id)
+        if self._streaming:
+            self._streaming.discard(request_id)
+        tokens = request.num_prompt_tokens
+        wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
+        complete = complete and request.num_computed_tokens >= tokens
+        if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
+            return Ended(False, None, (Withdraw(transfer, request_id),))
+        kept = [table[:count] for table, count in zip(pages, wanted, strict=True)]
+        offer = Offer(
+            transfer,
+            request_id,
+            kept_pages(kept),
+            identity,
+            prompt_tokens=tokens,
+            tokens=tokens,
+            final=True,
+            words=_words(request, transfer, identity),
+        )
+        answer = transfer_params.response(
+            self.address, transfer=transfer, pages=kept, tokens=tokens
+        )
+        return Ended(True, answer, (offer,))
+
+
+def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | None:
+    """The first token, for decode engines that go on from it. vLLM does not tell a connector its
+    logprob: who wants that takes it from this engine's answer."""
+    if not request.output_token_ids:
+        return None
+    first = request.output_token_ids[0]
+    return LastWords(transfer=transfer, identity=identity, first_token=first)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that came to a decode engine without their content are never encoded there: that would end the engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from pd_connector.agent.commands import Hold
+from pd_connector.config import Config
+from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.windows import Windows
+
+TOKENS = 100
+IMAGE = SimpleNamespace(offset=10, length=40)
+FETCHES = {
+    "do_remote_prefill": True,
+    "remote_request_id": "t",
+    "remote_engine_id": "e",
+    "remote_host": "127.0.0.1",
+    "remote_port": 7000,
+}
+SIZES = {"image_grid_thw": SimpleNamespace(data=torch.tensor([1, 8, 8]))}
+WHOLE = {**SIZES, "pixel_values": SimpleNamespace(data=torch.rand(64, 588))}
+SMALL = {**SIZES, "image_embeds": [torch.rand(2, 16)]}
+
+
+def engine(**changes: Any) -> SchedulerSide:
+    known: dict[str, Any] = {"produces": False, "consumes": True}
+    return SchedulerSide(
+        Config(overlap="off", defer_pages=False),
+        engine_id="e",
+        windows=Windows([(16, 0)]),
+        ranks=1,
+        **known | changes,
+    )
+
+
+def request(data: dict[str, Any] | None, params: dict[str, Any] | None = FETCHES) -> Any:
+    feature = SimpleNamespace(data=data, modality="image", identifier="its hash", mm_position=IMAGE)
+    return SimpleNamespace(
+        request_id="r",
+        kv_transfer_params=params,
+        prompt_token_ids=list(range(TOKENS)),
+        prompt_embeds=None,
+        cache_salt=None,
+        lora_request=None,
+        mm_features=[feature],
+        num_prompt_tokens=TOKENS,
+        num_computed_tokens=0,
+        resumable=False,
+        status=None,
+    )
+
+
+def asked(side: SchedulerSide, of: Any, computed: int = 0) -> tuple[int | None, bool]:
+    return side.get_num_new_matched_tokens(of, computed)
+
+
+def allocated(side: SchedulerSide, of: Any, tokens: int) -> None:
+    pages = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5, 6, 7],))
+    side.update_state_after_alloc(of, pages, tokens)
+
+
+def test_it_is_fetched_and_not_computed_to_audit_its_producer() -> None:
+    side, whole = engine(), request(WHOLE)
+    side.on_new_request(whole)
+    assert asked(side, whole) == (0, False), "the first of a producer is computed here"
+    side, bare = engine(), request(SIZES)
+    side.on_new_request(bare)
+    assert any(isinstance(command, Hold) for command in side._commands)
+    assert asked(side, bare) == (TOKENS - 1, True)
+
+
+def test_after_its_load_has_failed_it_waits_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    side, bare = engine(), request(SIZES)
+    side.on_new_request(bare)
+    asked(side, bare)
+    allocated(side, bare, TOKENS - 1)
+    side.load_ended("r", failed=True)
+    for _ in range(3):
+        assert asked(side, bare) == (None, False)
+    assert [record.message for record in caplog.records if "without the content" in record.message]
+    assert len(caplog.records) == 1
+    end = IMAGE.offset + IMAGE.length
+    assert asked(side, bare, end - 1) == (None, False)
+    assert asked(side, bare, end) == (0, False), "another has brought its KV meanwhile"
+    side.request_finished(bare, ([],))
+    assert "r" not in side._uncomputable
+
+
+@pytest.mark.parametrize(
+    "params", [None, {"do_remote_prefill": True}, {**FETCHES, "remote_port": -1}]
+)
+def test_without_a_producer_it_waits(params: dict[str, Any] | None) -> None:
+    side, bare = engine(), request(SIZES, params)
+    side.on_new_request(bare)
+    assert asked(side, bare) == (None, False)
+
+
+@pytest.mark.parametrize("data", [WHOLE, SMALL, None, {**SIZES, "address": 3}])
+def test_what_has_its_content_is_computed_where_it_is(data: dict[str, Any] | None) -> None:
+    side, one = engine(), request(data, None)
+    side.on_new_request(one)
+    assert asked(side, one) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "engines", [{"encoded_elsewhere": True}, {"consumes": False, "produces": True}]
+)
+def test_engines_that_have_embeddings_or_take_no_such_requests(engines: dict[str, bool]) -> None:
+    side, bare = engine(**engines), request(SIZES, None)
+    side.on_new_request(bare)
+    assert asked(side, bare) == (0, False)
