@@ -152,6 +152,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.request_finished(request, block_ids)
 
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called within a MultiConnector of which another part knows one page table only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """Asked by 0.32 and later: pages of these groups are filled by loads."""
         return tuple(self._kv_cache_config.transfer_group_ids)

@@ -59,8 +59,12 @@ class Streaming:
                 prompt.pages, prompt.computed, prompt.offered = [], 0, ()
                 commands.append(Revoke(prompt.transfer, request_id))
         prefills: list[Prefill] = []
-        for request_id, computed in scheduled(output, self._prompts):
+        for request_id, computed in list(scheduled(output, self._prompts)):
             prompt = self._prompts[request_id]
+            if not prompt.computed and getattr(output, "has_sync_kv_loads", False):
+                # Another connector fills pages within the step, and says only later whether it could.
+                self.discard(request_id)  # offered when it has ended
+                continue
             if prompt.computed >= prompt.tokens:  # it decodes here; its whole prompt is on offer
                 commands += self._take_back(request_id, prompt, computed)
                 continue
@@ -117,13 +121,15 @@ def scheduled(
 
 
 def _all_computed_before(output: "SchedulerOutput") -> bool:
-    """Whether what a request has found in the prefix cache is there when its first step begins.
+    """Whether what a request has found in a cache is there when its first step begins.
 
     vLLM puts pages into the cache when it schedules their computation. A request of the same step finds
-    them, and they are filled while that step computes; so are copies of cached pages.
+    them, and they are filled while that step computes; so are copies of cached pages, and what another
+    connector loads within the step (which 0.31 does not tell).
     """
     alone = len(output.num_scheduled_tokens) == 1
-    return alone and not getattr(output, "kv_cache_block_copies", None)
+    loads = getattr(output, "has_sync_kv_loads", True)
+    return alone and not loads and not getattr(output, "kv_cache_block_copies", None)
 
 
 def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
