@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines: who is alive, who is busy, and where prefill engines hand over KV."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,8 +44,8 @@ class BackendEngine(Loaded):
     """Whether it gets requests."""
     reason: str = "not checked yet"
     """Why it is not up, or why it has no address."""
-    address: ProducerAddress | None = None
-    """Where it hands over KV; None on the decode side, and for an engine without our connector."""
+    addresses: tuple[ProducerAddress, ...] = ()
+    """Where each of its data-parallel ranks hands over KV; empty on the decode side, and for an engine without our connector."""
     warning: str = ""
     """What is wrong although it serves: no KV arrives there."""
     kind: Kind | None = None
@@ -53,8 +54,6 @@ class BackendEngine(Loaded):
     """The name of its model, where it is a prefill engine."""
     models: frozenset[str] = frozenset()
     """Names of the models and adapters that it serves, as it told last; empty: it has not."""
-    replicas: tuple[ProducerAddress, ...] = ()
-    """`address`, and those of its other data-parallel replicas where it is one of SGLang's."""
     bootstrap_port: int | None = None
     """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
     down_since: float | None = None
@@ -74,6 +73,10 @@ class BackendEngine(Loaded):
     _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
     ranks: tuple[int, ...] = (0,)
     """Its data-parallel ranks, as its load report or its metrics tell."""
+    copies: dict[str, int] = field(default_factory=dict, repr=False)
+    """Prompts that it computes for other engines, each with its data-parallel rank's place among `addresses`."""
+    copies_sent: Counter[int] = field(default_factory=Counter, repr=False)
+    """How many of them each rank has been sent so far."""
     told_block_tokens: int = 0
     """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
     free_kv: float = inf
@@ -121,13 +124,20 @@ class BackendEngine(Loaded):
         return self.kind is not Kind.SGLANG
 
     @property
-    def bootstrap(self) -> tuple[str, int]:
+    def address(self) -> ProducerAddress | None:
+        """Where its first rank hands over KV; None: it does not, as far as is known."""
+        return self.addresses[0] if self.addresses else None
+
+    def moved(self, rank: int, seen: ProducerAddress) -> bool:
+        """Whether one of its ranks answers from another address than is known."""
+        return bool(self.addresses) and seen not in self.addresses[rank : rank + 1]
+
+    def bootstrap(self, rank: int = 0) -> tuple[str, int]:
         """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's
         registry where it has one, and the control port of a rank otherwise."""
-        assert self.address is not None
         if self.bootstrap_port is not None:
             return urlsplit(self.url).hostname or "", self.bootstrap_port
-        return self.address.host, self.address.port
+        return self.addresses[rank].host, self.addresses[rank].port
 
     def lost(self, now: float, drain_timeout_s: float) -> bool:
         """Whether nothing more is to be expected of the requests it has."""
@@ -151,15 +161,14 @@ class BackendEngine(Loaded):
         self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
         if was_up or self.down_since is None:
             self.down_since = now
-        self.up, self.reason, self.address = False, reason, None
+        self.up, self.reason, self.addresses = False, reason, ()
         self._report()
         self.kind = None
         return was_up
 
-    def set_address(self, address: ProducerAddress | None, reason: str = "") -> None:
-        self.address, self.reason = address, reason
-        if address not in self.replicas:
-            self.replicas = () if address is None else (address,)
+    def set_addresses(self, addresses: tuple[ProducerAddress, ...], reason: str = "") -> None:
+        """Where its ranks hand over KV, or why that is not known."""
+        self.addresses, self.reason = addresses, reason
         self._report()
 
     @contextmanager

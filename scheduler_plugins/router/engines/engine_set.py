@@ -45,7 +45,7 @@ class Pool(ABC):
         """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
 
     @abstractmethod
-    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
+    def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:
         """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
 
     @abstractmethod

@@ -181,7 +181,7 @@ class EnginePool(Pool):
             return
         engine.forget_metrics()
         engine.role, engine.role_given = role, True
-        engine.set_address(None, "its side has changed")
+        engine.set_addresses((), "its side has changed")
         watch = self._watches[engine]
         watch.probe_at = 0.0
         watch.wake.set()
@@ -228,10 +228,10 @@ class EnginePool(Pool):
             self._watches[engine].set_down(str(failure), refusing=failure.refused)
         self._watches[engine].wake.set()
 
-    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
-        if engine in self._watches and engine.address and seen and seen != engine.address:
+    def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:
+        if engine in self._watches and engine.moved(rank, seen):
             logger.warning("%s changed its address: probing it again", engine.url)
-            engine.set_address(None, "its address changed")
+            engine.set_addresses((), "its address changed")
             watch = self._watches[engine]
             watch.probe_at = 0.0
             watch.wake.set()

@@ -2,7 +2,6 @@
 """The task that watches one engine: its health, its kind and side, its address, its load."""
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import aiohttp
 from pd_connector.protocol.params import ProducerAddress
 from pd_connector.remedies import outage_in
 from scheduler_plugins.admission import report
+from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_reports import apply, from_metrics, from_report
@@ -25,7 +25,6 @@ from scheduler_plugins.router.engines.exchange import (
     failure_of,
 )
 from scheduler_plugins.router.engines.kinds import SERVER_INFO, Kind, SglangFacts, sglang_facts
-from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -109,14 +108,14 @@ class EngineWatch:
         if engine.kind is None and not await self._identify(engine):
             return
         await self._list_models()
-        if engine.hands_over and engine.address is None:
+        if not engine.up and engine.refusing:
+            self._caches.lost(engine)
+        await self._hear()
+        if engine.hands_over and self._is_address_unknown():
             await self._probe()
         if not engine.up:
-            if engine.refusing:
-                self._caches.lost(engine)
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
-        await self._hear()
         if engine.role is Role.DECODE:
             await self._look_for_outage()
 
@@ -183,7 +182,7 @@ class EngineWatch:
         self.models_at = now + MODELS_LOOK_S
         call = EngineCall("GET", "/v1/models", self._headers())
         try:
-            listed = _decoded(await self._ask(self.engine, call, LOAD_LIMIT_S))
+            listed = decoded(await self._ask(self.engine, call, LOAD_LIMIT_S))
         except EngineFailedError as failure:
             logger.debug("%s: no list of models: %s", self.engine.url, failure)
             return
@@ -200,7 +199,7 @@ class EngineWatch:
         so prefills. Raises EngineFailedError."""
         if facts is not None:
             return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
-        return Role.DECODE if await self._ask_vllm(engine) is None else Role.PREFILL
+        return Role.PREFILL if await self._ask_vllm(engine) else Role.DECODE
 
     async def _look_for_outage(self) -> None:
         """Learn from a decode engine's metrics whether KV arrives there."""
@@ -220,6 +219,16 @@ class EngineWatch:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
 
+    def _is_address_unknown(self) -> bool:
+        """Whether the engine must be asked for its address, or for those of its ranks."""
+        engine = self.engine
+        if engine.address is None:
+            return True
+        if engine.kind is Kind.SGLANG or len(engine.addresses) == len(engine.ranks):
+            return False
+        self.probe_at = 0.0  # ranks have come or gone
+        return True
+
     async def _probe(self) -> None:
         """Ask a prefill engine for its address; without one it hands over no KV."""
         now = asyncio.get_running_loop().time()
@@ -229,39 +238,39 @@ class EngineWatch:
         engine = self.engine
         try:
             sglang = engine.kind is Kind.SGLANG
-            address = await (self._ask_sglang(engine) if sglang else self._ask_vllm(engine))
-            reason = "" if address else "its answer to the probe has no address: not our connector"
+            addresses = await (self._ask_sglang(engine) if sglang else self._ask_vllm(engine))
+            reason = (
+                "" if addresses else "its answer to the probe has no address: not our connector"
+            )
         except EngineFailedError as failure:
-            address, reason = None, f"the probe failed: {failure}"
+            addresses, reason = (), f"the probe failed: {failure}"
         said_before = reason == engine.reason
-        engine.set_address(address, reason)
-        if address is None:
+        engine.set_addresses(addresses, reason)
+        if engine.address is None:
             level = logging.DEBUG if said_before else logging.WARNING
             logger.log(level, "%s (prefill) hands over no KV: %s", engine.url, reason)
         else:
             self.probe_at = math.inf
-            logger.info(
-                "%s (prefill) hands over KV at %s:%d", engine.url, address.host, address.port
-            )
+            places = ", ".join(f"{address.host}:{address.port}" for address in addresses)
+            logger.info("%s (prefill) hands over KV at %s", engine.url, places)
 
-    async def _ask_vllm(self, engine: BackendEngine) -> ProducerAddress | None:
-        """The address that a vLLM engine answers with. Raises EngineFailedError."""
+    async def _ask_vllm(self, engine: BackendEngine) -> tuple[ProducerAddress, ...]:
+        """The addresses that a vLLM engine answers with, one for each of its ranks. Raises EngineFailedError."""
         headers = self._headers()
         listed = await self._ask(engine, EngineCall("GET", "/v1/models", headers), None)
         engine.model = _first_model(listed)
-        question = body.encode(body.probe(engine.model))
-        call = EngineCall("POST", body.COMPLETIONS, headers, question)
-        return body.address_in(_decoded(await self._ask(engine, call, None)))
+        return await addresses_of(
+            lambda call: self._ask(engine, call, None), headers, engine.model, len(engine.ranks)
+        )
 
-    async def _ask_sglang(self, engine: BackendEngine) -> ProducerAddress | None:
-        """The address that an SGLang engine tells. Raises EngineFailedError."""
+    async def _ask_sglang(self, engine: BackendEngine) -> tuple[ProducerAddress, ...]:
+        """The addresses that an SGLang engine tells. Raises EngineFailedError."""
         raw = await self._ask(engine, EngineCall("GET", SERVER_INFO, self._headers()), None)
         facts = sglang_facts(raw)
         if facts is None:
             raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
         engine.model, engine.bootstrap_port = facts.model, facts.bootstrap_port
-        engine.replicas = facts.replicas
-        return facts.replicas[0] if facts.replicas else None
+        return facts.replicas
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -309,17 +318,10 @@ class EngineWatch:
 
 def _first_model(raw: bytes) -> str:
     """The name of the model an engine serves; adapters follow it in the list."""
-    listed = _decoded(raw)
+    listed = decoded(raw)
     data = listed.get("data") if isinstance(listed, dict) else None
     first = data[0] if isinstance(data, list) and data else None
     name = first.get("id") if isinstance(first, dict) else None
     if not isinstance(name, str):
         raise EngineFailedError("status", "/v1/models names no model")
     return name
-
-
-def _decoded(raw: bytes) -> object:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        raise EngineFailedError("status", "its answer is not JSON") from None

@@ -50,7 +50,9 @@ class Prefill(NamedTuple):
 
     kind: Kind
     model: str
-    replicas: tuple[ProducerAddress, ...]  # SGLang's data-parallel ones take turns by the room
+    addresses: tuple[
+        ProducerAddress, ...
+    ]  # of SGLang's data-parallel ranks, which take turns by the room; one of vLLM's
     bootstrap: tuple[str, int]  # host and port that an SGLang decode engine asks
 
 
@@ -110,7 +112,7 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         return Handoff(
             path,
             body.prefill_copy(request, transfer),
-            body.decode_copy(_clean(request), prefill.replicas[0], transfer),
+            body.decode_copy(_clean(request), prefill.addresses[0], transfer),
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
     alone = {name: value for name, value in both.items() if name != "stream_options"}
@@ -127,7 +129,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
     passed = {name: request[name] for name in _PASSED if request.get(name) is not None}
     bootstrap = Bootstrap(*prefill.bootstrap, room).fields()
     if prefill.kind is Kind.SGLANG:
-        address = prefill.replicas[room % len(prefill.replicas)]
+        address = prefill.addresses[room % len(prefill.addresses)]
         sampling = {"max_new_tokens": 1, "temperature": 0}
         copy = {"input_ids": list(ids), "sampling_params": sampling, "stream": False}
         return Handoff(

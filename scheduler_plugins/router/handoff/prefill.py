@@ -20,6 +20,7 @@ from scheduler_plugins.router.engines.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import body
@@ -39,6 +40,7 @@ class PrefillCopy:
         self,
         engine: BackendEngine,
         call: EngineCall,
+        rank: int | None,
         pool: Pool,
         connections: EngineConnections,
         config: RouterConfig,
@@ -50,6 +52,7 @@ class PrefillCopy:
         """Send nothing yet.
 
         Args:
+            rank: of the engine's data-parallel ranks, where it has several.
             tokens: of the prompt.
             fresh_tokens: those that the engine is expected to compute.
             prompt: its blocks, which the engine has cached afterwards.
@@ -64,7 +67,8 @@ class PrefillCopy:
         self._failed_at = 0.0
         self._answer: FirstLogprobs | None = None
         self._id = uuid.uuid4().hex
-        self._call = call
+        self._call = call if rank is None else sent_to(call, rank)
+        self._rank = rank or 0
         self._pool = pool
         self._connections = connections
         self._config = config
@@ -80,6 +84,8 @@ class PrefillCopy:
         self._begun_at = now
         cost_s = engine.costs.prefill_s(self._fresh_tokens)
         engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
+        engine.copies[self._id] = self._rank
+        engine.copies_sent[self._rank] += 1
         self._task = asyncio.create_task(self._run(), name=f"prefill copy {self.engine.url}")
         return self
 
@@ -136,6 +142,7 @@ class PrefillCopy:
 
     def _ended(self) -> None:
         self.on_end(self.failure)
+        self.engine.copies.pop(self._id, None)
         self.engine.load.prefill_ended(self._id, asyncio.get_running_loop().time())
 
     async def _send(self) -> None:
@@ -154,7 +161,11 @@ class PrefillCopy:
         self._answer = first_logprobs(answer)
         self._count_hits(answer)
         self.engine.circuit.succeeded()
-        self._pool.confirm(self.engine, body.address_in(answer))
+        seen = body.address_in(answer)
+        if seen is not None and self.engine.moved(self._rank, seen):
+            self._pool.confirm(self.engine, self._rank, seen)
+            why = f"its KV is at {seen.host}:{seen.port}, and the decode engine was told otherwise"
+            raise EngineFailedError("moved", why, accepted=False)
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at
             cached = self._tokens - self._fresh_tokens

@@ -27,7 +27,7 @@ from scheduler_plugins.router.engines.exchange import (
     raise_for_status,
 )
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.engines.ranks import for_rank
+from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies
 from scheduler_plugins.router.handoff.prefill import PrefillCopy, PrefillRefusedError
 from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
@@ -241,14 +241,16 @@ class ClientRequest:
             call = for_rank(call, attempt.answering, self._request, self._shared.pool.prefixes)
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
+        rank = self._rank_of(prefill)
         try:
-            plan = await self._handoff(attempt.answering, prefill)
+            plan = await self._handoff(attempt.answering, prefill, rank)
         except NotTokenizedError as error:
             return await self._responder.refuse(error), "client_error"
         call = self._call("decode", attempt.answering, self._path, plan.decode)
         copy = PrefillCopy(
             prefill,
             self._call("prefill", prefill, plan.path, plan.prefill),
+            rank,
             self._shared.pool,
             self._shared.connections,
             self._shared.config,
@@ -271,13 +273,20 @@ class ClientRequest:
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
 
+    def _rank_of(self, prefill: BackendEngine) -> int | None:
+        """The data-parallel rank that the prompt's KV will come from; None where the engine has one, or is SGLang's."""
+        if len(prefill.addresses) < 2 or prefill.kind is Kind.SGLANG:
+            return None
+        return rank_of_prefill(prefill, self._request, self._shared.pool.prefixes, self._headers)
+
     async def _handoff(
-        self, decode: BackendEngine, prefill: BackendEngine
+        self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
     ) -> engine_bodies.Handoff:
         """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
-        assert prefill.address is not None
         kind = prefill.kind or Kind.VLLM
-        asked = engine_bodies.Prefill(kind, prefill.model, prefill.replicas, prefill.bootstrap)
+        addresses = prefill.addresses if rank is None else prefill.addresses[rank : rank + 1]
+        bootstrap = prefill.bootstrap(rank or 0)
+        asked = engine_bodies.Prefill(kind, prefill.model, addresses, bootstrap)
         if kind is (decode.kind or Kind.VLLM):
             return engine_bodies.of_one_kind(self._asked(decode), self._path, asked)
         if self._ids is None:

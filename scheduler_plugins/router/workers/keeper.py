@@ -180,7 +180,7 @@ class Keeper:
         if isinstance(message, messages.Failed):
             self.pool.check(engine, _failure(message))
         elif isinstance(message, messages.Moved):
-            self.pool.confirm(engine, message.seen)
+            self.pool.confirm(engine, message.rank, message.seen)
         elif isinstance(message, messages.Learnt):
             # Every prompt teaches a little: workers are told within `EVERY_S`, not each time.
             engine.learn_prefill(message.tokens, message.cached, message.duration_s)

@@ -28,12 +28,11 @@ class EngineState(msgspec.Struct, frozen=True):
     role_given: bool
     up: bool
     reason: str
-    address: ProducerAddress | None
     warning: str
     kind: Kind | None
     model: str
     models: frozenset[str]
-    replicas: tuple[ProducerAddress, ...]
+    addresses: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
     down_since: float | None
     """On the monotonic clock, which all processes of a machine share."""
@@ -124,9 +123,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Moved(msgspec.Struct, tag=True, frozen=True):
-    """An engine answered with another address."""
+    """A rank of an engine answered with another address."""
 
     engine: int
+    rank: int
     seen: ProducerAddress
 
 

@@ -84,11 +84,11 @@ class MirrorPool(Pool):
             note_circuit(engine, failure, self._metrics)
         self._link.send(messages.Failed(number, failure.cause, str(failure), refused))
 
-    def confirm(self, engine: BackendEngine, seen: ProducerAddress | None) -> None:
+    def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:
         number = self._numbers.get(engine)
-        if number is not None and engine.address and seen and seen != engine.address:
-            engine.set_address(None, "its address changed")
-            self._link.send(messages.Moved(number, seen))
+        if number is not None and engine.moved(rank, seen):
+            engine.set_addresses((), "its address changed")
+            self._link.send(messages.Moved(number, rank, seen))
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
         number = self._numbers.get(engine)

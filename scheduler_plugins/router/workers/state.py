@@ -26,12 +26,11 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.role_given,
         engine.up,
         engine.reason,
-        engine.address,
         engine.warning,
         engine.kind,
         engine.model,
         engine.models,
-        engine.replicas,
+        engine.addresses,
         engine.bootstrap_port,
         engine.down_since,
         engine.refusing,
@@ -59,10 +58,10 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     if engine.role is not state.role:
         engine.forget_metrics()
     engine.role, engine.role_given = Role(state.role), state.role_given
-    engine.up, engine.reason, engine.address = state.up, state.reason, state.address
+    engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
     engine.models = state.models
-    engine.replicas, engine.bootstrap_port = state.replicas, state.bootstrap_port
+    engine.addresses, engine.bootstrap_port = state.addresses, state.bootstrap_port
     engine.down_since, engine.refusing = state.down_since, state.refusing
     engine.costs, engine.told_costs = state.costs, state.told_costs
     engine.draining, engine.free_kv = state.draining, state.free_kv

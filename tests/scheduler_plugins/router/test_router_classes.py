@@ -44,6 +44,7 @@ async def tells(world: World, report: bytes) -> None:
     await world.down(world.p[0])
     await world.p[0].start()
     await until(lambda: world.known(world.p[0]).told_costs, "the report was heard")
+    await world.up(world.p[0])
 
 
 def test_a_request_whose_promise_would_be_broken_is_turned_away_at_once() -> None:
