@@ -197,3 +197,21 @@ def test_another_model_on_the_other_side_is_refused(engines, other_weights, refe
     assert refused.amount == 1
     assert_same_logprobs(answer, reference(prompt), TOLERANCE)
     pair.assert_idle()
+
+
+RANKS = Setup.of(worker_apart=True, prefill_args=["--data-parallel-size", "2"])
+
+
+@pytest.mark.parametrize("setup", [RANKS], indirect=True, ids=["ranks"])
+def test_the_decode_engine_is_told_of_the_data_parallel_rank_that_computes(
+    pair: Pair, reference
+) -> None:
+    prompts = [prompt_of(100 + n, start=600 + 200 * n) for n in range(6)]
+    with delta(pair.d, "pd_connector:received_transfers_total") as received:
+        answers = [completion(pair.router, prompt) for prompt in prompts]
+        answers += [two_step(pair.p, pair.d, prompt, cache_salt=fresh_salt()) for prompt in prompts]
+    assert received.amount == 2 * len(prompts)
+    sent = [pair.p.metrics().total("pd_connector:sent_bytes_total", engine=rank) for rank in "01"]
+    assert all(sent), "both ranks have computed some of them"
+    for prompt, answer in zip(prompts * 2, answers, strict=True):
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
