@@ -239,7 +239,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             return self._worker.stats()
         assert self._scheduler is not None
-        return PDStats.of(self._scheduler.telemetry, "scheduler")
+        return self._scheduler.stats()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

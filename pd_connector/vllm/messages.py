@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the connector's scheduler side and worker side tell each other, through vLLM."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,13 +61,15 @@ class RankAddress(KVConnectorHandshakeMetadata):
 class WorkerActivity(KVConnectorWorkerMetadata):
     """Worker to scheduler, each step: slots that are not free; watched requests whose KV can be
     loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
-    requests whose KV was refused because its producer has not passed an audit (`unaudited`)."""
+    requests whose KV was refused because its producer has not passed an audit (`unaudited`); and the
+    gauges of ranks of which one has changed."""
 
     slots: int = 0
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()
     audits: tuple[AuditReport, ...] = ()
     unaudited: frozenset[str] = frozenset()
+    gauges: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -76,4 +79,5 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             self.unavailable | other.unavailable,
             self.audits + other.audits,
             self.unaudited | other.unaudited,
+            {**self.gauges, **other.gauges},
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's metrics (`pd_connector.agent.metrics`) on vLLM's `/metrics`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ class PDStats(KVConnectorStats):
     """One step's counts, observations and gauges, as plain data that vLLM can serialise.
 
     `data` is `{"counts": [[name, value of its label, amount]], "observations": {name: [seconds]},
-    "gauges": {rank: {name: value}}}`.
+    "gauges": {name: sum over all ranks}}`. Gauges come from the scheduler, which hears of every rank: vLLM
+    gives the stats of a step to any one of several API servers.
     """
 
     def __post_init__(self) -> None:
@@ -39,17 +41,18 @@ class PDStats(KVConnectorStats):
             self.reset()
 
     @classmethod
-    def of(cls, telemetry: Telemetry, rank: str) -> "PDStats | None":
-        """What `telemetry` has gathered since the last call; None if nothing has changed."""
+    def of(
+        cls, telemetry: Telemetry, gauges: Mapping[str, float] | None = None
+    ) -> "PDStats | None":
+        """What `telemetry` has counted since the last call, with these gauges; None if there is nothing."""
         snapshot = telemetry.take()
-        if snapshot is None:
-            return None
         counts = [
             [name, dict(labels).get(LABEL.get(name, ""), ""), amount]
-            for (name, labels), amount in snapshot.counts.items()
+            for (name, labels), amount in (snapshot.counts.items() if snapshot else ())
         ]
-        gauges = {rank: snapshot.gauges} if snapshot.gauges else {}
-        return cls({"counts": counts, "observations": snapshot.observations, "gauges": gauges})
+        observations = snapshot.observations if snapshot else {}
+        found = cls({"counts": counts, "observations": observations, "gauges": dict(gauges or {})})
+        return None if found.is_empty() else found
 
     def reset(self) -> None:
         empty: dict[str, Any] = {"counts": [], "observations": {}, "gauges": {}}
@@ -76,6 +79,28 @@ class PDStats(KVConnectorStats):
         return not (self.data["counts"] or self.data["observations"] or self.data["gauges"])
 
 
+class RankGauges:
+    """The gauges of all ranks of an engine, as their workers told last."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Mapping[str, float]] = {}
+        self._changed = False
+
+    def update(self, told: Mapping[int, Mapping[str, float]]) -> None:
+        """Ranks have told their gauges."""
+        self._by_rank.update(told)
+        self._changed |= bool(told)
+
+    def changed(self) -> dict[str, float] | None:
+        """The sum of each gauge over all ranks; None if none has changed since the last call."""
+        changed, self._changed = self._changed, False
+        if not changed:
+            return None
+        names = {name: None for gauges in self._by_rank.values() for name in gauges}
+        ranks = self._by_rank.values()
+        return {name: sum(gauges.get(name, 0) for gauges in ranks) for name in names}
+
+
 class PDPromMetrics(KVConnectorPromMetrics):
     """Registers the metrics in the process that serves `/metrics`, and feeds them."""
 
@@ -96,13 +121,13 @@ class PDPromMetrics(KVConnectorPromMetrics):
             },
         }
         self._gauges = {
-            name: gauge(PREFIX + name, text, labelnames) for name, text in GAUGES.items()
+            name: gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
         }
         self._histograms = {
             name: histogram(PREFIX + name, text, labelnames, buckets=list(BUCKETS_S))
             for name, text in HISTOGRAMS.items()
         }
-        self._rank_gauges: dict[tuple[int, str], dict[str, float]] = {}
         for labels in per_engine_labelvalues.values():  # series exist from the start, at zero
             plain = {**{n: self._counters[n] for n in COUNTERS}, **self._gauges, **self._histograms}
             for metric in plain.values():
@@ -116,8 +141,6 @@ class PDPromMetrics(KVConnectorPromMetrics):
         for name, seconds in transfer_stats_data["observations"].items():
             for value in seconds:
                 self._histograms[name].labels(*labels).observe(value)
-        for rank, gauges in transfer_stats_data["gauges"].items():
-            self._rank_gauges[engine_idx, rank] = gauges
-        for name, metric in self._gauges.items():
-            ranks = [g for (engine, _), g in self._rank_gauges.items() if engine == engine_idx]
-            metric.labels(*labels).set(sum(gauges.get(name, 0) for gauges in ranks))
+        for name, value in transfer_stats_data["gauges"].items():
+            if metric := self._gauges.get(name):
+                metric.labels(*labels).set(value)

@@ -24,6 +24,7 @@ from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
+from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.offers import Offers
 from pd_connector.vllm.streaming import kept_pages
 from pd_connector.vllm.uncomputable import Uncomputable
@@ -86,6 +87,7 @@ class SchedulerSide:
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         self._commands: list[Command] = []
         self._slots_out = 0
+        self._gauges = RankGauges()
         self._weights_may_change = False
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
@@ -196,6 +198,7 @@ class SchedulerSide:
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
         self._slots_out = activity.slots
+        self._gauges.update(activity.gauges)
         for stage, requests in (
             (Stage.HELD, activity.ready),
             (Stage.OVER, activity.unavailable),
@@ -210,6 +213,10 @@ class SchedulerSide:
             if fetch := self._fetches.get(request_id):
                 self._audits.refused(fetch.pair)
         self._commands += self._audits.reported(activity.audits)
+
+    def stats(self) -> PDStats | None:
+        """What was counted here since the last call, and the ranks' gauges if one has changed."""
+        return PDStats.of(self.telemetry, self._gauges.changed())
 
     @property
     def pending_work(self) -> bool:

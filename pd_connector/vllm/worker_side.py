@@ -56,7 +56,8 @@ class WorkerSide:
         self._address: RankAddress | None = None
         self._facts: ModelFacts | None = None
         self._next_compare = 0.0
-        self._rank = str(vllm_config.parallel_config.rank)
+        self._rank = int(vllm_config.parallel_config.rank)
+        self._gauges: dict[str, float] = {}  # as the scheduler knows them
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
@@ -179,12 +180,13 @@ class WorkerSide:
         return sent, received, failed
 
     def stats(self) -> PDStats | None:
-        """What was counted since the last step, if anything, and the gauges."""
-        return PDStats.of(self._agent.telemetry, self._rank) if self._agent else None
+        """What was counted since the last step, if anything."""
+        return PDStats.of(self._agent.telemetry) if self._agent else None
 
     def activity(self) -> WorkerActivity:
-        """Slots that are not free, and what has ended since the last call."""
+        """Slots that are not free, and what has ended or changed since the last call."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
+        changed, self._gauges = gauges != self._gauges, gauges
         slots = int(gauges.get("landing_slots", 0) + gauges.get("send_slots", 0))
         activity = WorkerActivity(
             slots,
@@ -192,6 +194,7 @@ class WorkerSide:
             frozenset(self._unavailable),
             tuple(self._audits),
             frozenset(self._unaudited),
+            {self._rank: gauges} if changed else {},
         )
         for told in (self._ready, self._unavailable, self._audits, self._unaudited):
             told.clear()
