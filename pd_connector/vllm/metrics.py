@@ -129,9 +129,12 @@ class PDPromMetrics(KVConnectorPromMetrics):
             for name, text in HISTOGRAMS.items()
         }
         for labels in per_engine_labelvalues.values():  # series exist from the start, at zero
-            plain = {**{n: self._counters[n] for n in COUNTERS}, **self._gauges, **self._histograms}
-            for metric in plain.values():
+            for name in COUNTERS:
+                self._counters[name].labels(*labels)
+            for metric in self._histograms.values():
                 metric.labels(*labels)
+            for metric in self._gauges.values():
+                metric.labels(*labels).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -141,6 +144,6 @@ class PDPromMetrics(KVConnectorPromMetrics):
         for name, seconds in transfer_stats_data["observations"].items():
             for value in seconds:
                 self._histograms[name].labels(*labels).observe(value)
-        for name, value in transfer_stats_data["gauges"].items():
-            if metric := self._gauges.get(name):
-                metric.labels(*labels).set(value)
+        if gauges := transfer_stats_data["gauges"]:
+            for name, metric in self._gauges.items():
+                metric.labels(*labels).set(gauges.get(name, 0))

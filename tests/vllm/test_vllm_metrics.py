@@ -53,6 +53,7 @@ def test_of_several_api_servers_the_one_that_heard_last_tells_the_gauges(tmp_pat
         f"pd_connector:leased_pages{labels} 0.0"
     ]
     assert f"pd_connector:received_transfers_total{labels} 4.0" in lines
+    assert f"pd_connector:incoming_transfers{labels} 0.0" in lines, "nobody has told it yet"
 
 
 def test_gauges_are_sums_over_all_ranks_whenever_one_has_changed() -> None:
