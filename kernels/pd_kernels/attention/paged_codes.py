@@ -80,10 +80,14 @@ def attend_codes(
     total = tl.zeros((HEIGHT,), tl.float32)
     result_even = tl.zeros((HEIGHT, WORDS), tl.float32)
     result_odd = tl.zeros((HEIGHT, WORDS), tl.float32)
+    if WINDOW > 0:  # tokens up to this one are in no query's window
+        earliest = tl.min(position, 0) - WINDOW
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < length
+        if WINDOW > 0:
+            inside = inside & (token > earliest)
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         mask = inside[:, None]
         if DIM < BLOCK:
@@ -91,7 +95,8 @@ def attend_codes(
         there = (page * (KEY[0] // 2) + within * (KEY[1] // 2))[:, None] + column[None, :]
         key = tl.load(key_words + there, mask=mask, other=0)
         there = (page * (VALUE[0] // 2) + within * (VALUE[1] // 2))[:, None] + column[None, :]
-        # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
+        # Masked, because memory behind the last token, or in front of the window, may hold
+        # anything, and 0 * NaN is NaN.
         value = tl.load(value_words + there, mask=mask, other=0)
         key_even, key_odd = two_halves(key)
         score = tl.dot(even, tl.trans(key_even))

@@ -248,10 +248,14 @@ def attend_tiles(
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
     total = tl.zeros((HEIGHT,), tl.float32)
     result = tl.zeros((HEIGHT, BLOCK), tl.float32)
+    if WINDOW > 0:  # tokens up to this one are in no query's window
+        earliest = tl.min(position, 0) - WINDOW
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < length
+        if WINDOW > 0:
+            inside = inside & (token > earliest)
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         mask = inside[:, None]
         if DIM < BLOCK:
@@ -259,7 +263,8 @@ def attend_tiles(
         there = (page * KEY[0] + within * KEY[1])[:, None] + column[None, :]
         key = tl.load(keys + there, mask=mask, other=0.0)
         there = (page * VALUE[0] + within * VALUE[1])[:, None] + column[None, :]
-        # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
+        # Masked, because memory behind the last token, or in front of the window, may hold
+        # anything, and 0 * NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0)
         score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
         score = visible_scores(
