@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.attention.online_softmax import softmax_step
-from pd_kernels.attention.paged_tile import token_places, visible_scores
+from pd_kernels.attention.paged_tile import token_offsets, token_places, visible_scores
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def attend_codes(
         mask = inside[:, None]
         if DIM < BLOCK:
             mask = mask & (column < DIM // 2)[None, :]
-        there = (page * (KEY[0] // 2) + within * (KEY[1] // 2))[:, None] + column[None, :]
+        there = token_offsets(page, within, KEY, PAGE, 2)[:, None] + column[None, :]
         key = tl.load(key_words + there, mask=mask, other=0)
-        there = (page * (VALUE[0] // 2) + within * (VALUE[1] // 2))[:, None] + column[None, :]
+        there = token_offsets(page, within, VALUE, PAGE, 2)[:, None] + column[None, :]
         # Masked, because memory behind the last token, or in front of the window, may hold
         # anything, and 0 * NaN is NaN.
         value = tl.load(value_words + there, mask=mask, other=0)

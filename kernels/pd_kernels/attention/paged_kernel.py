@@ -17,7 +17,7 @@ from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_codes import attend_codes
-from pd_kernels.attention.paged_tile import token_places, visible_scores
+from pd_kernels.attention.paged_tile import token_offsets, token_places, visible_scores
 from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
 from pd_kernels.attention.split_merge import (
     DIM,
@@ -260,9 +260,9 @@ def attend_tiles(
         mask = inside[:, None]
         if DIM < BLOCK:
             mask = mask & (column < DIM)[None, :]
-        there = (page * KEY[0] + within * KEY[1])[:, None] + column[None, :]
+        there = token_offsets(page, within, KEY, PAGE, 1)[:, None] + column[None, :]
         key = tl.load(keys + there, mask=mask, other=0.0)
-        there = (page * VALUE[0] + within * VALUE[1])[:, None] + column[None, :]
+        there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + column[None, :]
         # Masked, because memory behind the last token, or in front of the window, may hold
         # anything, and 0 * NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0)
