@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 
 from pd_kernels.attention.online_softmax import softmax_step
-from pd_kernels.attention.paged_tile import token_offsets, token_places, visible_scores
+from pd_kernels.attention.paged_tile import (
+    reached_tokens,
+    token_offsets,
+    token_places,
+    visible_scores,
+)
 
 
 @triton.jit
@@ -49,6 +54,7 @@ def attend_codes(
     sequence,
     head,
     position,
+    queries,
     length,
     begin,
     end,
@@ -80,14 +86,10 @@ def attend_codes(
     total = tl.zeros((HEIGHT,), tl.float32)
     result_even = tl.zeros((HEIGHT, WORDS), tl.float32)
     result_odd = tl.zeros((HEIGHT, WORDS), tl.float32)
-    if WINDOW > 0:  # tokens up to this one are in no query's window
-        earliest = tl.min(position, 0) - WINDOW
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
-        inside = token < length
-        if WINDOW > 0:
-            inside = inside & (token > earliest)
+        inside = reached_tokens(tile, length, queries, WINDOW, TILE)
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         mask = inside[:, None]
         if DIM < BLOCK:

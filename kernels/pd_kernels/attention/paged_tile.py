@@ -13,6 +13,17 @@ _MOST_32_BITS = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
+def reached_tokens(tile, length, queries, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Which tokens of a tile exist, and are not in front of every query's window, `[TILE]`."""
+    if WINDOW > 0:
+        # One comparison instead of two: in front of the first token, numbers without a sign are huge.
+        first = tl.maximum(length - queries - WINDOW + 1, 0)
+        place = tile * TILE - first + tl.arange(0, TILE)
+        return place.to(tl.uint32, bitcast=True) < (length - first).to(tl.uint32, bitcast=True)
+    return tile * TILE + tl.arange(0, TILE) < length
+
+
+@triton.jit
 def token_places(pages, tile, token, inside, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Page (int64) and place within the page of each token of a tile.
 
