@@ -25,6 +25,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+from pd_kernels.attention import mla_call
+from pd_kernels.tuning import tuned
 from pd_kernels.vllm import mla_backend, plugin
 from pd_kernels.vllm.mla_backend import MlaBuilder
 from pd_kernels.vllm.mla_cpu import CpuMlaImpl
@@ -194,13 +196,36 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
         "sparse not supported": {"use_sparse": True},
         "DCP not supported": {"use_dcp": True},
         "block_size not supported": {"block_size": 8},
+        "PCP not supported": {"use_pcp": True},
+        "query lens mismatch not supported": {"use_adaptive_verification": True},
+        "cache dtype float16: must be that of the model": {"kv_cache_dtype": "float16"},
     }
     for reason, changed in refused.items():
-        assert reason in backend.validate_configuration(**good | changed)
+        found = backend.validate_configuration(**good | changed)
+        assert any(reason in each for each in found), found
 
 
 def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:
     assert MlaBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize(("gap", "lines"), [(0, 64), (8, 16)])
+def test_a_plan_is_for_the_kernel_that_the_layers_cache_takes(
+    model: Path, monkeypatch: pytest.MonkeyPatch, gap: int, lines: int
+) -> None:
+    """With `gluon=1` on a Hopper a row has 64 lines, where pages lie so that the TMA can read them."""
+    monkeypatch.setenv(plugin.MLA_VARIABLE, "CPU_MLA")
+    plugin.register()
+    layer, builder = made(model)
+    monkeypatch.setattr(mla_call, "on_hopper", lambda _: True)
+    page = 64 * (LATENT + ROPE)
+    layer.bind_kv_cache(
+        torch.zeros(3, page + gap).as_strided(
+            (3, 1, 64, LATENT + ROPE), (page + gap, page, LATENT + ROPE, 1)
+        )
+    )
+    with tuned(gluon=True):
+        assert builder._plan(1).partials.shape[-2] == lines
 
 
 def test_a_backend_that_ours_cannot_stand_in_for_is_refused(

@@ -28,6 +28,9 @@ from pd_kernels.vllm.paged_builder import PagedMetadata
 from pd_kernels.vllm.paged_cpu import PagedCpu
 from pd_kernels.vllm.paged_cuda import PagedFlash, PagedFlashBuilder, PagedFlashImpl
 
+MOST = 100
+"""Requests of an engine."""
+
 
 def batch(queries: list[int], padding: int = 0, **changed: Any) -> CommonAttentionMetadata:
     """Requests with so many new tokens, and some that pad the batch."""
@@ -63,7 +66,7 @@ def test_every_token_is_a_decode_or_in_the_rest(
     if not lengths:
         return
     whole = batch(lengths)
-    first = decodes_of(whole, threshold=4)
+    first = decodes_of(whole, threshold=4, most=MOST)
     if first is None:
         assert lengths[0] > 4
         return
@@ -90,7 +93,7 @@ def test_every_token_is_a_decode_or_in_the_rest(
 def test_what_was_computed_of_the_whole_batch_is_computed_again_of_the_rest() -> None:
     whole = batch([1, 1, 30])
     assert whole.compute_num_computed_tokens().tolist() == [0, 100, 200]
-    rest = rest_of(whole, decodes_of(whole, 1))
+    rest = rest_of(whole, decodes_of(whole, 1, MOST))
     assert rest.compute_num_computed_tokens().tolist() == [200]
 
 
@@ -108,17 +111,28 @@ def test_every_field_of_a_batch_is_known() -> None:
 
 
 def test_requests_that_pad_a_graph_are_no_decodes() -> None:
-    decodes = decodes_of(batch([1, 1, 1], padding=2), 1)
+    decodes = decodes_of(batch([1, 1, 1], padding=2), 1, MOST)
     assert decodes is not None
     assert decodes.requests == 3
-    decodes = decodes_of(batch([3, 3], padding=1), 3)
+    decodes = decodes_of(batch([3, 3], padding=1), 3, MOST)
     assert decodes is not None
     assert (decodes.requests, decodes.queries) == (2, 3)
 
 
+def test_decodes_that_a_plan_has_no_room_for_are_left_to_the_stock_backend() -> None:
+    """A portion of two tokens across the end of a chunk is two requests of one token for Llama 4."""
+    whole = batch([1, 1, 1, 1])
+    decodes = decodes_of(whole, 1, most=3)
+    assert decodes is not None
+    assert (decodes.requests, decodes.tokens) == (3, 3)
+    rest = rest_of(whole, decodes)
+    assert (rest.num_reqs, rest.num_actual_tokens) == (1, 1)
+    assert rest.seq_lens.tolist() == [301]
+
+
 @pytest.mark.parametrize("causal", [False, torch.tensor([1, 0], dtype=torch.int32)])
 def test_a_batch_that_is_not_causal_has_no_decodes(causal: Any) -> None:
-    assert decodes_of(batch([1, 1], causal=causal), 1) is None
+    assert decodes_of(batch([1, 1], causal=causal), 1, MOST) is None
 
 
 H200 = DeviceCapability(9, 0)
@@ -196,7 +210,7 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
     common = batch([1, 1])
     common.seq_lens = torch.tensor([20, 5], dtype=torch.int32)
     common.block_table_tensor = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
-    decodes = decodes_of(common, 1)
+    decodes = decodes_of(common, 1, MOST)
     metadata = PagedMetadata(2, 1, common.query_start_loc, 20, *[torch.empty(0)] * 3, decodes, None)
     new = torch.empty(2, kv_heads, dim)
     impl.forward(mock.Mock(), query, new, new, cache, metadata, output)
@@ -217,7 +231,7 @@ def test_queries_in_fp8_are_scaled_back() -> None:
     cache = torch.zeros(1, 1, 16, 128, dtype=torch.uint8)
     common = batch([1])
     metadata = PagedMetadata(
-        1, 1, common.query_start_loc, 1, *[torch.empty(0)] * 3, decodes_of(common, 1), None
+        1, 1, common.query_start_loc, 1, *[torch.empty(0)] * 3, decodes_of(common, 1, MOST), None
     )
     output = torch.empty(1, 2, 64, dtype=torch.bfloat16)
     with mock.patch.object(paged_backend, "paged_decode") as decode:

@@ -236,3 +236,15 @@ def test_nested_tensors_go_in_and_come_out() -> None:
         paged_decode(
             torch.nested.nested_tensor_from_jagged(batch.query[:, 0, 0], batch.starts), *others
         )
+
+
+def test_a_nested_batch_with_holes_is_refused() -> None:
+    """Its offsets do not say where sequences end: other sequences' queries would be taken along."""
+    batch = paged_batch([300, 90], queries=5)
+    others = (batch.keys, batch.values, batch.table, batch.lengths)
+    counts = torch.tensor([2, 3])
+    holes = torch.nested.narrow(batch.query, 1, torch.tensor([0, 1]), counts, layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"nested q with holes .*: must be q.contiguous\(\)"):
+        paged_decode(holes, *others)
+    whole = holes.contiguous()
+    assert paged_decode(whole, *others).values().shape == whole.values().shape

@@ -108,6 +108,25 @@ def test_tokens_before_the_window_are_not_read() -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("page", [1, 16, 128])
+@pytest.mark.parametrize("cache", [None, FP8])
+def test_what_lies_in_front_of_the_window_may_be_anything(
+    page: int, cache: torch.dtype | None
+) -> None:
+    """Engines take back pages that no window reaches; others write there, or nobody does. The window
+    begins within a tile and within a page."""
+    window, queries, length = 100, 2, 300
+    batch = paged_batch([length, 40], page=page, queries=queries, window=window, cache=cache)
+    wanted, sums = by_reference(batch)
+    for token in range(length - queries - window + 1):
+        number = batch.table[0, token // page]
+        for one in (batch.keys, batch.values):
+            one[number, token % page] = torch.full(one.shape[2:], torch.nan).to(one.dtype)
+    for found, lse in (by_reference(batch), by_kernel(batch, 3, torch.float32)):
+        assert error(found, wanted) <= BOUND
+        assert torch.allclose(lse, sums, atol=1e-5, rtol=1e-5)
+
+
 def nearer(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
     return score - 0.05 * (q_idx - kv_idx) * (h + 1) + b
 
@@ -280,6 +299,16 @@ def test_what_does_not_belong_together_is_refused() -> None:
         paged_decode(query, keys, values, table, lengths, out=torch.empty(2, 4, 64))
     with pytest.raises(ValueError, match=r"plan for RowShape.*window=9.*: must be for .*window=0"):
         paged_decode(query, keys, values, table, lengths, plan=other)
+    for wrong in (query.repeat(1, 1, 16, 1), query.repeat(1, 1, 1, 2)[..., :112]):
+        dim = wrong.shape[3]
+        cache = torch.zeros(*keys.shape[:3], dim, dtype=keys.dtype)
+        mine = plan_paged_decode(wrong, cache).fill(lengths)
+        like = wrong[..., :96] if dim == 112 else wrong[:, :, :4]
+        caches = [cache[..., : like.shape[3]]] * 2
+        with pytest.raises(
+            ValueError, match=r"plan for 1 x \d+ lines of \d+ elements: must be for"
+        ):
+            paged_decode(like, *caches, table, lengths, plan=mine)
     with pytest.raises(ValueError, match=r"q of torch.float32: must be bfloat16 or float16"):
         dataclasses.replace(batch, query=query.float()).check_kernel()
     apart = batch.lengths.repeat_interleave(3)[::3]

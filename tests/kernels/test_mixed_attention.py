@@ -107,6 +107,19 @@ def test_on_a_cpu_the_reference_answers() -> None:
     assert torch.equal(out, wanted[:, 0].to(out.dtype))
 
 
+def test_what_the_plan_was_not_made_for_is_refused() -> None:
+    plan, layer = step({300: 1}, {150: 70})
+    query, caches = layer["query"][:, 0], (layer["keys"], layer["values"])
+    with pytest.raises(ValueError, match="q of 70 tokens: the plan was made for 71"):
+        mixed_attention(query[1:], *caches, plan)
+    with pytest.raises(ValueError, match=r"out \[71, 4, 64\]: must be dense"):
+        mixed_attention(
+            query, *caches, plan, out=query.transpose(0, 1).contiguous().transpose(0, 1)
+        )
+    with pytest.raises(ValueError, match="plan for"):
+        mixed_attention(query.repeat(1, 4, 1), *caches, plan)
+
+
 def test_a_step_of_one_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="2 decodes of 2 sequences: must be"):
         step({300: 1, 40: 1}, {})

@@ -238,6 +238,10 @@ def test_blocks_that_do_not_belong_together_are_refused() -> None:
         Blocks.of(cache.keys, cache.values, 16, "int8", fp8, BF16)
     with pytest.raises(ValueError, match="K of 2 layers and V of 1"):
         Blocks.of(cache.keys, cache.values[:1], 16, "raw", BF16, BF16)
+    narrow = [cache.keys[0], cache.keys[1][..., :16]]
+    with pytest.raises(ValueError, match="dim 32"):
+        Blocks.of(narrow, cache.values, 16, "raw", BF16, BF16)
+    Blocks.of(cache.keys, [each[..., :8] for each in cache.values], 16, "raw", BF16, BF16)
     with pytest.raises(ValueError, match="divide the page size 24"):
         Blocks.of(cache.keys, cache.values, 24, "raw", BF16, BF16)
     with pytest.raises(ValueError, match="one side's cache"):

@@ -62,7 +62,7 @@ class Step:
         return (self.pages - 1) * self.page_size
 
     def runner(self, pool: Any, *layers: RadixAttention, **changed: Any) -> Any:
-        args = {"dcp_size": 1, **changed.pop("server_args", {})}
+        args = {"dcp_size": 1, "tp_size": 1, **changed.pop("server_args", {})}
         return SimpleNamespace(
             token_to_kv_pool=pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
@@ -72,6 +72,7 @@ class Step:
             model=torch.nn.ModuleList(layers),
             server_args=SimpleNamespace(**args),
             prefill_attention_backend_str="torch_native",
+            attention_chunk_size=changed.pop("attention_chunk_size", None),
             **changed,
         )
 
@@ -225,6 +226,28 @@ def test_what_a_layer_may_not_have_is_named(options: dict[str, Any], named: str)
     step = Step(16)
     with pytest.raises(NotImplementedError, match=named):
         PagedBackend(step.runner(keys_and_values(step), layer(**options)))
+
+
+def test_attention_in_chunks_is_named() -> None:
+    """Llama 4: its layers with RoPE were decoded over the whole context."""
+    step = Step(16)
+    pool = keys_and_values(step)
+    layers = layer(use_irope=True), layer()
+    with pytest.raises(NotImplementedError, match="attention in chunks of 8192 tokens"):
+        PagedBackend(step.runner(pool, *layers, attention_chunk_size=8192))
+    PagedBackend(step.runner(pool, layers[1], attention_chunk_size=8192))
+    PagedBackend(step.runner(pool, *layers))
+
+
+def test_plans_have_room_for_batches_that_sglang_pads() -> None:
+    """With `--enable-dp-attention` a batch is padded to a multiple of ranks, and so is the largest
+    CUDA graph."""
+    step, ours = Step(16), layer()
+    backend = PagedBackend(step.runner(keys_and_values(step), ours, server_args={"tp_size": 8}))
+    requests = len(step.req_to_token) - 1  # one row is padding
+    assert backend.make_plan(ours).room >= -(-requests // 8) * 8
+    backend.init_cuda_graph_state(max_bs=512, max_num_tokens=512)
+    assert backend.make_plan(ours).room >= 512
 
 
 def test_a_cache_in_another_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

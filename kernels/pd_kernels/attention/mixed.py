@@ -10,6 +10,7 @@ import torch
 from pd_kernels.attention.decode_call import MAX_HEIGHT
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.mixed_kernel import launch_mixed, make_tickets
+from pd_kernels.attention.operators import DecodeOutputs, check_call
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.reference import reference_paged_decode
 
@@ -30,6 +31,7 @@ class MixedPlan:
     Attributes:
         starts: of all sequences, where their queries begin and the last ones end, int64
             `[sequences + 1]`.
+        tokens: queries of all sequences.
         decodes: how many of the sequences, the first ones, are decodes.
         most: the most queries of a sequence.
         owner: the sequence of each part, int64 `[parts]`.
@@ -41,6 +43,7 @@ class MixedPlan:
     """
 
     starts: torch.Tensor
+    tokens: int
     decodes: int
     most: int
     owner: torch.Tensor
@@ -137,6 +140,7 @@ class MixedPlan:
         )
         return cls(
             starts=begins,
+            tokens=starts[-1],
             decodes=decodes,
             most=max(counts),
             owner=owners,
@@ -183,7 +187,7 @@ def mixed_attention(
         `out`.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not supported.
+        ValueError: shapes, dtypes or strides that are not supported, or not those of the plan.
 
     Source:
         POD-Attention (Kamath et al. 2024), with its SM-aware scheduling; see `mixed_kernel.py`.
@@ -199,7 +203,9 @@ def mixed_attention(
         >>> mixed_attention(q, keys, values, plan).shape
         torch.Size([7, 4, 64])
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if len(q) < plan.tokens:
+        raise ValueError(f"q of {len(q)} tokens: the plan was made for {plan.tokens}")
+    out = DecodeOutputs.of(q, q.shape[-1], out, return_lse=False, return_partials=False).out
     layer = {
         "query": q.unsqueeze(1),
         "keys": k_cache,
@@ -208,13 +214,12 @@ def mixed_attention(
         "key_scale": k_scale,
         "value_scale": v_scale,
     }
+    prefill, decode = plan.calls(**layer)
+    for call, own in zip((prefill, decode), plan.plans, strict=True):
+        check_call(call, list(own.rows), own.tensors)
     if not q.is_cuda:
         reference_paged_decode(plan.whole(**layer), out.unsqueeze(1), None)
         return out
-    prefill, decode = plan.calls(**layer)
-    for call in (prefill, decode):
-        call.check()
-        call.check_kernel()
     with torch.cuda.device(q.device):
         launch_mixed(prefill, decode, plan.plans, plan.tickets, out, None)
     return out

@@ -102,7 +102,8 @@ def plan_mla_decode(
     Fill it once a step (`plan.fill(lengths)`).
 
     Args:
-        q, cache: as `mla_decode` takes them; only shapes, dtypes and the device matter.
+        q, cache: as `mla_decode` takes them; of `q` only shape, dtype and device matter, of `cache`
+            also strides and alignment, on which the choice of a kernel depends (`Tuning.gluon`).
         max_batch: the most sequences of a batch; by default that of `q`.
 
     Example:

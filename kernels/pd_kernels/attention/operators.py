@@ -48,6 +48,8 @@ class Queries(NamedTuple):
                 f"nested q of {q.layout} with {q.dim()} axes: must be torch.jagged, [batch, *, "
                 "heads, dim]"
             )
+        if q.lengths() is not None:
+            raise ValueError("nested q with holes between its sequences: must be q.contiguous()")
         most = plan.rows.queries if plan else q._get_max_seqlen()
         return cls(q.values().unsqueeze(1), q.offsets(), int(most))
 
@@ -141,9 +143,9 @@ def attend(
     Raises:
         ValueError: the arguments are not supported, or the plan was made for other rows.
     """
-    key = (type(batch), batch.key, *rows)
+    key = (type(batch), batch.key, *rows, *(each.shape for each in scratch[2:3]))
     if key not in _checked:
-        _check(batch, rows)
+        check_call(batch, rows, scratch)
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
         _checked.add(key)
@@ -162,13 +164,21 @@ _checked: set[tuple[Any, ...]] = set()
 """Keys of calls that have passed."""
 
 
-def _check(batch: DecodeCall, rows: list[int]) -> None:
-    """Raise ValueError if a call is not supported, or its plan was made for other rows."""
+def check_call(batch: DecodeCall, rows: list[int], scratch: list[torch.Tensor]) -> None:
+    """Raise ValueError if a call is not supported, or its plan (`planned`) was made for other
+    rows."""
     batch.check()
     # A plan without a mask has all tiles.
     made = RowShape(*rows) if rows else batch.rows
     if made not in (batch.rows, batch.rows._replace(mask=NO_MOD)):
         raise ValueError(f"plan for {made}: must be for {batch.rows}")
+    if scratch:  # kernels write partials without asking how many lines and elements have room
+        paired, _, _, *line = scratch[2].shape
+        if (paired, *line) != (batch.paired, batch.height, batch.width):
+            raise ValueError(
+                f"plan for {paired} x {line[0]} lines of {line[1]} elements: must be for "
+                f"{batch.paired} x {batch.height} of {batch.width}, as q and the cache"
+            )
     if batch.on_gpu and batch.query.numel():
         batch.check_kernel()
 

@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 
 from pd_kernels.attention.online_softmax import softmax_step
-from pd_kernels.attention.paged_tile import token_places, visible_scores
+from pd_kernels.attention.paged_tile import (
+    reached_tokens,
+    token_offsets,
+    token_places,
+    visible_scores,
+)
 
 
 @triton.jit
@@ -49,6 +54,7 @@ def attend_codes(
     sequence,
     head,
     position,
+    queries,
     length,
     begin,
     end,
@@ -83,15 +89,16 @@ def attend_codes(
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
-        inside = token < length
+        inside = reached_tokens(tile, length, queries, WINDOW, TILE)
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         mask = inside[:, None]
         if DIM < BLOCK:
             mask = mask & (column < DIM // 2)[None, :]
-        there = (page * (KEY[0] // 2) + within * (KEY[1] // 2))[:, None] + column[None, :]
+        there = token_offsets(page, within, KEY, PAGE, 2)[:, None] + column[None, :]
         key = tl.load(key_words + there, mask=mask, other=0)
-        there = (page * (VALUE[0] // 2) + within * (VALUE[1] // 2))[:, None] + column[None, :]
-        # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
+        there = token_offsets(page, within, VALUE, PAGE, 2)[:, None] + column[None, :]
+        # Masked, because memory behind the last token, or in front of the window, may hold
+        # anything, and 0 * NaN is NaN.
         value = tl.load(value_words + there, mask=mask, other=0)
         key_even, key_odd = two_halves(key)
         score = tl.dot(even, tl.trans(key_even))

@@ -17,7 +17,12 @@ from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_codes import attend_codes
-from pd_kernels.attention.paged_tile import token_places, visible_scores
+from pd_kernels.attention.paged_tile import (
+    reached_tokens,
+    token_offsets,
+    token_places,
+    visible_scores,
+)
 from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
 from pd_kernels.attention.split_merge import (
     DIM,
@@ -171,6 +176,7 @@ def attend_range(
             sequence=sequence,
             head=head * SHAPE[GROUP] + number % SHAPE[GROUP],
             position=length - count + number // SHAPE[GROUP],
+            queries=count,
             length=length,
             begin=unseen + start,
             end=unseen + stop,
@@ -210,6 +216,7 @@ def attend_tiles(
     sequence,
     head,
     position,
+    queries,
     length,
     begin,
     end,
@@ -236,7 +243,7 @@ def attend_tiles(
         tiles: with LISTED, the list of tiles, of which `begin` to `end` are places.
         head: query head of each line.
         position: place of each line's query in the sequence.
-        length: tokens of the sequence.
+        queries, length: of the sequence; it ends with its queries' tokens.
 
     Returns:
         result: weighted sum of values, not normalised, float32 `[HEIGHT, BLOCK]`.
@@ -251,15 +258,16 @@ def attend_tiles(
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
-        inside = token < length
+        inside = reached_tokens(tile, length, queries, WINDOW, TILE)
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         mask = inside[:, None]
         if DIM < BLOCK:
             mask = mask & (column < DIM)[None, :]
-        there = (page * KEY[0] + within * KEY[1])[:, None] + column[None, :]
+        there = token_offsets(page, within, KEY, PAGE, 1)[:, None] + column[None, :]
         key = tl.load(keys + there, mask=mask, other=0.0)
-        there = (page * VALUE[0] + within * VALUE[1])[:, None] + column[None, :]
-        # Masked, because memory behind the last token may hold anything, and 0 * NaN is NaN.
+        there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + column[None, :]
+        # Masked, because memory behind the last token, or in front of the window, may hold
+        # anything, and 0 * NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0)
         score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
         score = visible_scores(

@@ -9,6 +9,18 @@ import triton.language as tl
 from pd_kernels.attention.online_softmax import LOG2E
 
 _LOG2E = tl.constexpr(LOG2E)
+_MOST_32_BITS = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def reached_tokens(tile, length, queries, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Which tokens of a tile exist, and are not in front of every query's window, `[TILE]`."""
+    if WINDOW > 0:
+        # One comparison instead of two: in front of the first token, numbers without a sign are huge.
+        first = tl.maximum(length - queries - WINDOW + 1, 0)
+        place = tile * TILE - first + tl.arange(0, TILE)
+        return place.to(tl.uint32, bitcast=True) < (length - first).to(tl.uint32, bitcast=True)
+    return tile * TILE + tl.arange(0, TILE) < length
 
 
 @triton.jit
@@ -30,6 +42,19 @@ def token_places(pages, tile, token, inside, PAGE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
+def token_offsets(page, within, STRIDES: tl.constexpr, PAGE: tl.constexpr, WORD: tl.constexpr):
+    """Offsets of tokens within a KV head, int64, in words of so many elements.
+
+    Args:
+        page, within: from `token_places`.
+        STRIDES: elements from page to page, and from token to token.
+    """
+    if (PAGE - 1) * STRIDES[1] > _MOST_32_BITS:
+        within = within.to(tl.int64)
+    return page * (STRIDES[0] // WORD) + within * (STRIDES[1] // WORD)
+
+
+@triton.jit
 def tile_tokens(
     cache, pages, tile, length, PAGE: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr
 ):
@@ -37,7 +62,10 @@ def tile_tokens(
     which of them exist, `[TILE]`. CACHE: strides of page and token."""
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < length
-    if PAGE % TILE == 0:
+    if (PAGE - 1) * CACHE[1] > _MOST_32_BITS:
+        page, within = token_places(pages, tile, token, inside, PAGE, TILE)
+        tokens = cache + token_offsets(page, within, CACHE, PAGE, 1)[:, None]
+    elif PAGE % TILE == 0:
         page = tl.load(pages + tile // (PAGE // TILE)).to(tl.int64)
         base = cache + (page * CACHE[0] + tile % (PAGE // TILE) * (TILE * CACHE[1]))
         tokens = base + (tl.arange(0, TILE) * CACHE[1])[:, None]

@@ -9,12 +9,15 @@ from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.paged_call import PagedCall
 
 
-def read_pages(cache: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The first `tokens` tokens of a sequence, `[token, ...]`, from a cache `[page, token,
+def read_pages(
+    cache: torch.Tensor, pages: torch.Tensor, tokens: int, first: int = 0
+) -> torch.Tensor:
+    """Tokens `first` to `tokens` of a sequence, `[token, ...]`, from a cache `[page, token,
     ...]`."""
     size = cache.shape[1]
-    found = cache[pages[: -(-tokens // size)].long()]
-    return found.flatten(0, 1)[:tokens]
+    begin = first // size
+    found = cache[pages[begin : -(-tokens // size)].long()]
+    return found.flatten(0, 1)[first - begin * size : max(0, tokens) - begin * size]
 
 
 def attend(
@@ -27,6 +30,7 @@ def attend(
     window: int,
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the last tokens of one sequence.
 
@@ -34,15 +38,17 @@ def attend(
         query: `[queries, heads, dim]`.
         keys, values: float32 `[token, kv heads, dim]`.
         sequence: its number in the batch, for mods.
+        first: place in the sequence of the first of these tokens.
 
     Returns:
         The result, float32 `[queries, heads, value dim]`, and lse, float32 `[queries, heads]`.
     """
     queries, heads, _ = query.shape
-    tokens, kv_heads, _ = keys.shape
+    _, kv_heads, _ = keys.shape
+    tokens = first + len(keys)
     grouped = query.float().unflatten(1, (kv_heads, heads // kv_heads))
     score = torch.einsum("qkgd,tkd->qkgt", grouped, keys).flatten(1, 2) * scale
-    place = torch.arange(tokens, device=query.device)
+    place = torch.arange(first, tokens, device=query.device)
     position = torch.arange(tokens - queries, tokens, device=query.device)
     asked = position.clamp(min=0)[:, None, None]
     head = torch.arange(heads, device=query.device)[None, :, None]
@@ -68,16 +74,19 @@ def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tenso
     """Do what `paged_decode` does; writes `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         pages = batch.table[number]
+        own = batch.own_queries(number)
+        query = batch.query[own].flatten(0, -3)
+        # Memory in front of the window may hold anything, and 0 * NaN is NaN.
+        first = max(0, length - len(query) - batch.window + 1) if batch.window else 0
         keys, values = (
-            read_pages(cache, pages, length).float() * factor
+            read_pages(cache, pages, length, first).float() * factor
             for cache, factor in (
                 (batch.keys, batch.key_scale),
                 (batch.values, batch.value_scale),
             )
         )
-        own = batch.own_queries(number)
         result, sums = attend(
-            batch.query[own].flatten(0, -3),
+            query,
             keys,
             values,
             number,
@@ -86,6 +95,7 @@ def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tenso
             batch.window,
             batch.score_mod,
             batch.mask_mod,
+            first,
         )
         out[own] = result.view_as(out[own])
         if lse is not None:

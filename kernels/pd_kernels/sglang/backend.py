@@ -31,6 +31,7 @@ class DecodeBackend(AttentionBackend):
 
     Attributes:
         layers: the model's, on this rank.
+        chunk_tokens: of a chunk of tokens that see each other only (Llama 4), if the model has them.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -46,7 +47,9 @@ class DecodeBackend(AttentionBackend):
         self.dtype: torch.dtype = runner.dtype
         self.layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self._most_requests = len(self._req_to_token)
+        # With data-parallel attention SGLang pads batches to a multiple of ranks.
+        self._most_requests = len(self._req_to_token) + runner.server_args.tp_size
+        self.chunk_tokens: int | None = runner.attention_chunk_size
         refuse(
             [
                 *engine_refusals(runner.server_args, runner.prefill_attention_backend_str),
@@ -79,6 +82,7 @@ class DecodeBackend(AttentionBackend):
             self._begin(PageTables.of(forward_batch, self._req_to_token, self.page_size))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._most_requests = max(self._most_requests, max_bs)
         self._fixed = FixedTables(max_bs, self._req_to_token.shape[1], self.page_size, self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -134,6 +138,8 @@ class PagedBackend(DecodeBackend):
         dims, dtypes = (DIMS, _KERNEL_DTYPES) if on_gpu else ((), ())
         for layer in self.layers:
             found += layer_refusals(layer, dims, self.dtype, dtypes)
+            if layer.use_irope and self.chunk_tokens is not None:
+                found.append(f"attention in chunks of {self.chunk_tokens} tokens")
         return found
 
     def plan_key(self, layer: Any) -> Any:

@@ -129,8 +129,9 @@ class Blocks:
         if source.is_fp8 and codec != "raw":
             raise ValueError(f"{codec} of an FP8 cache: use raw, which is one byte an element too")
         views, parts = _interleaved(keys, values, heads)
-        for view in views:
-            _check(view, views[0], page_size, (source.dtype, destination.dtype))
+        for number, view in enumerate(views):
+            dim = views[number % parts].shape[-1]
+            _check(view, views[0], dim, page_size, (source.dtype, destination.dtype))
         for name, scales in (("source", source.scales), ("destination", destination.scales)):
             if scales and len(scales) != len(views):
                 raise ValueError(f"{len(scales)} scales of the {name}: wanted {len(views)}")
@@ -287,14 +288,19 @@ def _factor(source: Stored, destination: Stored, block: int) -> float:
 
 
 def _check(
-    view: torch.Tensor, first: torch.Tensor, page_size: int, dtypes: tuple[torch.dtype, ...]
+    view: torch.Tensor,
+    first: torch.Tensor,
+    dim: int,
+    page_size: int,
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
     alike = view.ndim == 4 and view.shape[1:3] == first.shape[1:3] and view.dtype == first.dtype
+    alike = alike and view.shape[3] == dim
     if not alike or view.device != first.device or page_size % view.shape[2]:
         raise ValueError(
             f"view {tuple(view.shape)} of {view.dtype} on {view.device}: wanted [page, head, token, "
-            f"dim] like {tuple(first.shape)} of {first.dtype} on {first.device}, with tokens that "
-            f"divide the page size {page_size}"
+            f"dim] like {tuple(first.shape)} of {first.dtype} on {first.device}, dim {dim}, with "
+            f"tokens that divide the page size {page_size}"
         )
     if view.dtype not in dtypes:
         raise ValueError(f"view of {view.dtype}: must be as one side's cache stores it, {dtypes}")

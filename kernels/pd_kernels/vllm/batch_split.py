@@ -46,7 +46,7 @@ class Decodes(NamedTuple):
         return self.requests * self.queries
 
 
-def decodes_of(common: Any, threshold: int) -> Decodes | None:
+def decodes_of(common: Any, threshold: int, most: int) -> Decodes | None:
     """Find the decodes of a batch; None if it has none.
 
     A request is a decode if it has at most `threshold` new tokens, and as many as the first
@@ -55,6 +55,8 @@ def decodes_of(common: Any, threshold: int) -> Decodes | None:
     Args:
         common: vLLM's `CommonAttentionMetadata`, with requests in vLLM's order.
         threshold: the most new tokens of a decode.
+        most: the most decodes; plans have room for no more. Attention in chunks cuts requests at
+            the ends of chunks, so that there may be more than an engine has requests.
     """
     from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
@@ -68,7 +70,7 @@ def decodes_of(common: Any, threshold: int) -> Decodes | None:
     starts = common.query_start_loc_cpu
     queries = int(starts[1] - starts[0])
     # Requests that pad a batch for a CUDA graph may have no tokens.
-    requests = min(requests, tokens // queries)
+    requests = min(requests, tokens // queries, most)
     return Decodes(queries, common.block_table_tensor[:requests], common.seq_lens[:requests])
 
 

@@ -57,6 +57,7 @@ class MlaBuilder(MLACommonMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
+        self._layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._plans: dict[int, DecodePlan] = {}  # by the number of queries
         logger.info_once("Decoding with pd_kernels.mla_decode.")
 
@@ -87,10 +88,9 @@ class MlaBuilder(MLACommonMetadataBuilder):
         """The plan for so many queries: large enough for every CUDA graph, and never moved."""
         if queries not in self._plans:
             one = torch.empty((), dtype=self.model_config.dtype, device=self.device)
-            width = self.kv_cache_spec.head_size
             self._plans[queries] = plan_mla_decode(
-                one.expand(1, queries, self.num_heads, width),
-                one.expand(1, self.kv_cache_spec.block_size, width),
+                one.expand(1, queries, self.num_heads, self.kv_cache_spec.head_size),
+                self._layer.kv_cache,  # how it lies in memory is part of the choice of a kernel
                 max_batch=self._batch,
             )
         return self._plans[queries]
@@ -101,6 +101,7 @@ class MlaImpl(MLACommonImpl):
 
     can_return_lse_for_decode = False
     supports_dcp = False
+    supports_pcp = False
 
     def forward_mqa(
         self,

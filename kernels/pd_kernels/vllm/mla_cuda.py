@@ -40,6 +40,24 @@ class TritonMla(MLACommonBackend):
     def get_supported_head_sizes(cls) -> list[int]:
         return [LATENT + ROPE]
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: all decodes are taken to have as many new tokens as the host knows of the first."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        *others: Any,
+        **named: Any,
+    ) -> str | None:
+        if kv_cache_dtype in (None, "auto", str(dtype).removeprefix("torch.")):
+            return None
+        return f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype})"
+
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(16)]

@@ -76,7 +76,7 @@ class PagedBuilder(AttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> PagedMetadata:
         common = common_attn_metadata
-        decodes = decodes_of(common, self.reorder_batch_threshold)
+        decodes = decodes_of(common, self.reorder_batch_threshold, self._batch)
         mixed = self._mixed(common, decodes) if decodes else {}
         rest = rest_of(common, decodes) if decodes else common
         if mixed:
