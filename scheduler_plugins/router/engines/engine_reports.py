@@ -104,7 +104,10 @@ _GAUGES = re.compile(
     rb"^vllm:(num_requests_waiting|num_requests_running|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$",
     re.MULTILINE,
 )
-_RANKS = re.compile(rb'^vllm:num_requests_waiting\{[^}]*\bengine="(\d+)"', re.MULTILINE)
+# With several API servers a rank has no gauge before its first step; its cache is described from the start.
+_RANKS = re.compile(
+    rb'^vllm:(?:num_requests_waiting|cache_config_info)\{[^}]*\bengine="(\d+)"', re.MULTILINE
+)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABELS = re.compile(rb'(\w+)="([^"]*)"')
 

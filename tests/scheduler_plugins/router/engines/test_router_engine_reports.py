@@ -40,6 +40,17 @@ def test_metrics_of_all_ranks_are_added_up() -> None:
     assert told.ranks == (0, 1)
 
 
+def test_ranks_that_have_not_stepped_yet_are_known_by_their_caches() -> None:
+    """With several API servers vLLM's gauges come with a rank's first step."""
+    text = b"".join(
+        b'vllm:cache_config_info{block_size="32",engine="%d",num_gpu_blocks="9"} 1.0\n' % number
+        for number in range(3)
+    )
+    told = from_metrics(text)
+    assert told is not None
+    assert told.ranks == (0, 1, 2)
+
+
 def test_two_ranks_that_are_half_full_have_room() -> None:
     second = b'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.8\n'
     told = from_metrics(METRICS + second)
