@@ -278,6 +278,14 @@ def test_latents_of_another_size_are_named() -> None:
         MlaBackend(step.runner(latents(step, 256)))
 
 
+def test_latents_that_are_divided_by_scales_are_named() -> None:
+    step, scaled = Step(16), layer()
+    MlaBackend(step.runner(latents(step), scaled))
+    scaled.k_scale_float = 0.5
+    with pytest.raises(NotImplementedError, match=r"KV scales \(0.5\)"):
+        MlaBackend(step.runner(latents(step), scaled))
+
+
 def test_attention_sinks_are_refused_when_they_come() -> None:
     step, ours = Step(16), layer()
     backend = PagedBackend(step.runner(keys_and_values(step), ours))

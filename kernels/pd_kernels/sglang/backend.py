@@ -215,6 +215,9 @@ class MlaBackend(DecodeBackend):
             found.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
         if on_gpu and self.dtype not in _KERNEL_DTYPES:
             found.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
+        # SGLang's own backend for prompts divides latents by them, whatever the cache's dtype is.
+        scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
+        found += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
         return found
 
     def plan_key(self, layer: Any) -> Any:
