@@ -93,7 +93,8 @@ def simulator_beside_live(
     requests: Requests = 1000,
     speed: Speed = 8.0,
     engines: Annotated[
-        bool, typer.Option(help="Real vLLM engines, one of each side, instead of mocks.")
+        bool,
+        typer.Option("--engines", help="Real vLLM engines, one of each side, instead of mocks."),
     ] = False,
     json: Json = None,
 ) -> None:
