@@ -161,6 +161,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         config._check()
         return config
 
+    def __repr__(self) -> str:
+        """All settings but the key, which must not come into logs and error texts."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["key"] = "***" if self.key else ""
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
     @property
     def slot_bytes(self) -> int:
         return self.slot_mib << 20
@@ -273,5 +279,5 @@ def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
     path = reason.rpartition("at `$.")[2].rstrip("`") if "at `$." in reason else ""
     name = path.split("[")[0]
     wanted = reason.partition(" - at")[0]
-    found = f"{name} {values[name]!r}" if name in values else "config"
+    found = name if name == "key" else f"{name} {values[name]!r}" if name in values else "config"
     return f"{found}: {wanted} (config key {name or '?'})"

@@ -144,6 +144,15 @@ def test_a_short_key_is_refused_and_not_shown() -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_the_key_is_in_no_message_and_not_in_what_a_config_looks_like() -> None:
+    with pytest.raises(ConfigError, match="key: Expected `str`, got `array`") as caught:
+        _load(key=[KEY])
+    assert KEY not in str(caught.value)
+    assert KEY not in f"{_load(key=KEY)} {_load(key=KEY)!r}"
+    assert "key='***'" in repr(_load(key=KEY))
+    assert "key=''" in repr(_load())
+
+
 @pytest.mark.parametrize(
     "key",
     [

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = _parser(RouterConfig)
     given = vars(parser.parse_args(arguments))
+    given.setdefault("api_key", os.environ.get(API_KEY_VARIABLE))
     level = given.pop("log_level")
     given["kv_events"] = dict(given["kv_events"])
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
@@ -177,7 +178,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get(API_KEY_VARIABLE),
+        default=argparse.SUPPRESS,  # the help would show the variable's value
         metavar="KEY",
         help=f"key for the router's own requests to the engines; better given in {API_KEY_VARIABLE}",
     )

@@ -82,7 +82,7 @@ class RouterConfig:
     """Requests of each class that may wait at the router, while engines have enough to do; 0: they wait at the engines."""
     engine_queue_s: float = 0.5
     """With `front_queue`: prefill that every engine may have queued before requests wait at the router."""
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
     connect_timeout_s: float = 5.0

@@ -2,6 +2,7 @@
 """The settings, and the command as a user starts it."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -60,6 +61,17 @@ def test_wrong_options_end_with_a_message_and_status_2() -> None:
     assert ended.returncode == 2
     assert "prefill 'ftp://x': must look like http://host:port" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_keys_are_not_in_the_help_and_not_in_what_the_settings_look_like() -> None:
+    environment = {**os.environ, "PD_ROUTER_API_KEY": "hunter2"}
+    ended = subprocess.run(
+        [*COMMAND, "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "--api-key" in ended.stdout
+    assert "hunter2" not in ended.stdout
+    keys = ("api_key", "admin_key", "client_key", "router_key")
+    assert "hunter2" not in repr(config(**dict.fromkeys(keys, "hunter2")))
 
 
 def test_a_port_in_use_ends_with_a_message_and_status_1() -> None:
