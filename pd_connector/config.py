@@ -13,7 +13,7 @@ import msgspec
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from pd_connector.hosts import is_loopback, is_peer_entry, is_wildcard, matches
+from pd_connector.hosts import is_host, is_loopback, is_peer_entry, is_wildcard, matches
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
@@ -207,6 +207,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"host {self.host!r}: must be the name or address under which peers reach this "
                 "engine, not a wildcard (config key host)"
             )
+        if not is_host(self.host):
+            raise self._wrong("host", "must be a name or an address alone, without scheme and port")
         if not self.permits(self.host):
             raise ConfigError(
                 f"host {self.host!r} without a key: only loopback addresses are allowed then. "

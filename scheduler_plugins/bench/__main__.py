@@ -14,6 +14,7 @@ from rich.console import Console
 
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 from pd_connector.tools.cli.bench_report import exit_codes
+from pd_connector.tools.output import checked
 from scheduler_plugins.bench import ablation, classes, order, overhead, overload, plot
 from scheduler_plugins.bench.options import EngineKind, Json, Live, Minutes, Quick, Seeds, tell
 from scheduler_plugins.bench.replay_command import replay
@@ -41,7 +42,9 @@ def queue(
     minutes: Annotated[
         float, typer.Option(min=2.0, help="Simulated time of the parts on classes and admission.")
     ] = 4.0,
-    svg: Annotated[Path | None, typer.Option(help="Draw the lambda sweep to this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the lambda sweep to this file.", callback=checked)
+    ] = None,
     json: Json = None,
     engine: Live = None,
     load: Annotated[

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools.output import checked
 
 if TYPE_CHECKING:
     from scheduler_plugins.cost.profile import Measurement
@@ -28,7 +29,9 @@ _SHOWN = 8
 
 def profile(
     url: Annotated[str, typer.Option(help="Base URL of the engine: http://127.0.0.1:8000")],
-    out: Annotated[Path, typer.Option(help="File for the cost model.")] = Path("cost-model.json"),
+    out: Annotated[Path, typer.Option(help="File for the cost model.", callback=checked)] = Path(
+        "cost-model.json"
+    ),
     longest_tokens: Annotated[
         int, typer.Option(min=64, help="Longest prompt; at most what the engine takes.")
     ] = 8192,

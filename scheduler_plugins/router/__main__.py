@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tls_cert, tls_key or engine_ca cannot be used: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        print(f"cannot listen on {error}", file=sys.stderr)
         return 1
     return 0
 

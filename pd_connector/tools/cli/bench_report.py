@@ -50,7 +50,11 @@ def report(
         console.print(note, soft_wrap=True, highlight=False, markup=False)
     comparisons = [one for _, several in tables for one in several]
     if json is not None:
-        write_json(json, comparisons)
+        try:
+            write_json(json, comparisons)
+        except OSError as error:
+            Console(stderr=True).print(f"not written: {error}", style="red", markup=False)
+            raise typer.Exit(NOT_MEASURED) from None
     if missed(comparisons):
         raise typer.Exit(BAR_MISSED)
 
