@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools.missing import what_to_install
 from pd_connector.tools.output import checked
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def profile(
     stderr = Console(stderr=True)
     for module in ("aiohttp", "numpy"):
         if importlib.util.find_spec(module) is None:
-            stderr.print(f"{module} is not installed: pip install 'pd-connector[router]'")
+            stderr.print(f"{module} is not installed: {what_to_install(module)}", markup=False)
             raise typer.Exit(FAILED)
     from scheduler_plugins.cost.profile import ProfileError, save
     from scheduler_plugins.profile.measure import Wanted
@@ -67,7 +68,8 @@ def profile(
         found = asyncio.run(_measure(url, api_key, wanted, stderr))
         save(out, found.model)
     except (PDConnectorError, ProfileError, OSError) as error:
-        stderr.print(f"not measured: {error}", style="red", markup=False, highlight=False)
+        said = f"not measured: {error}"
+        stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
     _show(found, out, Console())
 
@@ -101,7 +103,7 @@ def _show(found: Profile, out: Path, console: Console) -> None:
         highlight=False,
     )
     for reason in found.left_out:
-        console.print(f"left out: {reason}", highlight=False)
+        console.print(f"left out: {reason}", highlight=False, markup=False)
     if not found.engine.caches:
         console.print("cached prefixes could not be timed: the engine found none again")
     error = model.error or 0.0
@@ -109,7 +111,7 @@ def _show(found: Profile, out: Path, console: Console) -> None:
     console.print(f"mean error on measurements that were not fitted: [{style}]{error:.1%}[/]")
     if error > DOUBTFUL:
         console.print("too large to order by: was the machine busy? measure again")
-    console.print(f"written: {out}", highlight=False, soft_wrap=True)
+    console.print(f"written: {out}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _table(measured: Sequence[Measurement], found: Profile) -> Table:

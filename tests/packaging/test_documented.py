@@ -17,7 +17,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.tools.cli.app import app as pd_connector
 from scheduler_plugins.admission.metrics import metrics as admission_metrics
-from scheduler_plugins.bench.__main__ import app as scheduler_bench
+from scheduler_plugins.bench.app import app as scheduler_bench
 from scheduler_plugins.router.__main__ import _parser as router_parser
 from scheduler_plugins.router.metrics import Metrics as RouterMetrics
 from scheduler_plugins.router.settings.config import RouterConfig

@@ -29,7 +29,8 @@ def exit_codes(console: Console) -> Iterator[None]:
     try:
         yield
     except (PDConnectorError, OSError) as error:
-        console.print(f"not measured: {error}", style="red", markup=False, highlight=False)
+        said = f"not measured: {error}"
+        console.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(NOT_MEASURED) from None
     except KeyboardInterrupt:
         console.print("interrupted; all processes have been ended")
