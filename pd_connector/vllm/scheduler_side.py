@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from pd_connector.agent.commands import Command, Drop, Expect, Hold, Withdraw
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol import params as transfer_params
 from pd_connector.protocol.last_words import LastWords
@@ -91,7 +91,16 @@ class SchedulerSide:
         """Where the workers listen, and what each holds."""
         self._address = sealed(self._address._replace(peers=peers), self._config.key)
         if self._config.address_file:
-            Path(self._config.address_file).write_text(json.dumps(self._address.fields()))
+            self._publish(Path(self._config.address_file))
+
+    def _publish(self, file: Path) -> None:
+        try:
+            file.write_text(json.dumps(self._address.fields()))
+        except OSError as error:
+            raise ConfigError(
+                f"address_file {str(file)!r}: {error.strerror}; must be a file that this engine can write "
+                "(config key address_file)"
+            ) from None
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
