@@ -6,7 +6,6 @@ with a request's parameters, the request is computed here as if it had none.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
+from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.streaming import Streaming, kept_pages
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger("pd_connector.vllm")
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -71,6 +69,7 @@ class SchedulerSide:
         processor: str = "",
     ) -> None:
         self.telemetry = Telemetry()
+        self._ignored = IgnoredParams(self.telemetry)
         self._config = config
         self._windows = windows
         self._produces = produces
@@ -306,13 +305,7 @@ class SchedulerSide:
             return None
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
-        self.telemetry.count("ignored_params", cause=cause)
-        logger.warning(
-            "request %s: kv_transfer_params ignored (%s): %s; its prompt is computed here",
-            request.request_id,
-            cause,
-            detail,
-        )
+        self._ignored.note(request.request_id, cause, detail)
 
 
 def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | None:
