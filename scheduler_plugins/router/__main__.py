@@ -43,8 +43,19 @@ HELP = {
 }
 
 
+INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
+    try:
+        return _serve(arguments)
+    except KeyboardInterrupt:  # while it started, before it listens to signals
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _serve(arguments: Sequence[str] | None) -> int:
     try:
         from scheduler_plugins.router.loop import run
         from scheduler_plugins.router.server import serve

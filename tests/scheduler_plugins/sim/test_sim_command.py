@@ -15,6 +15,7 @@ import pytest
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import save
+from scheduler_plugins.router.__main__ import main as router
 from scheduler_plugins.router.policies.registry import PREFILL
 from scheduler_plugins.sim.report import spread
 
@@ -198,6 +199,20 @@ def test_what_makes_no_sense_is_refused_before_anything_is_simulated(
 def test_a_mock_engine_that_makes_no_sense_does_not_start(options: str, said: str, capsys) -> None:
     assert pd_router(["mock", *options.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_a_line_and_130(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scheduler_plugins.sim.trace.load", interrupted)
+    assert simulate(recorded) == 130
+    monkeypatch.setattr("scheduler_plugins.router.__main__._parser", interrupted)
+    assert pd_router(["serve"]) == 130
+    assert router([]) == 130
+    assert capsys.readouterr().err == "interrupted\n" * 3
 
 
 def test_pd_router_names_its_commands(capsys) -> None:
