@@ -13,7 +13,7 @@ import msgspec
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from pd_connector.hosts import is_loopback, is_peer_entry, is_wildcard, matches
+from pd_connector.hosts import is_host, is_loopback, is_peer_entry, is_wildcard, matches
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
@@ -161,6 +161,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         config._check()
         return config
 
+    def __repr__(self) -> str:
+        """All settings but the key, which must not come into logs and error texts."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["key"] = "***" if self.key else ""
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
     @property
     def slot_bytes(self) -> int:
         return self.slot_mib << 20
@@ -201,6 +207,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"host {self.host!r}: must be the name or address under which peers reach this "
                 "engine, not a wildcard (config key host)"
             )
+        if not is_host(self.host):
+            raise self._wrong("host", "must be a name or an address alone, without scheme and port")
         if not self.permits(self.host):
             raise ConfigError(
                 f"host {self.host!r} without a key: only loopback addresses are allowed then. "
@@ -273,5 +281,5 @@ def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
     path = reason.rpartition("at `$.")[2].rstrip("`") if "at `$." in reason else ""
     name = path.split("[")[0]
     wanted = reason.partition(" - at")[0]
-    found = f"{name} {values[name]!r}" if name in values else "config"
+    found = name if name == "key" else f"{name} {values[name]!r}" if name in values else "config"
     return f"{found}: {wanted} (config key {name or '?'})"

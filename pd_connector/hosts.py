@@ -7,6 +7,7 @@ import ipaddress
 import re
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_PLAIN = re.compile(rb"[A-Za-z0-9_.-]+")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 """Name or number of a network interface."""
 
@@ -26,6 +27,16 @@ def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address 
     if address.scope_id is not None and not _ZONE.fullmatch(address.scope_id):
         return None
     return address.ipv4_mapped or address
+
+
+def is_host(host: str) -> bool:
+    """Whether `host` could be the name or the address of a machine: without scheme, port and user."""
+    if numeric_address(host) is not None:
+        return True
+    try:
+        return bool(_PLAIN.fullmatch(host.encode("idna")))
+    except UnicodeError:  # a part between dots is empty, or too long
+        return False
 
 
 def is_loopback(host: str) -> bool:

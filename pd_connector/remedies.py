@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 from pd_connector.errors import Cause
 
+HARMLESS = frozenset(
+    {Cause.ABORTED, Cause.NOT_NEEDED, Cause.PREFILL_ENDED, Cause.UNAUDITED, Cause.WINDOW}
+)
+"""Causes that say nothing about whether KV can arrive."""
 FAILING_GAUGE = "failing_ranks"
 """The gauge (without prefix) that is above 0 while no KV arrives."""
 _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
@@ -98,7 +102,8 @@ def outage_in(metrics: str) -> Outage | None:
             failed[Cause(cause[1])] += int(float(value))
     if not failing:
         return None
-    worst = max(failed, key=lambda cause: failed[cause], default=Cause.INTERNAL)
+    telling = [cause for cause in failed if cause not in HARMLESS]
+    worst = max(telling, key=lambda cause: failed[cause], default=Cause.INTERNAL)
     found = (
         f"no KV has arrived there for a minute; transfers failed since its start: {told(failed)}"
     )

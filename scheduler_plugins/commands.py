@@ -13,9 +13,19 @@ mock       an engine that speaks vLLM's HTTP and computes nothing
 pd-router COMMAND --help tells more."""
 
 
+INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status. Options without a command are those of `serve`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(given: list[str]) -> int:
     name = given[0] if given else "--help"
     if name in ("-h", "--help"):
         print(USAGE)

@@ -130,6 +130,14 @@ def test_a_wildcard_is_no_host_whatever_else_is_set(host: str) -> None:
             _load(host=host, **permission)
 
 
+@pytest.mark.parametrize(
+    "host", ["10.0.0.1:8000", "http://10.0.0.1", "x..y", f"{'a' * 64}.example", "a b"]
+)
+def test_what_can_be_no_host_is_refused_with_what_it_should_be(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"a name or an address alone.*config key host"):
+        _load(host=host, insecure=True)
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "prefill.example", "2001:db8::1", "127.0.0.1.evil"])
 def test_without_a_key_a_host_other_than_loopback_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"PD_CONNECTOR_KEY .* `insecure: true`"):
@@ -142,6 +150,15 @@ def test_a_short_key_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError, match="key of 7 characters") as caught:
         _load(key="hunter2")
     assert "hunter2" not in str(caught.value)
+
+
+def test_the_key_is_in_no_message_and_not_in_what_a_config_looks_like() -> None:
+    with pytest.raises(ConfigError, match="key: Expected `str`, got `array`") as caught:
+        _load(key=[KEY])
+    assert KEY not in str(caught.value)
+    assert KEY not in f"{_load(key=KEY)} {_load(key=KEY)!r}"
+    assert "key='***'" in repr(_load(key=KEY))
+    assert "key=''" in repr(_load())
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@
 import pytest
 
 from pd_connector.config import Config
+from pd_connector.control.addresses import numeric
 from pd_connector.control.resolver import canonical
-from pd_connector.hosts import is_loopback, is_wildcard, matches, numeric_address
+from pd_connector.hosts import is_host, is_loopback, is_wildcard, matches, numeric_address
 
 ZONES = (
     "::1%lo]:0;[2001:db8::5",
@@ -59,3 +60,22 @@ def test_the_zone_of_an_interface_is_allowed() -> None:
 )
 def test_a_wildcard_is_no_address_to_be_reached_under(host: str, wildcard: bool) -> None:
     assert is_wildcard(host) is wildcard
+
+
+@pytest.mark.parametrize(
+    "host", ["a", "a_b.example.", "10.0.0.1", "::1", "fe80::1%eth0", "bücher.example"]
+)
+def test_names_and_addresses_are_hosts(host: str) -> None:
+    assert is_host(host)
+
+
+@pytest.mark.parametrize("host", ["", "x..y", "a" * 64, "a:1", "[::1]", "a/b", "a b", "u@a"])
+def test_what_no_machine_can_be_called_is_none(host: str) -> None:
+    assert not is_host(host)
+
+
+@pytest.mark.parametrize("host", ["x..y", f"{'a' * 64}.example"])
+def test_a_name_that_python_cannot_ask_for_is_one_that_does_not_resolve(host: str) -> None:
+    """`socket` raises a UnicodeError, which nobody expects of a lookup."""
+    with pytest.raises(OSError, match="can be no name"):
+        numeric(host)

@@ -6,16 +6,12 @@ from collections import Counter
 
 from pd_connector.errors import Cause
 from pd_connector.hosts import is_loopback
-from pd_connector.remedies import remedy, told
+from pd_connector.remedies import HARMLESS, remedy, told
 
 logger = logging.getLogger("pd_connector.agent.outage")
 
 OUTAGE_S = 60.0
 """Failures over so many seconds, and no success between them, are an outage."""
-_HARMLESS = frozenset(
-    {Cause.ABORTED, Cause.NOT_NEEDED, Cause.PREFILL_ENDED, Cause.UNAUDITED, Cause.WINDOW}
-)
-"""Causes that say nothing about whether KV can arrive."""
 
 
 class OutageWatch:
@@ -44,7 +40,7 @@ class OutageWatch:
 
     def failed(self, cause: Cause, detail: str, now: float) -> None:
         """A transfer has failed."""
-        if cause in _HARMLESS:
+        if cause in HARMLESS:
             return
         self._causes[cause] += 1
         if self._since is None:

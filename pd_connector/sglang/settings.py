@@ -15,15 +15,17 @@ def load_config(text: str) -> Config:
     """The config in a variable's text. Raises ConfigError."""
     if not text.strip():
         return Config.load({}, host_variable=HOST_VARIABLE)
+    # What stands in the variable itself may have the key in it: it is not repeated.
+    source = f"{CONFIG_VARIABLE} {text!r}" if text.startswith("@") else CONFIG_VARIABLE
     try:
         found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{CONFIG_VARIABLE} {text!r}: {error}; set it to a JSON object of config keys, or to @ "
+            f"{source}: {error}; set it to a JSON object of config keys, or to @ "
             "and the path of a file that holds one"
         ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{CONFIG_VARIABLE} {text!r}: must be a JSON object of config keys")
+        raise ConfigError(f"{source}: must be a JSON object of config keys")
     if (audit := found.get("audit", "off")) != "off":
         raise ConfigError(
             f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "

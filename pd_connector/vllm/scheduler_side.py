@@ -6,7 +6,6 @@ with a request's parameters, the request is computed here as if it had none.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,13 @@ from vllm.v1.request import RequestStatus
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, ConfigError
 from pd_connector.protocol import params as transfer_params
 from pd_connector.protocol.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
+from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger("pd_connector.vllm")
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -74,6 +72,7 @@ class SchedulerSide:
         encoded_elsewhere: bool = False,
     ) -> None:
         self.telemetry = Telemetry()
+        self._ignored = IgnoredParams(self.telemetry)
         self._config = config
         self._windows = windows
         self._produces = produces
@@ -92,10 +91,18 @@ class SchedulerSide:
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
-        address = sealed(self.offers.address._replace(peers=peers), self._config.key)
-        self.offers.address = address
+        self.offers.address = sealed(self.offers.address._replace(peers=peers), self._config.key)
         if self._config.address_file:
-            Path(self._config.address_file).write_text(json.dumps(address.fields()))
+            self._publish(Path(self._config.address_file))
+
+    def _publish(self, file: Path) -> None:
+        try:
+            file.write_text(json.dumps(self.offers.address.fields()))
+        except OSError as error:
+            raise ConfigError(
+                f"address_file {str(file)!r}: {error.strerror}; must be a file that this engine can write "
+                "(config key address_file)"
+            ) from None
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
@@ -283,13 +290,7 @@ class SchedulerSide:
             return None
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
-        self.telemetry.count("ignored_params", cause=cause)
-        logger.warning(
-            "request %s: kv_transfer_params ignored (%s): %s; its prompt is computed here",
-            request.request_id,
-            cause,
-            detail,
-        )
+        self._ignored.note(request.request_id, cause, detail)
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pd_connector.tools.bench.report import table
 from pd_connector.tools.cli.bench_report import exit_codes
+from pd_connector.tools.output import checked
 from scheduler_plugins.bench import order, plot
 from scheduler_plugins.bench.options import tell
 from scheduler_plugins.sim import trace
@@ -25,7 +26,9 @@ def replay(
         int, typer.Option(min=512, help="Simulated: tokens that the cache holds.")
     ] = 2_000_000,
     seeds: Annotated[int, typer.Option(min=1, help="Simulated: repetitions.")] = 1,
-    svg: Annotated[Path | None, typer.Option(help="Simulated: draw the lambda sweep.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Simulated: draw the lambda sweep.", callback=checked)
+    ] = None,
     blocks: Annotated[
         int | None,
         typer.Option(min=300, help="What stays in a cache of so many of the trace's blocks."),
@@ -48,7 +51,7 @@ def replay(
         str | None, typer.Option(envvar="VLLM_API_KEY", help="Of the engines.", show_default=False)
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(help="With --blocks: write the figures here.")
+        Path | None, typer.Option(help="With --blocks: write the figures here.", callback=checked)
     ] = None,
 ) -> None:
     """Order of the queue on a recorded workload, at 0.7, 0.9 and 1.1 of what FCFS can do.

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools.missing import what_to_install
+from pd_connector.tools.output import checked
 
 if TYPE_CHECKING:
     from scheduler_plugins.cost.profile import Measurement
@@ -28,7 +30,9 @@ _SHOWN = 8
 
 def profile(
     url: Annotated[str, typer.Option(help="Base URL of the engine: http://127.0.0.1:8000")],
-    out: Annotated[Path, typer.Option(help="File for the cost model.")] = Path("cost-model.json"),
+    out: Annotated[Path, typer.Option(help="File for the cost model.", callback=checked)] = Path(
+        "cost-model.json"
+    ),
     longest_tokens: Annotated[
         int, typer.Option(min=64, help="Longest prompt; at most what the engine takes.")
     ] = 8192,
@@ -54,7 +58,7 @@ def profile(
     stderr = Console(stderr=True)
     for module in ("aiohttp", "numpy"):
         if importlib.util.find_spec(module) is None:
-            stderr.print(f"{module} is not installed: pip install 'pd-connector[router]'")
+            stderr.print(f"{module} is not installed: {what_to_install(module)}", markup=False)
             raise typer.Exit(FAILED)
     from scheduler_plugins.cost.profile import ProfileError, save
     from scheduler_plugins.profile.measure import Wanted
@@ -64,7 +68,8 @@ def profile(
         found = asyncio.run(_measure(url, api_key, wanted, stderr))
         save(out, found.model)
     except (PDConnectorError, ProfileError, OSError) as error:
-        stderr.print(f"not measured: {error}", style="red", markup=False, highlight=False)
+        said = f"not measured: {error}"
+        stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
     _show(found, out, Console())
 
@@ -98,7 +103,7 @@ def _show(found: Profile, out: Path, console: Console) -> None:
         highlight=False,
     )
     for reason in found.left_out:
-        console.print(f"left out: {reason}", highlight=False)
+        console.print(f"left out: {reason}", highlight=False, markup=False)
     if not found.engine.caches:
         console.print("cached prefixes could not be timed: the engine found none again")
     error = model.error or 0.0
@@ -106,7 +111,7 @@ def _show(found: Profile, out: Path, console: Console) -> None:
     console.print(f"mean error on measurements that were not fitted: [{style}]{error:.1%}[/]")
     if error > DOUBTFUL:
         console.print("too large to order by: was the machine busy? measure again")
-    console.print(f"written: {out}", highlight=False, soft_wrap=True)
+    console.print(f"written: {out}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _table(measured: Sequence[Measurement], found: Profile) -> Table:

@@ -43,8 +43,19 @@ HELP = {
 }
 
 
+INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
+    try:
+        return _serve(arguments)
+    except KeyboardInterrupt:  # while it started, before it listens to signals
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _serve(arguments: Sequence[str] | None) -> int:
     try:
         from scheduler_plugins.router.loop import run
         from scheduler_plugins.router.server import serve
@@ -56,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = _parser(RouterConfig)
     given = vars(parser.parse_args(arguments))
+    given.setdefault("api_key", os.environ.get(API_KEY_VARIABLE))
     level = given.pop("log_level")
     given["kv_events"] = dict(given["kv_events"])
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
@@ -80,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tls_cert, tls_key or engine_ca cannot be used: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        print(f"cannot listen on {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -177,7 +189,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get(API_KEY_VARIABLE),
+        default=argparse.SUPPRESS,  # the help would show the variable's value
         metavar="KEY",
         help=f"key for the router's own requests to the engines; better given in {API_KEY_VARIABLE}",
     )

@@ -74,9 +74,9 @@ class RouterServer:
                 ssl_handshake_timeout=config.header_timeout_s if encrypted else None,
                 reuse_port=self._shares_port or None,
             )
-        except OSError:
+        except (OSError, UnicodeError) as error:  # the latter: a host that can be no name
             await self._runner.cleanup()
-            raise
+            raise OSError(f"{config.host}:{config.port}: {error}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
         if config.admin_port is not None:
             pool = self.app[SHARED].pool
@@ -117,9 +117,13 @@ class AdminServer:
     async def start(self, port: int) -> int:
         """Listen; returns the port. Raises OSError."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._config.admin_host, port).start()
+        host = self._config.admin_host
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except (OSError, UnicodeError) as error:
+            raise OSError(f"{host}:{port} (admin API): {error}") from None
         found: int = self._runner.addresses[0][1]
-        logger.info("Admin API on http://%s:%d", self._config.admin_host, found)
+        logger.info("Admin API on http://%s:%d", host, found)
         return found
 
     async def close(self) -> None:

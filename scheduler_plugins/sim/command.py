@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = _WIDTH
     try:
+        _check(given)
         scenario = _scenario(given)
         recorded = trace.load(given.trace, given.limit)
         names = policies(given.compare) if given.compare else [given.policy]
@@ -78,8 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     summaries = [summary for summary, _ in found]
     console.print(_table(summaries, took_s))
-    _write(given, summaries, {summary.policy: served for summary, served in found})
+    try:
+        _write(given, summaries, {summary.policy: served for summary, served in found})
+    except OSError as error:
+        print(f"not written: {error}", file=sys.stderr)
+        return FAILED
     return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raises ValueError for what would show only after the simulation."""
+    if given.limit is not None and given.limit < 1:
+        raise ValueError(f"limit {given.limit}: must be 1 or more requests")
+    if given.compare is not None and not policies(given.compare):
+        raise ValueError(f"compare {given.compare!r}: must name policies, with commas, or be all")
+    for path in (given.json, given.svg):
+        if path and str(path) != "-" and (problem := write_problem(Path(path))):
+            raise ValueError(problem)
 
 
 def _run(

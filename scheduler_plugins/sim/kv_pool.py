@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.sim.cache import LruBlocks
@@ -27,6 +28,8 @@ class PoolSettings:
             raise ValueError(f"pool_blocks {self.blocks}: must be 0 (no pool) or more")
         if not self.bytes_per_s > 0:
             raise ValueError(f"pool_bytes_per_s {self.bytes_per_s}: must be above 0")
+        if not 0 <= self.latency_s < inf:
+            raise ValueError(f"pool_latency_s {self.latency_s}: must be a number from 0 on")
 
 
 class KvPool:

@@ -30,6 +30,14 @@ class Network:
     """Whether KV streams while the prompt is computed. Then only what the prefill's time does not
     cover is waited for, and at least the last layer."""
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s {self.bytes_per_s}: must be above 0")
+        for name in ("latency_s", "kv_bytes_per_token"):
+            if not 0 <= (value := getattr(self, name)) < inf:
+                raise ValueError(f"{name} {value}: must be a number from 0 on")
+
     def exposed_bytes(self, tokens: int, prefill_s: float) -> float:
         """Bytes that are left to send when a prefill that took `prefill_s` has ended."""
         size = tokens * self.kv_bytes_per_token

@@ -28,6 +28,8 @@ profile` measures a real one."""
 CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
 """An invented engine without a GPU, ten times slower."""
 CHUNK_TOKENS = 2048
+MOST_ENGINES = 10_000
+"""Of each kind. More are a mistake in typing, for which memory would run out."""
 DEFAULT, BACKGROUND = "default", "background"
 """Classes of requests that somebody waits for, and of those that nobody does."""
 _BACKGROUND_PART = 0.05
@@ -73,6 +75,16 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        for name in ("prefill", "decode", "both", "cpu_prefill"):
+            if not 0 <= (count := getattr(self, name)) <= MOST_ENGINES:
+                raise ValueError(
+                    f"{name} {count}: must be a number of engines up to {MOST_ENGINES:,}"
+                )
+        for name in ("speed", "kv_tokens"):
+            if not (value := getattr(self, name)) > 0 or (name == "speed" and value == inf):
+                raise ValueError(f"{name} {value}: must be a number above 0")
+        if not 0 <= self.lag_s < inf:
+            raise ValueError(f"lag_s {self.lag_s}: must be a number of seconds from 0 on")
         if self.level not in (1, 2):
             raise ValueError(f"level {self.level}: must be 1 (whole prompts) or 2 (steps)")
         if not self.decode + self.both:

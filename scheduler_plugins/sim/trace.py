@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from typing import Annotated
 
 import msgspec
 
@@ -21,10 +22,13 @@ class TraceError(ValueError):
     """A file that is not a trace; the message names the line."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Line(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
     hash_ids: list[int]
 
 

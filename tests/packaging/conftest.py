@@ -25,17 +25,30 @@ def pip() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory, pip: list[str]) -> Path:
-    """The wheel `pip install .` would install. Built with the setuptools that is here: no network."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository."""
+    source = tmp_path_factory.mktemp("wheel") / "source"
     source.mkdir()
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     # With tests beside the packages, as in a clone: they must stay out.
-    for folder_name in ("pd_connector", "scheduler_plugins", "kernels", "tests"):
+    for folder_name in (
+        "pd_connector",
+        "scheduler_plugins",
+        "kernels",
+        "tests",
+        "docs",
+        "examples",
+    ):
         shutil.copytree(ROOT / folder_name, source / folder_name, ignore=unwanted)
+    return source
+
+
+@pytest.fixture(scope="session")
+def wheel(source: Path, pip: list[str]) -> Path:
+    """The wheel `pip install .` would install. Built with the setuptools that is here: no network."""
+    folder = source.parent
     command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -87,3 +87,32 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
     pytest.importorskip("transformers")
     code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
     assert python(code, root) == python(code, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("pd_connector bench codec", "torch"),
+        ("pd_connector bench reshard", "torch"),
+        ("pd_connector bench audit", "torch"),
+        ("pd_connector bench chaos --faults 1", "torch"),
+        ("pd_connector bench handoff --gpu", "torch"),
+        ("pd_connector profile --url http://127.0.0.1:1", "aiohttp"),
+        ("scheduler_plugins.bench --help", "aiohttp"),
+        ("scheduler_plugins.router --help", "aiohttp"),
+        ("pd_kernels.bench decode", "torch"),
+    ],
+)
+def test_a_program_says_what_it_lacks_and_what_brings_it(program, absent, tmp_path):
+    block = BLOCK.replace("sys.argv[1]", repr(absent))
+    module, *options = program.split()
+    code = (
+        f"{block}\nimport runpy\nrunpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, *options]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode in (1, 2)
+    assert "Traceback" not in ended.stderr
+    assert absent in ended.stderr
+    wanted = "pd-connector[router]" if absent == "aiohttp" else "environment of your engine"
+    assert wanted in ended.stderr

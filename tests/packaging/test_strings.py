@@ -94,6 +94,20 @@ def test_every_name_of_ours_in_a_string_stands_for_something(project: dict) -> N
     assert not wrong
 
 
+def test_every_name_of_ours_in_a_document_stands_for_something(project: dict) -> None:
+    """CHANGELOG.md tells what was, under the names of its time."""
+    known = groups(project) | {"pd_kernels.paged_decode"}  # as a line in the log has it
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    found = {
+        (file.name, name)
+        for file in files
+        for name in re.findall(rf"(?<![\w/.-])({NAME.pattern})", file.read_text())
+        if name not in known and not name.endswith((".md", ".py"))
+    }
+    assert len(found) > 30
+    assert not sorted(f"{file}: {name}" for file, name in found if not stands_for_something(name))
+
+
 def test_a_name_that_has_moved_is_noticed() -> None:
     assert stands_for_something("pd_connector.tools.cli.demo:demo")
     assert not stands_for_something("pd_connector.tools.cli.demo:nothing")

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user gets from `pip install`."""
 
+import subprocess
+import sys
+import tarfile
 from zipfile import ZipFile
 
 PACKAGES = ("pd_connector", "scheduler_plugins", "pd_kernels")
@@ -24,6 +27,21 @@ def test_the_demo_model_is_in_it(contents, root):
     files = {file.name for file in (root / "pd_connector/tools/demo/model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert {f"pd_connector/tools/demo/model/{file}" for file in files} <= contents
+
+
+def test_the_source_distribution_has_what_the_wheel_has_and_the_documents_and_no_tests(
+    source, contents, tmp_path
+):
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    own = {name for name in contents if not name.startswith(DIST_INFO)}
+    kernels = {name for name in own if name.startswith("pd_kernels/")}
+    assert own - kernels | {f"kernels/{name}" for name in kernels} <= names
+    assert {"docs/configuration.md", "docs/router-grafana.json", "CHANGELOG.md"} <= names
+    assert not [name for name in names if name.startswith("tests") or name.endswith(".pyc")]
 
 
 def test_types_are_offered_to_type_checkers(contents):

@@ -128,6 +128,14 @@ def test_a_config_that_cannot_be_read_is_refused(text: str) -> None:
         load_config(text)
 
 
+@pytest.mark.parametrize("text", ['{"key": "hunter2", }', '["hunter2"]', "hunter2"])
+def test_what_stands_in_the_variable_is_not_repeated(text: str) -> None:
+    """It may have the key in it, and the message goes into the log."""
+    with pytest.raises(ConfigError, match="PD_CONNECTOR_CONFIG: ") as caught:
+        load_config(text)
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("audit", ["first", 0.01])
 def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit: object) -> None:
     with pytest.raises(ConfigError, match="cannot compute a prompt"):

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from pd_connector.config import Config
 from pd_connector.control.seal import trusted_peers
+from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.params import decode_params, parse, parse_address
 from pd_connector.protocol.peers import Peer, Source
@@ -42,3 +43,9 @@ def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     introduce(Config())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["none/address", "."])
+def test_a_file_that_cannot_be_written_is_named_with_its_key(tmp_path: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match=r"address_file .*config key address_file"):
+        introduce(Config(address_file=str(tmp_path / place)))

@@ -10,7 +10,12 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "torch is not installed: use the environment of your engine (vLLM or SGLang), which brings it"
+    )
 
 from pd_kernels.bench.report import Comparison, line, print_rows, write_json
 from pd_kernels.tuning import VARIABLE

@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import Extension, load_entry_points
+from pd_connector.tools.missing import named_if_missing
 
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
@@ -85,6 +86,7 @@ app = typer.Typer(
     cls=LazyGroup,
     add_completion=False,
     no_args_is_help=True,
+    pretty_exceptions_show_locals=False,  # keys may be among them
     help="Prefill/decode disaggregation for vLLM and SGLang.",
 )
 
@@ -96,4 +98,5 @@ def group() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    with named_if_missing():
+        app()

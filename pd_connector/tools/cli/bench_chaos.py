@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pd_connector.tools.cli.bench_report import exit_codes
 from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.output import checked
 
 BROKEN = 1
 """Exit code if a promise was broken."""
@@ -37,8 +38,12 @@ def chaos(
         bool, typer.Option("--engines", help="On real engines behind the router, under load.")
     ] = False,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long, with --engines.")] = 10.0,
-    json: Annotated[Path | None, typer.Option(help="Write the counts to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the counts to this file.", callback=checked)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the table to this file.", callback=checked)
+    ] = None,
 ) -> None:
     """Do faults to agents, or to engines, and compare every page, or every answer.
 

@@ -29,7 +29,8 @@ def exit_codes(console: Console) -> Iterator[None]:
     try:
         yield
     except (PDConnectorError, OSError) as error:
-        console.print(f"not measured: {error}", style="red", markup=False, highlight=False)
+        said = f"not measured: {error}"
+        console.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(NOT_MEASURED) from None
     except KeyboardInterrupt:
         console.print("interrupted; all processes have been ended")
@@ -50,7 +51,11 @@ def report(
         console.print(note, soft_wrap=True, highlight=False, markup=False)
     comparisons = [one for _, several in tables for one in several]
     if json is not None:
-        write_json(json, comparisons)
+        try:
+            write_json(json, comparisons)
+        except OSError as error:
+            Console(stderr=True).print(f"not written: {error}", style="red", markup=False)
+            raise typer.Exit(NOT_MEASURED) from None
     if missed(comparisons):
         raise typer.Exit(BAR_MISSED)
 

@@ -121,8 +121,8 @@ def demo(
         stderr.print("interrupted; all processes have been ended")
         raise typer.Exit(INTERRUPTED) from None
     except (PDConnectorError, OSError) as error:
-        stderr.print(f"failed: {error}", style="red", markup=False, highlight=False)
-        stderr.print(f"logs: {logs}", highlight=False)
+        said = f"failed: {error}\nlogs: {logs}"
+        stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
     stdout.print(_table(rows, HANDOFFS[engine]))
     differing = [row.prompt_tokens for row in rows if not row.difference <= TOLERANCE]

@@ -14,6 +14,7 @@ from rich.console import Console
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.cli.bench_report import BAR_MISSED, exit_codes, report
 from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.output import checked
 from scheduler_plugins.bench.routers import deaths as dying
 from scheduler_plugins.bench.routers import overload as overloaded
 from scheduler_plugins.bench.routers import rotations, scaled, truth, truth_engines
@@ -37,7 +38,9 @@ Policy = Annotated[str, typer.Option(help="Of our router.")]
 Requests = Annotated[int, typer.Option(min=20, help="The trace's first so many.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Repetitions.")]
 Speed = Annotated[float, typer.Option(min=0.5, help="Times faster than the trace's time.")]
-Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
+Json = Annotated[
+    Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
+]
 
 
 @app.command("peers")
@@ -93,7 +96,8 @@ def simulator_beside_live(
     requests: Requests = 1000,
     speed: Speed = 8.0,
     engines: Annotated[
-        bool, typer.Option(help="Real vLLM engines, one of each side, instead of mocks.")
+        bool,
+        typer.Option("--engines", help="Real vLLM engines, one of each side, instead of mocks."),
     ] = False,
     json: Json = None,
 ) -> None:

@@ -66,6 +66,8 @@ class BackendEngine(Loaded):
     """How long prefill and decode take there. Counts tokens until more is known."""
     circuit: Circuit = field(default_factory=Circuit, repr=False)
     """Keeps requests from it for a while after it failed several in a row."""
+    paused_for: set[str] = field(default_factory=set, repr=False)
+    """Causes for which the circuit has opened, since it came."""
     draining: bool = False
     """Whether it gets no new requests, and goes on with those it has."""
     told_costs: bool = False
@@ -226,6 +228,10 @@ class BackendEngine(Loaded):
             known.event_lag_s.remove(self.url)
         with suppress(KeyError):
             known.prefill_addressable.remove(self.url)
+        for cause in self.paused_for:
+            with suppress(KeyError):
+                known.circuit_opened.remove(self.url, cause)
+        self.paused_for.clear()
 
     def _report(self) -> None:
         if not self.role_given and self.kind is None:

@@ -82,4 +82,5 @@ def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Met
     """The engine answers, and failed a request: after several in a row it gets a pause."""
     if engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
         metrics.circuit_opened.labels(engine.url, failure.cause).inc()
+        engine.paused_for.add(failure.cause)
         logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)

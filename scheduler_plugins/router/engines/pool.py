@@ -58,6 +58,7 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named: dict[str, tuple[str, ...]] = {}
+        self._name_problems: dict[str, str] = {}  # of names, as they were logged
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -129,8 +130,21 @@ class EnginePool(Pool):
             try:
                 self._named[url] = await members(url, self._session)
             except MembersError as error:
-                logger.warning("%s; the engines known before stay", error)
+                problem = str(error)
+            else:
+                problem = ""
+            self._note_name(url, problem)
         return self._named != before
+
+    def _note_name(self, url: str, problem: str) -> None:
+        """Say once that nobody tells which engines a name stands for, and once that somebody does again."""
+        before = self._name_problems.pop(url, "")
+        if problem:
+            self._name_problems[url] = problem
+            if problem != before:
+                logger.warning("%s; the engines known before stay", problem)
+        elif before:
+            logger.info("%s: its engines are told again", url)
 
     def add(self, url: str, role: Role | None) -> BackendEngine:
         """Begin to watch an engine. It gets requests once it is up.

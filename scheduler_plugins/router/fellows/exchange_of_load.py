@@ -250,7 +250,7 @@ async def exchanging(
     task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
     await asyncio.sleep(0)
     if task.done():
-        raise OSError(f"exchange {config.exchange}: {task.exception()}")
+        raise OSError(f"{config.exchange} (exchange): {task.exception()}")
     try:
         yield
     finally:

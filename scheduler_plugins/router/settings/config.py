@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_loopback
+from pd_connector.hosts import is_host, is_loopback
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
@@ -18,6 +18,8 @@ SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that name engines."""
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
+MOST_WORKERS = 256
+"""More are a mistake in typing, by which a machine's memory would run out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class RouterConfig:
     """Requests of each class that may wait at the router, while engines have enough to do; 0: they wait at the engines."""
     engine_queue_s: float = 0.5
     """With `front_queue`: prefill that every engine may have queued before requests wait at the router."""
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key."""
     connect_timeout_s: float = 5.0
@@ -148,6 +150,10 @@ class RouterConfig:
         for name in ("tls_cert", "tls_key", "engine_ca"):
             if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{name} {path}: no such file")
+        if self.tokenizer and not (Path(self.tokenizer) / "tokenizer.json").is_file():
+            raise ValueError(f"tokenizer {self.tokenizer}: no folder with a tokenizer.json in it")
+        if self.otlp and not _is_url(self.otlp):
+            raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
         if self.tls_key and not self.tls_cert:
             raise ValueError("tls_key: is given without tls_cert; give both, or none")
         if self.front_queue < 0:
@@ -156,8 +162,9 @@ class RouterConfig:
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port {self.port}: must be between 0 and 65535")
+        for name in ("port", "admin_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
+                raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 65535")
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name.endswith("_s") and not 0 < value < float("inf"):
@@ -165,6 +172,8 @@ class RouterConfig:
             if one.name in COUNTS and value < 1:
                 raise ValueError(f"{one.name} {value}: must be 1 or more")
 
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"workers {self.workers}: must be {MOST_WORKERS} at most")
         if self.workers > 1 and not hasattr(os, "memfd_create"):
             raise ValueError(f"workers {self.workers}: more than 1 is possible on Linux only")
         if self.bodies_mib < self.body_mib:
@@ -175,7 +184,7 @@ class RouterConfig:
     def _check_exchange(self) -> None:
         for name, addresses in (("exchange", (self.exchange,)), ("fellows", self.fellows)):
             for address in filter(None, addresses):
-                host = urlsplit(address).hostname or ""
+                host = _host_with_port(address)
                 if not address.startswith("tcp://") or not host:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
                 if not (self.router_key or is_loopback(host)):
@@ -201,6 +210,23 @@ class RouterConfig:
         return min(0.5, self.health_interval_s)
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _host_with_port(address: str) -> str:
+    """The host of an address that has a port, too; else nothing."""
+    try:
+        parts = urlsplit(address)
+        return parts.hostname or "" if parts.port else ""
+    except ValueError:
+        return ""
+
+
 def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
     urls = tuple(base_url(side, url) for url in given)
     for url in urls:
@@ -220,7 +246,7 @@ def base_url(side: str, given: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{wanted} ({error})") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+    if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
         raise ValueError(wanted)
     if parts.query or parts.fragment or parts.username:
         raise ValueError(f"{wanted}, without query, fragment or user name")

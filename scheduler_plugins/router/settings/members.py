@@ -20,6 +20,8 @@ from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
+from pd_connector.hosts import is_host
+
 SCHEMES = ("dns+http", "k8s+http")
 LIMIT_S = 5.0
 """Longest wait for a name server, or for Kubernetes' API."""
@@ -56,7 +58,13 @@ def checked_name(side: str, given: str) -> str:
         port = None
     pods = parts.scheme == SCHEMES[1]
     labels = unquote(parts.path).strip("/")
-    if not parts.hostname or not port or bool(labels) is not pods or parts.query or parts.fragment:
+    if (
+        not is_host(parts.hostname or "")
+        or not port
+        or bool(labels) is not pods
+        or parts.query
+        or parts.fragment
+    ):
         form = "k8s+http://NAMESPACE:PORT/LABEL=VALUE" if pods else "dns+http://NAME:PORT"
         raise ValueError(f"{side} {given!r}: must look like {form}")
     return f"{parts.scheme}://{parts.netloc}" + (f"/{labels}" if pods else "")

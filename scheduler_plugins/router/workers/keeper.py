@@ -278,7 +278,10 @@ def _reserved(config: RouterConfig) -> Iterator[int]:
     with socket.socket(family, socket.SOCK_STREAM) as alone:
         # Another router's workers would share the port with ours, so it must be free first.
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind((config.host, config.port))
+        try:
+            alone.bind((config.host, config.port))
+        except (OSError, UnicodeError) as error:  # the latter: a host that can be no name
+            raise OSError(f"{config.host}:{config.port}: {error}") from None
         if config.port:
             alone.listen(1)
     with socket.socket(family, socket.SOCK_STREAM) as held:

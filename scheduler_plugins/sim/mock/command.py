@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler_plugins.cost.profile import ProfileError, load
+from pd_connector.errors import PDConnectorError
+from scheduler_plugins.cost.profile import load
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.simulate import CHUNK_TOKENS, COSTS
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         return asyncio.run(_serve(given))
-    except (ProfileError, OSError) as error:
+    except (PDConnectorError, ValueError, OSError) as error:  # of a profile, a setting, an address
         print(f"not started: {error}", file=sys.stderr)
         return 2
 

@@ -119,7 +119,7 @@ class Publisher:
     last ones."""
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = "") -> None:
-        """Binds both; `replay_endpoint` empty: no replay. Raises zmq.ZMQError: one cannot be bound."""
+        """Binds both; `replay_endpoint` empty: no replay. Raises OSError: one cannot be bound."""
         self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -129,10 +129,12 @@ class Publisher:
             self._pub.bind(endpoint)
             if self._replay is not None:
                 self._replay.bind(replay_endpoint)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             # Left to the garbage collector with its sockets, a context keeps the collector waiting without end.
             self.close()
-            raise
+            raise OSError(
+                f"KV events at {endpoint}, {replay_endpoint or 'no replay'}: {error}"
+            ) from None
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = (
             self._replay.getsockopt_string(zmq.LAST_ENDPOINT) if self._replay is not None else ""

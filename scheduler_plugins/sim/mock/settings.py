@@ -32,3 +32,15 @@ class MockSettings:
     """It describes itself as SGLang's server does."""
     decode_apart: bool = False
     """A machine of its own decodes, beside prefills: one address for a prefill and a decode engine."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port {self.port}: must be between 0 and 65535")
+        for name in ("cache_blocks", "block_tokens"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {count}: must be 1 or more")
+        if not 0 < self.speed < inf:
+            raise ValueError(f"speed {self.speed}: must be a number above 0")
+        if not self.kv_tokens > 0:
+            raise ValueError(f"kv_tokens {self.kv_tokens}: must be above 0")

@@ -11,7 +11,7 @@ from support.waits import until
 from typer.testing import CliRunner
 
 from pd_connector.tools.launch import Port
-from scheduler_plugins.bench.__main__ import app
+from scheduler_plugins.bench.app import app
 from scheduler_plugins.bench.routers import overload, rotations, scaled, truth, two
 from scheduler_plugins.bench.routers.contenders import OURS, SGLANG, VLLM, Ours
 from scheduler_plugins.bench.routers.mocks import MockProcess

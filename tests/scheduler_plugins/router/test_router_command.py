@@ -2,6 +2,7 @@
 """The settings, and the command as a user starts it."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -43,6 +44,17 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
         ({"attempts": 0}, "attempts 0"),
         ({"port": 70000}, "port 70000"),
+        ({"admin_port": 70000}, "admin_port 70000"),
+        ({"admin_port": -1}, "admin_port -1"),
+        ({"workers": 257}, "workers 257: must be 256 at most"),
+        ({"decode": ("http://x..y:1",)}, "decode 'http://x..y:1'"),
+        ({"prefill": (f"{'a' * 64}.example:1",)}, "must look like http://host:port"),
+        ({"decode": ("dns+http://x..y:1",)}, "must look like dns+http://NAME:PORT"),
+        ({"exchange": "tcp://127.0.0.1"}, "exchange 'tcp://127.0.0.1': must look like"),
+        ({"exchange": "tcp://127.0.0.1:99999"}, "exchange 'tcp://127.0.0.1:99999'"),
+        ({"fellows": ("tcp://127.0.0.1:0",)}, "fellows 'tcp://127.0.0.1:0'"),
+        ({"otlp": "localhost:4318"}, "otlp 'localhost:4318': must look like http://"),
+        ({"tokenizer": "/no/such/folder"}, "tokenizer /no/such/folder: no folder"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], names: str) -> None:
@@ -62,6 +74,17 @@ def test_wrong_options_end_with_a_message_and_status_2() -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_keys_are_not_in_the_help_and_not_in_what_the_settings_look_like() -> None:
+    environment = {**os.environ, "PD_ROUTER_API_KEY": "hunter2"}
+    ended = subprocess.run(
+        [*COMMAND, "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "--api-key" in ended.stdout
+    assert "hunter2" not in ended.stdout
+    keys = ("api_key", "admin_key", "client_key", "router_key")
+    assert "hunter2" not in repr(config(**dict.fromkeys(keys, "hunter2")))
+
+
 def test_a_port_in_use_ends_with_a_message_and_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -73,6 +96,36 @@ def test_a_port_in_use_ends_with_a_message_and_status_1() -> None:
         )
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_admin_apis_port_in_use_is_the_one_that_is_named(workers: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        engines = ("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--workers", workers)
+        ended = subprocess.run(
+            [*COMMAND, *engines, "--port", "0", "--admin-port", port],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port} (admin API)" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_host_that_can_be_no_name_ends_with_a_message(workers: str) -> None:
+    engines = ("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--workers", workers)
+    ended = subprocess.run(
+        [*COMMAND, *engines, "--port", "0", "--host", "x..y"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "cannot listen on x..y:0" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

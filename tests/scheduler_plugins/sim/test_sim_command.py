@@ -15,6 +15,7 @@ import pytest
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import save
+from scheduler_plugins.router.__main__ import main as router
 from scheduler_plugins.router.policies.registry import PREFILL
 from scheduler_plugins.sim.report import spread
 
@@ -148,6 +149,70 @@ def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
 def test_a_mistake_is_named(recorded: Path, options: tuple[str, str], said: str, capsys) -> None:
     assert simulate(recorded, *options) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--prefill -1", "prefill -1"),
+        ("--prefill 99999999999", "up to 10,000"),
+        ("--speed 0", "speed 0.0"),
+        ("--speed -1", "speed -1.0"),
+        ("--speed nan", "speed nan"),
+        ("--level 2 --kv-tokens -5", "kv_tokens -5.0"),
+        ("--lag-s nan", "lag_s nan"),
+        ("--bytes-per-s 0", "bytes_per_s 0.0"),
+        ("--bytes-per-s -1", "bytes_per_s -1.0"),
+        ("--latency-s -5", "latency_s -5.0"),
+        ("--kv-bytes-per-token -1", "kv_bytes_per_token -1"),
+        ("--pool-latency-s -1", "pool_latency_s -1.0"),
+        ("--limit 0", "limit 0"),
+        ("--compare ,", "compare ','"),
+        ("--json /nowhere/x.json", "no folder /nowhere"),
+        ("--svg /", "is a folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_simulated(
+    recorded: Path, options: str, said: str, capsys
+) -> None:
+    """Many of these gave figures: negative times, hits of nothing."""
+    assert simulate(recorded, *options.split()) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert not told.out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--port 99999", "port 99999"),
+        ("--speed -1", "speed -1.0"),
+        ("--block-tokens 0", "block_tokens 0"),
+        ("--cache-blocks 0", "cache_blocks 0"),
+        ("--kv-tokens 0", "kv_tokens 0.0"),
+        ("--bytes-per-s 0", "bytes_per_s 0.0"),
+        ("--order nope", "policy 'nope'"),
+        ("--kv-events nowhere", "KV events at nowhere"),
+        ("--host x..y", "not started: "),
+    ],
+)
+def test_a_mock_engine_that_makes_no_sense_does_not_start(options: str, said: str, capsys) -> None:
+    assert pd_router(["mock", *options.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_a_line_and_130(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scheduler_plugins.sim.trace.load", interrupted)
+    assert simulate(recorded) == 130
+    monkeypatch.setattr("scheduler_plugins.router.__main__._parser", interrupted)
+    assert pd_router(["serve"]) == 130
+    assert router([]) == 130
+    assert capsys.readouterr().err == "interrupted\n" * 3
 
 
 def test_pd_router_names_its_commands(capsys) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from scheduler_plugins.bench.__main__ import app
+from scheduler_plugins.bench.app import app
 from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, read
 from scheduler_plugins.sim.workload import shared_profiles
 
@@ -46,6 +46,7 @@ def test_coarse_times_are_spread_and_scaled(tmp_path: Path) -> None:
         ("", "is empty"),
         (LINE % (0, 1, "") + "{}\n", "line 2: .*timestamp"),
         ("no trace\n", "line 1: "),
+        (LINE % (0, 1, "") + LINE % (0, -1, ""), "line 2: .*>= 0"),
     ],
 )
 def test_what_is_no_trace_is_refused_by_line(tmp_path: Path, text: str, said: str) -> None:

@@ -328,6 +328,7 @@ def visit(answers=None, *, url=URL, params=DESCRIPTION, metrics="", refused=""):
     """HandoffFindings about a peer that answers this; `answers` overrides single paths."""
     known = {
         "/health": "",
+        "/server_info": None,  # SGLang's
         "/version": json.dumps({"version": "0.32.0"}),
         "/v1/models": json.dumps({"data": [{"id": "m"}]}),
         "/v1/completions": json.dumps({"choices": [], "kv_transfer_params": params}),
@@ -511,3 +512,44 @@ def test_json_is_all_of_standard_output(monkeypatch):
 
 def test_found_text_is_not_taken_for_markup(monkeypatch):
     assert "[bold]" in run(monkeypatch, environment(UCX_TLS="[bold],tcp")).stdout
+
+
+def sglang(mode="prefill", backend="pd_connector", states=({"pd_connector": DESCRIPTION},)):
+    """Findings about an SGLang engine that tells this of itself; it is asked for no answer."""
+    told = {
+        "version": "0.5.23",
+        "disaggregation_mode": mode,
+        "disaggregation_transfer_backend": backend,
+        "internal_states": list(states),
+    }
+    unasked = dict.fromkeys(("/version", "/v1/models", "/v1/completions"))
+    return visit({"/server_info": json.dumps(told), **unasked})
+
+
+def test_a_prefill_engine_of_sglangs_is_looked_at_by_what_it_tells_of_itself():
+    findings = sglang()
+    assert {finding.status for finding in findings} == {Status.OK}
+    assert only(findings, "SGLang").found == "0.5.23, prefill"
+    assert "10.0.0.2:5555" in only(findings, "control port").found
+
+
+def test_a_decode_engine_of_sglangs_has_no_control_port():
+    findings = sglang("decode", states=({"pd_connector": {}},))
+    assert {finding.status for finding in findings} == {Status.OK}
+    assert "decode engine" in only(findings, "connector").found
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"mode": "null"}, "disaggregation mode null"),
+        ({"backend": "nixl"}, "transfer backend nixl"),
+        ({"states": ({},)}, "no address for KV transfers"),
+        ({"states": (7,)}, "no address for KV transfers"),
+    ],
+)
+def test_an_sglang_engine_that_cannot_hand_over_fails_with_what_to_do(told, said):
+    finding = only(sglang(**told), "connector")
+    assert finding.status is Status.FAIL
+    assert said in finding.found
+    assert finding.advice

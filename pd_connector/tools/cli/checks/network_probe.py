@@ -63,7 +63,7 @@ def _outward() -> str | None:
 def _resolve(host: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: it can be no name
         return ()
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # as the connector does
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))

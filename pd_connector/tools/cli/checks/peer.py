@@ -14,6 +14,8 @@ from pd_connector.hosts import is_loopback
 from pd_connector.remedies import outage_in, staged_in
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
+BACKEND = "pd_connector"
+"""What our transfer backend is called in SGLang."""
 TIMEOUT_S = 10.0
 DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after what it is computing
 _DESCRIBE = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
@@ -43,7 +45,10 @@ def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
                 "(--host 0.0.0.0)? Is a firewall between? The URL is the engine's, not its control port",
             )
         ]
-    findings = [Finding(url, "reachable", Status.OK, "healthy"), _version(url, ask)]
+    reachable = Finding(url, "reachable", Status.OK, "healthy")
+    if (told := _sglang(ask)) is not None:
+        return [reachable, *_sglang_findings(url, told, ask, connect), *_transfers(url, ask)]
+    findings = [reachable, _version(url, ask)]
     try:
         model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
         answer = json.loads(
@@ -59,6 +64,41 @@ def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
         return findings
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
     return [*findings, *_connector(url, params, ask, connect), *_transfers(url, ask)]
+
+
+def _sglang(ask: Ask) -> dict[str, Any] | None:
+    """What an SGLang engine tells of itself; None if it is none."""
+    try:
+        told = json.loads(ask("/server_info", None))
+    except (PeerError, ValueError):
+        return None
+    return told if isinstance(told, dict) and "disaggregation_mode" in told else None
+
+
+def _sglang_findings(url: str, told: dict[str, Any], ask: Ask, connect: Connect) -> list[Finding]:
+    """SGLang is not sent a prompt: one without a bootstrap room would be refused."""
+    mode, backend = told["disaggregation_mode"], told.get("disaggregation_transfer_backend")
+    engine = Finding(url, "SGLang", Status.OK, f"{told.get('version', '?')}, {mode}")
+    if mode not in ("prefill", "decode") or backend != BACKEND:
+        found = f"disaggregation mode {mode}, transfer backend {backend}"
+        advice = (
+            "start it with --disaggregation-mode prefill (or decode) and "
+            f"--disaggregation-transfer-backend {BACKEND}"
+        )
+        return [engine, Finding(url, "connector", Status.FAIL, found, advice)]
+    if mode == "decode":
+        found = "PDConnector, no control port: a decode engine dials and is not dialled"
+        return [engine, Finding(url, "connector", Status.OK, found)]
+    states = told.get("internal_states")
+    states = states if isinstance(states, list) else []
+    addresses = [state.get(BACKEND) if isinstance(state, dict) else None for state in states]
+    known = [one for one in addresses if isinstance(one, dict) and one]
+    if not known:
+        advice = "see that engine's log: pd_connector says there why it was not registered"
+        found = "its state has no address for KV transfers"
+        return [engine, Finding(url, "connector", Status.FAIL, found, advice)]
+    asked = [_connector(url, {**one, "describe": True}, ask, connect) for one in known]
+    return [engine, *(finding for findings in asked for finding in findings)]
 
 
 def _version(url: str, ask: Ask) -> Finding:

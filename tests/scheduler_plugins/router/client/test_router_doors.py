@@ -130,9 +130,10 @@ def test_a_wrong_door_is_named(settings: dict[str, Any], said: str) -> None:
 
 
 def test_a_dns_name_becomes_several_engines_and_is_followed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fake engines on one port at several addresses of loopback."""
+    caplog.set_level("INFO")
 
     async def scenario() -> None:
         fakes = [FakeEngine(f"d{n}") for n in range(3)]
@@ -186,6 +187,11 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             known.clear()
             await until(lambda: fakes[1].health_checks > checks + 3, "the name server is away")
             assert up() == at(2, 3), "engines stay while nobody can tell"
+            known[:] = ["127.0.0.3"]
+            await until(lambda: up() == at(3), "the name is followed again")
+        said = [line for line in caplog.messages if "the engines known before stay" in line]
+        assert len(said) == 1, "it is said once, however often the name is looked up"
+        assert [line for line in caplog.messages if "its engines are told again" in line]
         for fake in (prefill, *fakes):
             await fake.die()
 

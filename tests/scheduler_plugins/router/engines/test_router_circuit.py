@@ -111,6 +111,12 @@ def test_an_engine_that_fails_again_and_again_is_left_alone() -> None:
                 if engine["url"] == world.d[0].url
             ]
             assert state["circuit"] == "status_500"
+            known = world.known(world.d[0])
+            known.forget_metrics()
+            left = (await world.get("/metrics")).text
+            assert f'circuit_opened_total{{cause="status_500",engine="{known.url}"' not in left, (
+                "pods come and go: a series for each that ever was would never end"
+            )
 
     run(scenario())
 

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what to install where a module of another package is missing."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FAILED = 2
+_OURS = ("pd_connector", "scheduler_plugins", "pd_kernels")
+_ROUTER = ("aiohttp", "aiohappyeyeballs", "httptools", "prometheus_client", "yaml")
+"""What the extra `router` brings."""
+
+
+def what_to_install(module: str) -> str:
+    """What brings this module, as an instruction."""
+    if module in _ROUTER:
+        return "pip install 'pd-connector[router]'"
+    return "use the environment of your engine (vLLM or SGLang), which brings it"
+
+
+@contextmanager
+def named_if_missing() -> Iterator[None]:
+    """End the program with a line, in place of a traceback, where a module is missing that is none of ours."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if not module or module in _OURS:
+            raise
+        print(f"{module} is not installed: {what_to_install(module)}", file=sys.stderr)
+        sys.exit(FAILED)

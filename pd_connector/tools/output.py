@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether results can be written, asked before the work for them is done."""
+
+import os
+from pathlib import Path
+
+import typer
+
+
+def write_problem(path: Path) -> str:
+    """Why this file cannot be written; empty if it can. Creates nothing."""
+    if path.is_dir():
+        return f"{path}: is a folder; name a file"
+    if path.exists():
+        return "" if os.access(path, os.W_OK) else f"{path}: cannot be written"
+    if not path.parent.is_dir():
+        return f"{path}: there is no folder {path.parent}"
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return f"{path}: nothing can be written in {path.parent}"
+    return ""
+
+
+def checked(path: Path | None) -> Path | None:
+    """For options that name such a file: the file. Raises typer.BadParameter."""
+    if path is not None and (problem := write_problem(path)):
+        raise typer.BadParameter(problem)
+    return path
