@@ -78,7 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     summaries = [summary for summary, _ in found]
     console.print(_table(summaries, took_s))
-    _write(given, summaries, {summary.policy: served for summary, served in found})
+    try:
+        _write(given, summaries, {summary.policy: served for summary, served in found})
+    except OSError as error:
+        print(f"not written: {error}", file=sys.stderr)
+        return FAILED
     return 0
 
 

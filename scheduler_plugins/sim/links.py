@@ -30,6 +30,14 @@ class Network:
     """Whether KV streams while the prompt is computed. Then only what the prefill's time does not
     cover is waited for, and at least the last layer."""
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        for name in ("bytes_per_s", "kv_bytes_per_token"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
+        if not self.latency_s >= 0:
+            raise ValueError(f"latency_s {self.latency_s}: must be 0 or more")
+
     def exposed_bytes(self, tokens: int, prefill_s: float) -> float:
         """Bytes that are left to send when a prefill that took `prefill_s` has ended."""
         size = tokens * self.kv_bytes_per_token

@@ -222,6 +222,17 @@ def test_a_request_goes_on_with_the_tokens_it_has_when_its_engine_dies() -> None
     assert served.end_s < alone.end_s + 0.6, "nothing is generated twice"
 
 
+def test_a_request_that_decodes_needs_its_prefill_engine_no_more() -> None:
+    """Live, KV that has come is the decode engine's own."""
+    alone = cluster().run([one("a", 100, more=500)])
+    when = Change(1.0, lambda made, now_s: made.die("p0", now_s))
+    (served,) = cluster().run([one("a", 100, more=500)], [when])
+    assert (served.restarts, served.end_s) == (0, alone[0].end_s)
+    early = Change(0.25, lambda made, now_s: made.die("p0", now_s))  # its KV is on its way
+    (served,) = cluster(prefill=2).run([one("a", 100, more=500)], [early])
+    assert (served.restarts, served.p) == (1, "p1")
+
+
 def test_policies_rank_as_mooncake_found() -> None:
     """Random, shortest queue, conductor, conductor that fetches prefixes: each better than the one before."""
     shaped = conversations(2, 2500, open_at_once=60, turns=8, turn_blocks=(2, 40), page_size=512)
