@@ -173,7 +173,7 @@ class ClientRequest:
         if record is None or record.next_body() is None:
             return False
         self._candidates.failed(attempt, failure)
-        able = self._candidates.able()
+        able = self._candidates.able(begun=True)
         if able is None:
             return False
         engine, model = able.decode[0], self._body.get("model")
@@ -182,13 +182,13 @@ class ClientRequest:
         if not whole or rest is None:
             return False
         record.resume()
-        self._body, self._path, self._ids = rest, COMPLETIONS, None
-        tokens = token_bytes(rest["prompt"])
-        self._request = self._request._replace(
-            tokens=len(rest["prompt"]),
-            hashes=PromptKeys((), tokens),
-            max_tokens=rest["max_tokens"] or self._request.max_tokens,
-        )
+        if "messages" not in rest:
+            self._body, self._path, self._ids = rest, COMPLETIONS, None
+            self._request = self._request._replace(
+                tokens=len(rest["prompt"]),
+                hashes=PromptKeys((), token_bytes(rest["prompt"])),
+                max_tokens=rest["max_tokens"] or self._request.max_tokens,
+            )
         self._shared.metrics.resumed.inc()
         logger.warning("request %s: its stream goes on at another engine", self._request_id)
         return True

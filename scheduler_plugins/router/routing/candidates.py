@@ -47,11 +47,14 @@ class Candidates:
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
 
-    def able(self) -> AbleEngines | None:
+    def able(self, *, begun: bool = False) -> AbleEngines | None:
         """Engines for the next attempt; None if there are none, or all are overloaded.
 
         An overloaded engine's work goes to another engine of its role only. If it went to the other
         role, an overload of one side would spread to both.
+
+        Args:
+            begun: the client has a part of the answer, and cannot be told to come back later. Then either role does.
         """
         if self._accepted >= self._attempts:
             return None
@@ -60,8 +63,8 @@ class Candidates:
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
         able = self._pairing.able_engines(decode, prefill, slow)
-        if able is None:
-            return None
+        if able is None or begun:
+            return able
         if able.decode[0].role is Role.PREFILL:
             return None if self._overloaded(Role.DECODE) else able
         wanted = not able.prefill and able.cause != self._pairing.whole
