@@ -4,6 +4,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named: dict[str, tuple[str, ...]] = {}
+        self._new_name = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -76,6 +78,7 @@ class EnginePool(Pool):
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
         await self._ask_names()
+        self._named = dict.fromkeys(_names(self._config), ()) | self._named
         self.use(self._config)
         self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
         for watch in list(self._watches.values()):
@@ -84,9 +87,14 @@ class EnginePool(Pool):
     def use(self, config: RouterConfig) -> None:
         """Settings are these from now on: engines join, leave and change sides as they say.
 
-        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has.
+        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has. While nobody can tell what a
+        new name stands for, no engine leaves.
         """
         self._config = config
+        names = _names(config)
+        self._named = {name: self._named[name] for name in names if name in self._named}
+        if unknown := len(self._named) < len(names):
+            self._new_name.set()
         wanted: dict[tuple[str, Role | None], None] = {}
         for role, urls in (
             (Role.PREFILL, config.prefill),
@@ -102,7 +110,7 @@ class EnginePool(Pool):
                 if self.leaves(engine):
                     self._leaving.pop(engine).cancel()
                     engine.draining = False
-            elif not self.leaves(engine):
+            elif not (unknown or self.leaves(engine)):
                 self.remove(engine)
         for url, role in wanted:
             self.add(url, role)
@@ -118,14 +126,17 @@ class EnginePool(Pool):
 
     async def _follow_names(self) -> None:
         while True:
-            await asyncio.sleep(self._config.members_interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.members_interval_s):
+                    await self._new_name.wait()
+            self._new_name.clear()
             if await self._ask_names():
                 self.use(self._config)
 
     async def _ask_names(self) -> bool:
         """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
-        config, before = self._config, dict(self._named)
-        for url in filter(is_name, (url for side in SIDES for url in getattr(config, side))):
+        before = dict(self._named)
+        for url in _names(self._config):
             try:
                 self._named[url] = await members(url, self._session)
             except MembersError as error:
@@ -235,3 +246,8 @@ class EnginePool(Pool):
             watch = self._watches[engine]
             watch.probe_at = 0.0
             watch.wake.set()
+
+
+def _names(config: RouterConfig) -> set[str]:
+    """The URLs that stand for several engines."""
+    return {url for side in SIDES for url in getattr(config, side) if is_name(url)}
