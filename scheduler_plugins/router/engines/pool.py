@@ -87,8 +87,8 @@ class EnginePool(Pool):
     def use(self, config: RouterConfig) -> None:
         """Settings are these from now on: engines join, leave and change sides as they say.
 
-        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has. While nobody can tell what a
-        new name stands for, no engine leaves.
+        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has. Before that, engines that join
+        are looked at; and while nobody can tell what a new name stands for, no engine leaves.
         """
         self._config = config
         names = _names(config)
@@ -103,6 +103,7 @@ class EnginePool(Pool):
             (None, config.engine),
         ):
             wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
+        leaving = list[BackendEngine]()
         for engine in self.engines:
             key = (engine.url, engine.role if engine.role_given else None)
             if key in wanted:
@@ -111,9 +112,10 @@ class EnginePool(Pool):
                     self._leaving.pop(engine).cancel()
                     engine.draining = False
             elif not (unknown or self.leaves(engine)):
-                self.remove(engine)
-        for url, role in wanted:
-            self.add(url, role)
+                leaving.append(engine)
+        joining = [self.add(url, role) for url, role in wanted]
+        for engine in leaving:
+            self.remove(engine, joining)
         for engine in self.engines:
             if found := config.kv_events.get(engine.url):
                 self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
@@ -160,19 +162,30 @@ class EnginePool(Pool):
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
 
-    def remove(self, engine: BackendEngine) -> None:
-        """Let an engine leave: at once if it has no requests, else when they have ended."""
-        engine.draining = True
+    def remove(self, engine: BackendEngine, joining: Sequence[BackendEngine] = ()) -> None:
+        """Let an engine leave: at once if it has no requests, else when they have ended.
+
+        Args:
+            joining: engines that come in its place. Until they have been looked at, it gets requests.
+        """
+        engine.draining = engine.draining or not joining
+        watches = [self._watches[one] for one in joining]
         self._leaving[engine] = asyncio.create_task(
-            self._leave(engine), name=f"leaving {engine.url}"
+            self._leave(engine, watches), name=f"leaving {engine.url}"
         )
 
     def leaves(self, engine: BackendEngine) -> bool:
         """Whether the engine was told to leave, and has not yet."""
         return engine in self._leaving
 
-    async def _leave(self, engine: BackendEngine) -> None:
+    async def _leave(self, engine: BackendEngine, joining: Sequence[EngineWatch]) -> None:
         loop = asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.health_timeout_s):
+                for watch in joining:
+                    await watch.checked.wait()
+        engine.draining = True
+        self._on_change()
         end = loop.time() + self._config.drain_timeout_s
         while engine.in_flight and loop.time() < end:  # noqa: ASYNC110 - a count, not an event
             await asyncio.sleep(LEAVE_LOOK_S)

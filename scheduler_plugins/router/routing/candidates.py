@@ -153,6 +153,8 @@ class Candidates:
                 found.append((engine, failure.cause, str(failure)))
             elif engine in others:
                 continue
+            elif engine.up and engine.draining:
+                found.append((engine, "draining", "it drains, or is to leave"))
             elif engine.up:
                 left = f"not tried: {self._attempts} engines had failed (setting attempts)"
                 found.append((engine, "not_tried", left))

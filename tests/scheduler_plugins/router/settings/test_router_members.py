@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from router_fakes import FAST, FakeEngine, World, answer, run, slow, until
 from scheduler_plugins.router import reload
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsError, SettingsFile, parse
@@ -299,6 +301,57 @@ def test_a_limit_that_holds_from_the_start_is_named(
             path.write_text(yaml.safe_dump({"engines": ENGINES, "limits": limits}))
             said = "shutdown_timeout_s: hold once the router is started again"
             await until(lambda: said in caplog.text, "it is said")
+
+    run(scenario())
+
+
+class Late(FakeEngine):
+    """Says how it is once it `begins`."""
+
+    def __init__(self, name: str, engine_id: str | None = None) -> None:
+        super().__init__(name, engine_id)
+        self.asked, self.begins = False, asyncio.Event()
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        self.asked = True
+        await self.begins.wait()
+        return await super()._health(request)
+
+
+def test_engines_that_are_all_replaced_serve_until_the_others_do() -> None:
+    async def scenario() -> None:
+        others = [Late("p9", "engine-p9"), Late("d9")]
+        for fake in others:
+            await fake.start()
+        async with World(health_timeout_s=1e6) as world:
+            pool = world.app[SHARED].pool
+            assert isinstance(pool, EnginePool)
+            urls = {"prefill": (others[0].url,), "decode": (others[1].url,)}
+            pool.use(replace(pool.config, **urls))
+            await until(lambda: all(fake.asked for fake in others), "they are looked at")
+            assert (await world.complete()).json["served_by"] == "d0"
+            for fake in others:
+                fake.begins.set()
+            while len(world.engines) > 2:
+                assert (await world.complete()).status == 200
+            assert (await world.complete()).json["served_by"] == "d9"
+        for fake in others:
+            await fake.die()
+
+    run(scenario())
+
+
+def test_a_drained_engine_is_named_as_such() -> None:
+    async def scenario() -> None:
+        async with World(admin_port=0) as world:
+            for fake in world.p + world.d:
+                assert (await Admin(world)("POST", "/drain", url=fake.url))[0] == 200
+            reply = await world.complete()
+            assert reply.status == 503
+            assert reply.json["error"]["engines"] == {
+                "decode": {"draining": 1},
+                "prefill": {"draining": 1},
+            }
 
     run(scenario())
 
