@@ -153,9 +153,19 @@ class Responder:
                 left = b""
             return not left and not cutter.finished and failed is None
 
-        while not cutter.finished and not await answer.pass_to(take):
+        while not cutter.finished:
+            try:
+                ended = await answer.pass_to(take)
+            except BaseException:
+                # Given up between `take` and here. What was noted is not asked for again, so it must not be lost.
+                if left:
+                    client.push(left)
+                raise
+            if ended:
+                break
             if left:
                 await client.write(left)
+                left = b""
             if failed is not None:
                 raise failed
         if cutter.finished:
