@@ -31,6 +31,8 @@ RETRY_S = 30.0
 """Pause after which engines are asked again about their model, or for tokens that they could not give."""
 AGAIN_S = 1.0
 """Least pause after which they are, where one has come up meanwhile."""
+LOADING_S = 20.0
+"""Longest wait for the first tokens of a tokenizer, which has to be loaded."""
 WORKERS = 2
 MOST_CHARACTERS = 1 << 20
 """A longer prompt is not tokenized: it would take the workers away from all others for seconds."""
@@ -199,7 +201,7 @@ class PromptTokens:
             alike = alike and len(theirs) == 1 and (bool(told) or "prompt" not in probe)
             if not folder:
                 continue
-            ours = await self._by_worker(folder, probe)
+            ours = await self._by_worker(folder, probe, LOADING_S)
             agrees = agrees and ours is not None and theirs == {ours}
             differs = ours is not None and bool(told - {ours})
             if differs and (self._model is None or self._model.folder):
@@ -209,12 +211,14 @@ class PromptTokens:
                 folder, agrees = "", False
         return folder, agrees, alike
 
-    async def _by_worker(self, folder: str, asked: Mapping[str, Any]) -> bytes | None:
+    async def _by_worker(
+        self, folder: str, asked: Mapping[str, Any], limit_s: float = LIMIT_S
+    ) -> bytes | None:
         if self._workers is None:
             self._workers = ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"))
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(LIMIT_S if self._model is not None else 10 * LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 return await loop.run_in_executor(self._workers, tokenize, folder, dict(asked))
         except TokenizerError as error:
             logger.info("%s", error)
@@ -222,7 +226,7 @@ class PromptTokens:
             logger.warning("a worker process that tokenizes has ended: %s", error)
             self._workers = None
         except TimeoutError:
-            logger.warning("a prompt was not tokenized within %g s", LIMIT_S)
+            logger.warning("a prompt was not tokenized within %g s", limit_s)
         except Exception as error:
             # Whatever a client can write into a body has come to the tokenizer: it may say anything.
             logger.info("a prompt cannot be tokenized here: %s", error)
