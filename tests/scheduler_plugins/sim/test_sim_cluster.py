@@ -78,6 +78,16 @@ def test_an_engine_that_does_both_needs_no_link() -> None:
     assert (served.p, served.d) == (None, "b0")
 
 
+def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() -> None:
+    node = Node("b0", Role.BOTH, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
+    requests = [one("a", 100, more=2), one("b", 100, 0.201)]
+    served = Cluster([node], create("conductor")).run(requests)
+    assert served[1].start_s == pytest.approx(served[0].end_s)
+    ended_s = served[1].end_s
+    assert ended_s is not None
+    assert node.busy_s == pytest.approx(ended_s)
+
+
 def test_a_step_that_prefills_also_decodes() -> None:
     truth = replace(TRUTH, chunk_tokens=64)
     node = Node("b0", Role.BOTH, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
