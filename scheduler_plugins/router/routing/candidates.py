@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler_plugins.router.engines.circuit import DEATHS
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
@@ -43,6 +44,7 @@ class Candidates:
         self._sglangs = sglangs_own(body)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that live, and what they said last of a prompt whose KV had not come."""
+        self._died = set[BackendEngine]()
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
@@ -111,8 +113,14 @@ class Candidates:
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._pairing.no_prefill.add(engine)
+        if failure.cause in DEATHS:
+            self._died.add(engine)
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
+
+    def died(self, prefill: BackendEngine) -> bool:
+        """Whether a prefill engine was gone before it had answered its copy."""
+        return prefill in self._died
 
     def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
         """What to tell the client when no engine is left."""
@@ -156,7 +164,9 @@ class Candidates:
             elif engine.up and engine.draining:
                 found.append((engine, "draining", "it drains, or is to leave"))
             elif engine.up:
-                left = f"not tried: {self._attempts} engines had failed (setting attempts)"
+                why = f"{self._attempts} engines had failed (setting attempts)"
+                tried = self._accepted >= self._attempts
+                left = f"not tried: {why if tried else 'the retry budget was used up'}"
                 found.append((engine, "not_tried", left))
             else:
                 found.append((engine, "down", engine.reason))

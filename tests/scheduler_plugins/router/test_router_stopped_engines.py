@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import DONE, FakeEngine, World, answer, forever, run, says
+from router_fakes import DONE, FakeEngine, World, answer, forever, run, says, until
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort"}
 STREAM = {"model": "m", "prompt": "hi", "stream": True}
@@ -110,5 +111,42 @@ def test_a_prompt_that_was_not_computed_is_computed_elsewhere() -> None:
             world.d[0].behave = waits
             assert (await world.complete()).status == 200
             assert await world.metric("prefill_failures_total", cause="aborted") == 1
+
+    run(scenario())
+
+
+def test_a_prefill_engine_that_dies_costs_none_of_its_many_requests() -> None:
+    """Their decode engines, which may compute no prompts, fail them all at once: that is no reason to retry fewer."""
+
+    async def scenario() -> None:
+        async with World(prefill=2, decode=2) as world:
+            died = world.p[0]
+
+            async def dies(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                await forever()
+                raise AssertionError
+
+            async def wants_kv(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                params = body.get("kv_transfer_params") or {}
+                if params.get("remote_engine_id") != "engine-p0":
+                    return await answer(engine, request, body)
+                await until(lambda: world.known(died).prefills == 0, "its copies have failed")
+                return web.json_response({"error": {"message": "no KV", "code": 500}}, status=500)
+
+            died.behave = dies
+            for fake in world.d:
+                fake.behave = wants_kv
+            tasks = [asyncio.create_task(world.complete()) for _ in range(60)]
+            await until(lambda: died.running == 30, "half of them are there")
+            await died.die()
+            replies = await asyncio.gather(*tasks)
+            assert [reply.status for reply in replies] == [200] * 60
+            for fake in world.d:
+                opened = await world.metric("circuit_opened_total", engine=fake.url)
+                assert opened == 0, "nobody else is to blame"
 
     run(scenario())
