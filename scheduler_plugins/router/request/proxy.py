@@ -149,9 +149,8 @@ class ClientRequest:
                     attempt.answering.role,
                     failure,
                 )
-                if self._lost_prefill(attempt, failure):
-                    pass  # an engine that fails because another one has died is to blame for nothing
-                elif not isinstance(failure, PrefillRefusedError | OverloadedError):
+                to_blame = self._to_blame(attempt, failure)
+                if to_blame:
                     self._shared.pool.report_failure(attempt.answering, failure)
                 if self._client.begun and self._record is not None:
                     if (ending := self._record.ending()) is not None:
@@ -164,17 +163,19 @@ class ClientRequest:
                     return await self.interrupt(why), "interrupted"
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
-                counts = failure.accepted and not self._lost_prefill(attempt, failure)
-                if counts and not self._shared.retries.allows(failure.cause):
+                if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
                     logger.warning("request %s: no retry, the budget is used up", self._request_id)
                     break
         raise self._candidates.exhausted()
 
-    def _lost_prefill(self, attempt: Attempt, failure: EngineFailedError) -> bool:
-        """Whether an engine only says that it got no KV, because its prefill engine died with that of all its requests."""
+    def _to_blame(self, attempt: Attempt, failure: EngineFailedError) -> bool:
+        """Whether the answering engine is; not for lack of room, nor if it only says that it got no KV: a prefill engine dies
+        with that of all its requests."""
+        if isinstance(failure, PrefillRefusedError | OverloadedError):
+            return False
         prefill = attempt.prefill
         gone = prefill is not None and (not prefill.up or self._candidates.died(prefill))
-        return gone and failure.answered
+        return not (gone and failure.answered)
 
     async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
