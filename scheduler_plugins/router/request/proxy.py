@@ -173,9 +173,7 @@ class ClientRequest:
         with that of all its requests."""
         if isinstance(failure, PrefillRefusedError | OverloadedError):
             return False
-        prefill = attempt.prefill
-        gone = prefill is not None and (not prefill.up or self._candidates.died(prefill))
-        return not (gone and failure.answered)
+        return not (failure.answered and self._candidates.lost_prefill(attempt))
 
     async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""

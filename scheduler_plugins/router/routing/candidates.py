@@ -99,11 +99,13 @@ class Candidates:
         """An attempt failed."""
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
+        prefill, lost = attempt.prefill, failure.answered and self.lost_prefill(attempt)
         if isinstance(failure, OverloadedError):
             self._lacks_room(attempt.answering, failure)
-        self._accepted += failure.accepted
-        prefill = attempt.prefill
-        if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
+            lost = False
+        self._accepted += failure.accepted and not lost
+        able = lost or not attempt.answering.computes_prompts
+        if prefill is not None and able and failure.answered:
             # It lives, and has not got the KV: with another prefill engine it may.
             self._pairing.failed.add((prefill, attempt.answering))
             self._without_kv[attempt.answering] = failure
@@ -118,9 +120,10 @@ class Candidates:
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
 
-    def died(self, prefill: BackendEngine) -> bool:
-        """Whether a prefill engine was gone before it had answered its copy."""
-        return prefill in self._died
+    def lost_prefill(self, attempt: Attempt) -> bool:
+        """Whether the attempt's prefill engine is gone, maybe with the KV."""
+        prefill = attempt.prefill
+        return prefill is not None and (not prefill.up or prefill in self._died)
 
     def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
         """What to tell the client when no engine is left."""

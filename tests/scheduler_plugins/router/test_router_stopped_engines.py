@@ -119,7 +119,7 @@ def test_a_prefill_engine_that_dies_costs_none_of_its_many_requests() -> None:
     """Their decode engines, which may compute no prompts, fail them all at once: that is no reason to retry fewer."""
 
     async def scenario() -> None:
-        async with World(prefill=2, decode=2) as world:
+        async with World(prefill=2, decode=2, attempts=1) as world:
             died = world.p[0]
 
             async def dies(
