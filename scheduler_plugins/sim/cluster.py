@@ -263,7 +263,7 @@ class Cluster:
 
     def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
         if journey.attempt == attempt:
-            journey.in_transfer = False
+            journey.in_transfer, journey.p = False, None  # it needs its prefill engine no more
             node.engine.receive(journey.waiting, journey.record, now_s)
             self._timeline.schedule(node)
 

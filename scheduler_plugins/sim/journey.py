@@ -19,7 +19,7 @@ class Journey:
     record: Served
     asked: Request
     waiting: Waiting  # as engines get it: after a death it has more tokens, and fewer to come
-    p: Node | None = None
+    p: Node | None = None  # until the decode engine has the KV
     d: Node | None = None
     attempt: int = 0  # what an earlier attempt has on its way is out of date
     in_transfer: bool = False

@@ -50,7 +50,7 @@ def summarize(
     ended_s = max((one.end_s or 0.0 for one in done), default=begun_s)
     duration_s = max(ended_s - begun_s, 1e-9)
     kept = sum(one.ttft_s <= ttft_slo_s and one.tpot_s <= tpot_slo_s for one in done)
-    arriving_s = max(served[-1].request.arrival_s - begun_s, 1e-9)
+    arriving_s = served[-1].request.arrival_s - begun_s or duration_s
     tokens = sum(one.request.tokens for one in done)
     return Summary(
         policy=policy,

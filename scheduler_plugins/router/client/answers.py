@@ -45,6 +45,8 @@ NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
 EVENT_STREAM = "text/event-stream"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _ERROR = b'data: {"error"'
+ABORTED = b'"finish_reason":"abort"'
+"""In an answer that an engine ended early, as vLLM's do when they are stopped. In a text its quotes would have backslashes."""
 
 
 def error_body(
@@ -83,6 +85,15 @@ def before_error(events: bytes) -> tuple[bytes, tuple[int, str] | None]:
             return events[:at], error
         at = events.find(_ERROR, at + 1)
     return events, None
+
+
+def before_abort(events: bytes) -> tuple[bytes, bool]:
+    """The events before the one with which an engine ends its answer early, and whether there is one."""
+    at = events.find(ABORTED)
+    if at < 0:
+        return events, False
+    end = events.rfind(b"\n\n", 0, at)
+    return events[: end + 2] if end >= 0 else b"", True
 
 
 def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:

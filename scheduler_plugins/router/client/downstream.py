@@ -65,8 +65,14 @@ class Downstream:
             _gone("the client closed its connection")
         if transport.get_write_buffer_size() + len(data) >= NEVER_WAITS_BYTES:
             return False
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.push(data)
         return True
+
+    def push(self, data: bytes) -> None:
+        """Send a part of the body that is not the first, however slowly the client reads."""
+        transport = self._request.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     async def finish(self) -> web.StreamResponse:
         """End the body. Returns the response that `begin` was given."""

@@ -95,8 +95,9 @@ async def _add(request: web.Request) -> web.StreamResponse:
 
 async def _remove(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
-    url = _known(pool, asked.url).url
-    _check_named_itself(pool, url)
+    url = base_url("url", asked.url)
+    if not _is_given(pool, url):
+        _check_named_itself(pool, _known(pool, url).url)
     pool.use(replace(pool.config, **_without(pool, url)))
     return _told(pool)
 
@@ -121,10 +122,15 @@ async def _set_role(request: web.Request) -> web.StreamResponse:
 
 def _check_named_itself(pool: EnginePool, url: str) -> None:
     """Raises ValueError for one of the engines that a name stands for: the name would bring it back."""
-    if not any(url in getattr(pool.config, side) for side in SIDES):
+    if not _is_given(pool, url):
         raise ValueError(
             f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
         )
+
+
+def _is_given(pool: EnginePool, url: str) -> bool:
+    """Whether the settings have this URL: an engine's, or a name's."""
+    return any(url in getattr(pool.config, side) for side in SIDES)
 
 
 def _without(pool: EnginePool, url: str, *, keep_events: bool = False) -> dict[str, Any]:

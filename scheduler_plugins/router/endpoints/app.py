@@ -95,7 +95,8 @@ def create_app(
     app.router.add_get("/metrics", metrics)
     app[LIVE] = LiveState()
     app.router.add_get("/", page)
-    app.router.add_get(EVENTS, live)
+    app.router.add_get(EVENTS, live, allow_head=False)  # it has no end
+    app.on_shutdown.append(app[LIVE].end)
     return app
 
 
@@ -261,7 +262,7 @@ async def _within(
 
 
 async def _read(request: web.Request, room: Reservation) -> bytes:
-    limit_s = request.app[CONFIG].idle_timeout_s
+    limit_s = request.app[SHARED].config.idle_timeout_s
     try:
         async with asyncio.timeout(limit_s):
             return await room.read(request)

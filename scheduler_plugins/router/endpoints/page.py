@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,27 @@ class LiveState:
 
     def __init__(self) -> None:
         self._watchers = 0
+        self._ended = asyncio.Event()
+
+    async def end(self, app: web.Application) -> None:
+        """The router ends: an open page must not hold it up."""
+        self._ended.set()
 
     async def stream(self, request: web.Request, shared: Shared) -> web.StreamResponse:
-        """The state now, and again every second until the browser leaves."""
+        """The state now, and again every second until the browser leaves, or the router ends."""
         if self._watchers >= MOST_WATCHERS:
             return web.Response(status=503, text="too many pages watch this router")
         response = web.StreamResponse(headers=_HEADERS)
         self._watchers += 1
         try:
             await response.prepare(request)
-            while True:
+            while not self._ended.is_set():
                 text = json.dumps(state(shared, asyncio.get_running_loop().time()))
                 await response.write(f"data: {text}\n\n".encode())
-                await asyncio.sleep(EVERY_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(EVERY_S):
+                        await self._ended.wait()
+            return response
         except OSError:
             return response  # the browser has left
         finally:

@@ -55,7 +55,7 @@ class EngineCaches:
     def __init__(self, prefixes: Prefixes | None = None) -> None:
         self.prefixes = prefixes or Prefixes()
         self._context: zmq.asyncio.Context | None = None
-        self._followed: dict[BackendEngine, FollowedRanks] = {}
+        self._followed: dict[str, FollowedRanks] = {}  # by the engine's name, as in the index
 
     def follow(
         self,
@@ -77,7 +77,7 @@ class EngineCaches:
         if self._context is None:
             self._context = zmq.asyncio.Context()
             self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
-        followed = self._followed.setdefault(engine, FollowedRanks())
+        followed = self._followed.setdefault(engine.name, FollowedRanks())
         engine.follower = followed
         wanted = dict[int, tuple[str, str | None]]()
         for rank in ranks:
@@ -98,20 +98,20 @@ class EngineCaches:
     def unfollow(self, engine: BackendEngine) -> None:
         """Listen to the engine no more, and forget what it said."""
         engine.follower = None
-        if (followed := self._followed.get(engine)) is not None:
+        if (followed := self._followed.get(engine.name)) is not None:
             for rank in list(followed.by_rank):
                 self._unfollow(engine, rank)
-            del self._followed[engine]
+            del self._followed[engine.name]
 
     def _unfollow(self, engine: BackendEngine, rank: int) -> None:
-        followed = self._followed[engine]
+        followed = self._followed[engine.name]
         followed.tasks.pop(rank).cancel()
         del followed.by_rank[rank]
         self.prefixes.untold_rank(engine.name, rank)
 
     def lost(self, engine: BackendEngine) -> None:
         """The engine ended, or may have: its cache is gone."""
-        if (followed := self._followed.get(engine)) is not None:
+        if (followed := self._followed.get(engine.name)) is not None:
             for one in followed.by_rank.values():
                 one.engine_lost()
         self.prefixes.forget(engine.name)
@@ -128,14 +128,14 @@ class EngineCaches:
 
     def describe(self, engine: BackendEngine) -> dict[str, Any]:
         """What is known of the engine's cache, for `/health`."""
-        if (followed := self._followed.get(engine)) is not None:
+        if (followed := self._followed.get(engine.name)) is not None:
             return followed.describe()
         state = self.prefixes.state(engine.name)
         return {"source": state.source, "blocks": state.blocks}
 
     def lag_s(self, engine: BackendEngine) -> float | None:
         """Age of the engine's last batch of events when it was applied; None: none came."""
-        followed = self._followed.get(engine)
+        followed = self._followed.get(engine.name)
         return None if followed is None else followed.lag_s
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ LONGEST_PAUSE_S = 30.0
 _MOST_DOUBLINGS = 10
 BUDGET = 0.2
 """Retries for each request, on average."""
-DEATHS = ("connect", "died", "unhealthy")
+DEATHS = ("connect", "died", "unhealthy", "aborted")
 """Causes with which an engine is gone."""
 SAVED = 10.0
 """Retries that may come at once after a quiet time."""

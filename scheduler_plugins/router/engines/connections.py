@@ -41,7 +41,7 @@ class EngineConnections:
         Args:
             tls: whom to believe behind an `https` URL; None: whom the system trusts.
         """
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self._reuse_s = reuse_s
         self._tls = tls
         self._idle: dict[Origin, list[Connection]] = {}  # idle longest first
@@ -122,7 +122,7 @@ class EngineConnections:
     async def _connected(self, origin: Origin) -> Connection:
         """A new connection. Raises NotConnectedError."""
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 addresses = await self._addresses(origin.host, origin.port)
                 sock = await aiohappyeyeballs.start_connection(
                     addresses, happy_eyeballs_delay=_STAGGER_S, interleave=1

@@ -58,6 +58,8 @@ class BackendEngine(Loaded):
     """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
     down_since: float | None = None
     """When it went down, on the event loop's clock."""
+    starts: int = 0
+    """How often it came up: a tokenizer, say, may be another one each time."""
     refusing: bool = False
     """Down, but only known to take no new connections: it may be draining."""
     load: EngineLoad = field(default_factory=EngineLoad, repr=False)
@@ -148,6 +150,7 @@ class BackendEngine(Loaded):
         return not self.refusing or now - self.down_since >= drain_timeout_s
 
     def set_up(self) -> None:
+        self.starts += not self.up
         self.up, self.refusing, self.down_since = True, False, None
         if self.address is not None or self.role is Role.DECODE:
             self.reason = ""

@@ -264,6 +264,11 @@ async def excerpt(open_exchange: Exchange) -> str:
     return " ".join(text[:EXCERPT_BYTES].decode("utf-8", "replace").split())
 
 
+def ended_early() -> EngineFailedError:
+    """It ended an answer that is not whole, as engines do when they are stopped."""
+    return EngineFailedError("aborted", "it ended the answer early (finish_reason abort)")
+
+
 def failure_of(error: Exception) -> EngineFailedError:
     """What an error of either HTTP client says about the engine."""
     if isinstance(error, NotConnectedError):

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class EnginePool(Pool):
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named: dict[str, tuple[str, ...]] = {}
         self._name_problems: dict[str, str] = {}  # of names, as they were logged
+        self._new_name = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -77,6 +79,7 @@ class EnginePool(Pool):
     async def start(self) -> None:
         """Begin watching; returns once every engine has been checked, and probed if it is up."""
         await self._ask_names()
+        self._named = dict.fromkeys(_names(self._config), ()) | self._named
         self.use(self._config)
         self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
         for watch in list(self._watches.values()):
@@ -85,9 +88,14 @@ class EnginePool(Pool):
     def use(self, config: RouterConfig) -> None:
         """Settings are these from now on: engines join, leave and change sides as they say.
 
-        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has.
+        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has. Before that, engines that join
+        are looked at; and while nobody can tell what a new name stands for, no engine leaves.
         """
         self._config = config
+        names = _names(config)
+        self._named = {name: self._named[name] for name in names if name in self._named}
+        if unknown := len(self._named) < len(names):
+            self._new_name.set()
         wanted: dict[tuple[str, Role | None], None] = {}
         for role, urls in (
             (Role.PREFILL, config.prefill),
@@ -96,6 +104,7 @@ class EnginePool(Pool):
             (None, config.engine),
         ):
             wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
+        leaving = list[BackendEngine]()
         for engine in self.engines:
             key = (engine.url, engine.role if engine.role_given else None)
             if key in wanted:
@@ -103,10 +112,11 @@ class EnginePool(Pool):
                 if self.leaves(engine):
                     self._leaving.pop(engine).cancel()
                     engine.draining = False
-            elif not self.leaves(engine):
-                self.remove(engine)
-        for url, role in wanted:
-            self.add(url, role)
+            elif not (unknown or self.leaves(engine)):
+                leaving.append(engine)
+        joining = [self.add(url, role) for url, role in wanted]
+        for engine in leaving:
+            self.remove(engine, joining)
         for engine in self.engines:
             if found := config.kv_events.get(engine.url):
                 self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
@@ -119,14 +129,17 @@ class EnginePool(Pool):
 
     async def _follow_names(self) -> None:
         while True:
-            await asyncio.sleep(self._config.members_interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.members_interval_s):
+                    await self._new_name.wait()
+            self._new_name.clear()
             if await self._ask_names():
                 self.use(self._config)
 
     async def _ask_names(self) -> bool:
         """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
-        config, before = self._config, dict(self._named)
-        for url in filter(is_name, (url for side in SIDES for url in getattr(config, side))):
+        before = dict(self._named)
+        for url in _names(self._config):
             try:
                 self._named[url] = await members(url, self._session)
             except MembersError as error:
@@ -163,19 +176,30 @@ class EnginePool(Pool):
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
 
-    def remove(self, engine: BackendEngine) -> None:
-        """Let an engine leave: at once if it has no requests, else when they have ended."""
-        engine.draining = True
+    def remove(self, engine: BackendEngine, joining: Sequence[BackendEngine] = ()) -> None:
+        """Let an engine leave: at once if it has no requests, else when they have ended.
+
+        Args:
+            joining: engines that come in its place. Until they have been looked at, it gets requests.
+        """
+        engine.draining = engine.draining or not joining
+        watches = [self._watches[one] for one in joining]
         self._leaving[engine] = asyncio.create_task(
-            self._leave(engine), name=f"leaving {engine.url}"
+            self._leave(engine, watches), name=f"leaving {engine.url}"
         )
 
     def leaves(self, engine: BackendEngine) -> bool:
         """Whether the engine was told to leave, and has not yet."""
         return engine in self._leaving
 
-    async def _leave(self, engine: BackendEngine) -> None:
+    async def _leave(self, engine: BackendEngine, joining: Sequence[EngineWatch]) -> None:
         loop = asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.health_timeout_s):
+                for watch in joining:
+                    await watch.checked.wait()
+        engine.draining = True
+        self._on_change()
         end = loop.time() + self._config.drain_timeout_s
         while engine.in_flight and loop.time() < end:  # noqa: ASYNC110 - a count, not an event
             await asyncio.sleep(LEAVE_LOOK_S)
@@ -249,3 +273,8 @@ class EnginePool(Pool):
             watch = self._watches[engine]
             watch.probe_at = 0.0
             watch.wake.set()
+
+
+def _names(config: RouterConfig) -> set[str]:
+    """The URLs that stand for several engines."""
+    return {url for side in SIDES for url in getattr(config, side) if is_name(url)}

@@ -286,7 +286,11 @@ class EngineWatch:
             async with (
                 asyncio.timeout(limit_s),
                 self._session.request(
-                    call.method, engine.url + call.path, headers=call.headers, data=call.body
+                    call.method,
+                    engine.url + call.path,
+                    headers=call.headers,
+                    data=call.body,
+                    timeout=aiohttp.ClientTimeout(connect=self._config().connect_timeout_s),
                 ) as response,
             ):
                 raw = await response.read()

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import msgspec
 
+from scheduler_plugins.router.client.answers import ABORTED
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool
@@ -17,6 +18,7 @@ from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     OverloadedError,
     ResponseTimeouts,
+    ended_early,
     exchange,
     raise_for_status,
 )
@@ -158,6 +160,8 @@ class PrefillCopy:
             answer = msgspec.json.decode(raw)
         except (ValueError, RecursionError):
             raise EngineFailedError("malformed", "its answer is not JSON") from None
+        if ABORTED in raw:
+            raise ended_early()
         self._answer = first_logprobs(answer)
         self._count_hits(answer)
         self.engine.circuit.succeeded()

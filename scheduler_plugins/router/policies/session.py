@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from random import Random
 
 from scheduler_plugins.router.policies.base import EngineView, Request, View
@@ -24,7 +25,9 @@ class Session(Rule):
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._homes: OrderedDict[bytes, str] = (
+            OrderedDict()
+        )  # by digest: clients choose how long names are
         self._new = LeastWork()
 
     def choose(
@@ -35,9 +38,9 @@ class Session(Rule):
         now_s: float,
         random: Random,
     ) -> Choice:
-        name = request.session
-        if not name:
+        if not request.session:
             return self._new.choose(request, engines, view, now_s, random)
+        name = blake2b(request.session.encode(errors="surrogatepass"), digest_size=16).digest()
         home = self._homes.get(name)
         found = next((engine for engine in engines if engine.name == home), None)
         choice = Choice(found) if found else self._new.choose(request, engines, view, now_s, random)

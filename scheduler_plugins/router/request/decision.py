@@ -30,7 +30,7 @@ async def next_attempt(
         RejectedError: the policy turns the request away.
     """
     loop = asyncio.get_running_loop()
-    while (engines := candidates.able()) is not None:
+    while (engines := candidates.able(begun=begun)) is not None:
         now = loop.time()
         by_role = {
             Role.PREFILL: engines.prefill,

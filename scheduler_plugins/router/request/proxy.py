@@ -149,7 +149,8 @@ class ClientRequest:
                     attempt.answering.role,
                     failure,
                 )
-                if not isinstance(failure, PrefillRefusedError | OverloadedError):
+                to_blame = self._to_blame(attempt, failure)
+                if to_blame:
                     self._shared.pool.report_failure(attempt.answering, failure)
                 if self._client.begun and self._record is not None:
                     if (ending := self._record.ending()) is not None:
@@ -162,10 +163,17 @@ class ClientRequest:
                     return await self.interrupt(why), "interrupted"
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
-                if failure.accepted and not self._shared.retries.allows(failure.cause):
+                if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
                     logger.warning("request %s: no retry, the budget is used up", self._request_id)
                     break
         raise self._candidates.exhausted()
+
+    def _to_blame(self, attempt: Attempt, failure: EngineFailedError) -> bool:
+        """Whether the answering engine is; not for lack of room, nor if it only says that it got no KV: a prefill engine dies
+        with that of all its requests."""
+        if isinstance(failure, PrefillRefusedError | OverloadedError):
+            return False
+        return not (failure.answered and self._candidates.lost_prefill(attempt))
 
     async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
@@ -173,7 +181,7 @@ class ClientRequest:
         if record is None or record.next_body() is None:
             return False
         self._candidates.failed(attempt, failure)
-        able = self._candidates.able()
+        able = self._candidates.able(begun=True)
         if able is None:
             return False
         engine, model = able.decode[0], self._body.get("model")
@@ -182,13 +190,13 @@ class ClientRequest:
         if not whole or rest is None:
             return False
         record.resume()
-        self._body, self._path, self._ids = rest, COMPLETIONS, None
-        tokens = token_bytes(rest["prompt"])
-        self._request = self._request._replace(
-            tokens=len(rest["prompt"]),
-            hashes=PromptKeys((), tokens),
-            max_tokens=rest["max_tokens"] or self._request.max_tokens,
-        )
+        if "messages" not in rest:
+            self._body, self._path, self._ids = rest, COMPLETIONS, None
+            self._request = self._request._replace(
+                tokens=len(rest["prompt"]),
+                hashes=PromptKeys((), token_bytes(rest["prompt"])),
+                max_tokens=rest["max_tokens"] or self._request.max_tokens,
+            )
         self._shared.metrics.resumed.inc()
         logger.warning("request %s: its stream goes on at another engine", self._request_id)
         return True

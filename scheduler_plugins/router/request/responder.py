@@ -9,14 +9,21 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.router.client.answers import (
+    ABORTED,
     EVENT_STREAM,
     EventCutter,
+    before_abort,
     before_error,
     error_in,
     headers_to_client,
 )
 from scheduler_plugins.router.client.downstream import Downstream
-from scheduler_plugins.router.engines.exchange import EngineFailedError, Exchange, excerpt
+from scheduler_plugins.router.engines.exchange import (
+    EngineFailedError,
+    Exchange,
+    ended_early,
+    excerpt,
+)
 from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
@@ -78,6 +85,8 @@ class Responder:
         # Held until it is whole: should the engine die halfway, another one can still answer.
         content = await answer.read_all()
         if answer.status == 200:
+            if self._end_mark and ABORTED in content:
+                raise ended_early()
             served()
         if lender is not None and answer.status == 200:
             content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
@@ -115,12 +124,11 @@ class Responder:
             if events := cutter.feed(chunk):
                 if not client.begun and (error := error_in(events)):
                     raise _engines_own(error)
+                events, failed = self._noted(events, record)
+                if failed is not None and not client.begun and (record is None or not events):
+                    raise failed
                 answered = True
                 served()
-                error = None
-                if record is not None:
-                    events, error = before_error(events)
-                    events = record.feed(events)
                 if lender is not None:
                     patch = FirstTokenPatch(await lender.first_logprobs())
                     events = patch.events(events)
@@ -130,27 +138,36 @@ class Responder:
                     self._metrics.first_token_s.labels(flow).observe(first_s)
                 if events:
                     await client.write(events)
-                if error is not None:
-                    raise _engines_own(error)
+                if failed is not None:
+                    raise failed
         left, failed = b"", None
 
         def take(chunk: bytes) -> bool:
             nonlocal left, failed
             left = cutter.feed(chunk)
-            if left and record is not None:
-                left, failed = before_error(left)
-                left = record.feed(left)
+            if left:
+                left, failed = self._noted(left, record)
             if left and patch is not None:
                 left = patch.events(left)
             if left and client.write_now(left):
                 left = b""
             return not left and not cutter.finished and failed is None
 
-        while not cutter.finished and not await answer.pass_to(take):
+        while not cutter.finished:
+            try:
+                ended = await answer.pass_to(take)
+            except BaseException:
+                # Given up between `take` and here. What was noted is not asked for again, so it must not be lost.
+                if left:
+                    client.push(left)
+                raise
+            if ended:
+                break
             if left:
                 await client.write(left)
+                left = b""
             if failed is not None:
-                raise _engines_own(failed)
+                raise failed
         if cutter.finished:
             await _to_its_end(answer)
         rest = cutter.rest() if self._end_mark else cutter.held
@@ -160,6 +177,19 @@ class Responder:
             await client.begin(response)
             await client.write(rest)
         return await client.finish()
+
+    def _noted(
+        self, events: bytes, record: StreamRecord | None
+    ) -> tuple[bytes, EngineFailedError | None]:
+        """The events that the client is sent of these, and what has ended them although the answer is not whole."""
+        failed: EngineFailedError | None = None
+        if record is not None:
+            events, error = before_error(events)
+            failed = None if error is None else _engines_own(error)
+        if self._end_mark:
+            events, aborted = before_abort(events)
+            failed = ended_early() if aborted else failed
+        return (events if record is None else record.feed(events)), failed
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)

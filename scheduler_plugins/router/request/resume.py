@@ -2,7 +2,8 @@
 """Streams that go on at another engine, after the one that answered was lost.
 
 Engines are asked for the ids of prompt and answer (`return_token_ids`). The request that goes on is a completion of both,
-and its events are given the shape and the identity of the first ones. The client sees one answer.
+and its events are given the shape and the identity of the first ones. The client sees one answer. A chat of which nothing was
+said yet is asked for once more as it is.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class StreamRecord:
             raise EngineFailedError("malformed", "its events are no completion's") from None
 
     def next_body(self) -> dict[str, Any] | None:
-        """The completion that goes on after what was sent; None if that is not known well enough."""
+        """The completion that goes on after what was sent, or the client's chat if nothing was said yet; None if that is not
+        known well enough."""
         if self._prompt is None or self._lost or self._finished or not self._first:
             return None
         if self._garbled or (self._shows_ids and self._unsettled):
@@ -131,6 +133,9 @@ class StreamRecord:
         prompt = _ids(self._prompt)
         if prompt is None:
             return None
+        if self._chat and not self._sent:
+            # A parser may have kept back what came, such as the mark that begins the reasoning: only a chat parses it.
+            return dict(self._body)
         most = self._most
         if most is not None and most <= len(self._sent):
             return None
@@ -261,18 +266,20 @@ class StreamRecord:
             self._several = len(ids) > 1
 
     def _as_first(self, event: bytes) -> bytes:
-        """An event of another engine's completion, as the first engine would have sent it."""
+        """An event of another engine, as the first engine would have sent it."""
         if not event.startswith(b"data: {"):
             return event
         content = json.loads(event.removeprefix(b"data: "))
-        for name, value in self._first.items():
-            content[name] = value
+        content.update(self._first)
+        content.pop("prompt_token_ids", None)
         for choice in content.get("choices", ()):
             choice.pop("prompt_token_ids", None)
             if not self._shows_ids:
                 choice.pop("token_ids", None)
-            if self._chat:
+            if self._chat and "delta" not in choice:
                 choice["delta"] = {"content": choice.pop("text", "")}
+            elif self._chat:
+                choice["delta"].pop("role", None)  # the client has it; some join what they get
         usage = content.get("usage")
         if isinstance(usage, dict):
             again = self._before

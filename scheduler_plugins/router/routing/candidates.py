@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler_plugins.router.engines.circuit import DEATHS
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
@@ -43,15 +44,19 @@ class Candidates:
         self._sglangs = sglangs_own(body)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that live, and what they said last of a prompt whose KV had not come."""
+        self._died = set[BackendEngine]()
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
         self._accepted = 0
 
-    def able(self) -> AbleEngines | None:
+    def able(self, *, begun: bool = False) -> AbleEngines | None:
         """Engines for the next attempt; None if there are none, or all are overloaded.
 
         An overloaded engine's work goes to another engine of its role only. If it went to the other
         role, an overload of one side would spread to both.
+
+        Args:
+            begun: the client has a part of the answer, and cannot be told to come back later. Then either role does.
         """
         if self._accepted >= self._attempts:
             return None
@@ -60,8 +65,8 @@ class Candidates:
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
         able = self._pairing.able_engines(decode, prefill, slow)
-        if able is None:
-            return None
+        if able is None or begun:
+            return able
         if able.decode[0].role is Role.PREFILL:
             return None if self._overloaded(Role.DECODE) else able
         wanted = not able.prefill and able.cause != self._pairing.whole
@@ -94,11 +99,13 @@ class Candidates:
         """An attempt failed."""
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
+        prefill, lost = attempt.prefill, failure.answered and self.lost_prefill(attempt)
         if isinstance(failure, OverloadedError):
             self._lacks_room(attempt.answering, failure)
-        self._accepted += failure.accepted
-        prefill = attempt.prefill
-        if prefill is not None and not attempt.answering.computes_prompts and failure.answered:
+            lost = False
+        self._accepted += failure.accepted and not lost
+        able = lost or not attempt.answering.computes_prompts
+        if prefill is not None and able and failure.answered:
             # It lives, and has not got the KV: with another prefill engine it may.
             self._pairing.failed.add((prefill, attempt.answering))
             self._without_kv[attempt.answering] = failure
@@ -108,8 +115,15 @@ class Candidates:
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._pairing.no_prefill.add(engine)
+        if failure.cause in DEATHS:
+            self._died.add(engine)
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
+
+    def lost_prefill(self, attempt: Attempt) -> bool:
+        """Whether the attempt's prefill engine is gone, maybe with the KV."""
+        prefill = attempt.prefill
+        return prefill is not None and (not prefill.up or prefill in self._died)
 
     def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
         """What to tell the client when no engine is left."""
@@ -150,8 +164,12 @@ class Candidates:
                 found.append((engine, failure.cause, str(failure)))
             elif engine in others:
                 continue
+            elif engine.up and engine.draining:
+                found.append((engine, "draining", "it drains, or is to leave"))
             elif engine.up:
-                left = f"not tried: {self._attempts} engines had failed (setting attempts)"
+                why = f"{self._attempts} engines had failed (setting attempts)"
+                tried = self._accepted >= self._attempts
+                left = f"not tried: {why if tried else 'the retry budget was used up'}"
                 found.append((engine, "not_tried", left))
             else:
                 found.append((engine, "down", engine.reason))

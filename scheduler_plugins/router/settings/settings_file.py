@@ -15,7 +15,14 @@ from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.router.settings.config import COUNTS, SIDES, RouterConfig
 
-AT_START = ("body_mib", "bodies_mib", "connections", "header_timeout_s", "workers")
+AT_START = (
+    "body_mib",
+    "bodies_mib",
+    "connections",
+    "header_timeout_s",
+    "shutdown_timeout_s",
+    "workers",
+)
 """Limits that hold as they were when the router started."""
 
 

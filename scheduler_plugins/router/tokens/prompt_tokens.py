@@ -29,6 +29,10 @@ LIMIT_S = 2.0
 """Longest wait for the tokens of one prompt; it is sent without after that."""
 RETRY_S = 30.0
 """Pause after which engines are asked again about their model, or for tokens that they could not give."""
+AGAIN_S = 1.0
+"""Least pause after which they are, where one has come up meanwhile."""
+LOADING_S = 20.0
+"""Longest wait for the first tokens of a tokenizer, which has to be loaded."""
 WORKERS = 2
 MOST_CHARACTERS = 1 << 20
 """A longer prompt is not tokenized: it would take the workers away from all others for seconds."""
@@ -68,7 +72,8 @@ NOT_TOKENIZED = Tokenized(None)
 class _Model(NamedTuple):
     name: str
     folder: str  # of a tokenizer that may be used; empty: none
-    agrees: bool  # whether an engine's own tokens were the same
+    agrees: bool  # whether the engines' own tokens were the same
+    alike: bool  # whether all engines that serve it are known to make the same tokens of a text
     adapters: frozenset[str]
     aliases: frozenset[str]  # names under which the engine serves the same model
 
@@ -95,6 +100,9 @@ class PromptTokens:
         self._tokenizer = tokenizer
         self._headers = {**_JSON, "Authorization": f"Bearer {api_key}"} if api_key else _JSON
         self._model: _Model | None = None
+        self._learnt_of = frozenset[tuple[BackendEngine, int]]()
+        """The engines of which `_model` was learnt, with how often they had come up: one that starts anew may have another
+        model of the same name."""
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
         self._ask_at_s = 0.0
@@ -110,9 +118,11 @@ class PromptTokens:
 
     async def of(self, body: Mapping[str, Any]) -> Tokenized:
         """The tokens of a request's prompt."""
-        if not any(engine.follower is not None for engine in self._engines()):
+        engines = self._engines()
+        if not any(engine.follower is not None for engine in engines):
             return NOT_TOKENIZED
-        self._learn_if_due()
+        known = self._learnt_of.issuperset((one, one.starts) for one in engines)
+        self._learn_if_due(known=known)
         model = self._model
         asked = _asked(body)
         if model is None or asked is None:
@@ -131,9 +141,9 @@ class PromptTokens:
         if model.folder and own:
             tokens = await self._by_worker(model.folder, asked)
             if tokens is not None:
-                return Tokenized(tokens, adapter, model.agrees and not adapter)
+                return Tokenized(tokens, adapter, known and model.agrees and not adapter)
         tokens = await self._by_engine({**asked, "model": named or model.name})
-        return Tokenized(tokens, adapter, tokens is not None)
+        return Tokenized(tokens, adapter, known and model.alike and tokens is not None)
 
     async def close(self) -> None:
         """End the worker processes."""
@@ -143,15 +153,17 @@ class PromptTokens:
         if self._workers is not None:
             self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _learn_if_due(self) -> None:
+    def _learn_if_due(self, *, known: bool) -> None:
         now = asyncio.get_running_loop().time()
         running = self._learning is not None and not self._learning.done()
-        if now >= self._learn_at_s and not running:
+        at_s = self._learn_at_s if known else self._learn_at_s - RETRY_S + AGAIN_S
+        if now >= at_s and not running:
             self._learn_at_s = now + RETRY_S
             self._learning = asyncio.create_task(self._learn(), name="learn the model's tokenizer")
 
     async def _learn(self) -> None:
-        """Ask an engine for its model, and compare its tokens with those of the model's files."""
+        """Ask an engine for its model, and compare the tokens of all that serve it with those of the model's files."""
+        starts = frozenset((one, one.starts) for one in self._engines())
         answer = await self._ask("GET", "/v1/models", None)
         data = answer.get("data") if isinstance(answer, dict) else None
         listed = [one for one in data or () if isinstance(one, dict)]
@@ -164,40 +176,49 @@ class PromptTokens:
         aliases = frozenset(
             one["id"] for one in names if not one.get("parent") and one.get("root") == root
         )
-        if self._model is not None and self._model.name == base["id"]:
-            self._model = self._model._replace(adapters=adapters, aliases=aliases)
+        known = self._model
+        if known and known.name == base["id"] and known.alike and starts <= self._learnt_of:
+            self._model = known._replace(adapters=adapters, aliases=aliases)
             return
-        folder, agrees = self._tokenizer or str(base.get("root") or ""), False
-        if (Path(folder) / TOKENIZER_FILE).is_file():
-            folder, agrees = await self._compared(folder, base["id"])
-        else:
+        folder = self._tokenizer or str(base.get("root") or "")
+        if not (Path(folder) / TOKENIZER_FILE).is_file():
             folder = ""
-        self._model = _Model(base["id"], folder, agrees, adapters, aliases)
+        folder, agrees, alike = await self._compared(folder, base["id"])
+        self._model = _Model(base["id"], folder, agrees, alike, adapters, aliases)
+        self._learnt_of = starts
 
-    async def _compared(self, folder: str, model: str) -> tuple[str, bool]:
-        """The folder, empty if an engine's tokens differ, and whether an engine's are the same."""
-        agrees = True
+    async def _compared(self, folder: str, model: str) -> tuple[str, bool, bool]:
+        """The folder, empty if an engine's tokens differ; whether all engines' are the same; whether theirs are alike."""
+        agrees, alike = bool(folder), True
+        engines = [one for one in self._engines() if not one.models or model in one.models]
         for probe in _PROBES:
-            ours = await self._by_worker(folder, probe)
-            theirs = await self._by_engine({**probe, "model": model})
-            if ours is None and "prompt" in probe:
-                return "", False
-            if theirs is None or ours is None:
-                agrees = False
-            elif ours != theirs:
-                logger.warning(
-                    "%s: its tokens are not those of the engines: engines tokenize (setting tokenizer)",
-                    folder,
-                )
-                return "", False
-        return folder, agrees
+            asked = {**probe, "model": model}
+            answers = [self._ask("POST", "/tokenize", asked, engine) for engine in engines]
+            theirs = set(map(_tokens_in, await asyncio.gather(*answers)))
+            told = theirs - {None}
+            self._engines_tell = bool(told) or ("prompt" not in probe and self._engines_tell)
+            # A model may have no chat template.
+            alike = alike and len(theirs) == 1 and (bool(told) or "prompt" not in probe)
+            if not folder:
+                continue
+            ours = await self._by_worker(folder, probe, LOADING_S)
+            agrees = agrees and ours is not None and theirs == {ours}
+            differs = ours is not None and bool(told - {ours})
+            if differs and (self._model is None or self._model.folder):
+                said = "%s: its tokens are not those of the engines: engines tokenize (setting tokenizer)"
+                logger.warning(said, folder)
+            if differs or (ours is None and "prompt" in probe):
+                folder, agrees = "", False
+        return folder, agrees, alike
 
-    async def _by_worker(self, folder: str, asked: Mapping[str, Any]) -> bytes | None:
+    async def _by_worker(
+        self, folder: str, asked: Mapping[str, Any], limit_s: float = LIMIT_S
+    ) -> bytes | None:
         if self._workers is None:
             self._workers = ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"))
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(LIMIT_S if self._model is not None else 10 * LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 return await loop.run_in_executor(self._workers, tokenize, folder, dict(asked))
         except TokenizerError as error:
             logger.info("%s", error)
@@ -205,7 +226,7 @@ class PromptTokens:
             logger.warning("a worker process that tokenizes has ended: %s", error)
             self._workers = None
         except TimeoutError:
-            logger.warning("a prompt was not tokenized within %g s", LIMIT_S)
+            logger.warning("a prompt was not tokenized within %g s", limit_s)
         except Exception as error:
             # Whatever a client can write into a body has come to the tokenizer: it may say anything.
             logger.info("a prompt cannot be tokenized here: %s", error)
@@ -216,26 +237,29 @@ class PromptTokens:
         if now < self._ask_at_s:
             return None
         answer = await self._ask("POST", "/tokenize", asked)
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        self._engines_tell = isinstance(tokens, list)
-        try:
-            if isinstance(tokens, list):
-                return token_bytes(tokens)
-        except ValueError:
-            pass
+        tokens = _tokens_in(answer)
+        self._engines_tell = tokens is not None
         if answer is None:
             self._ask_at_s = now + RETRY_S
-        return None
+        return tokens
 
-    async def _ask(self, method: str, path: str, content: Mapping[str, Any] | None) -> object:
-        """An engine's answer; None if none could be asked or it has no such endpoint."""
-        model = content.get("model") if content else None
-        engines = [
-            one for one in self._engines() if not (model and one.models) or model in one.models
-        ]
-        if not engines:
+    def _least_busy(self, model: object) -> BackendEngine | None:
+        """An engine that serves the model; None: there is none."""
+        able = [one for one in self._engines() if not (model and one.models) or model in one.models]
+        return min(able, key=lambda engine: engine.open_requests, default=None)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: Mapping[str, Any] | None,
+        engine: BackendEngine | None = None,
+    ) -> object:
+        """The engine's answer, or that of any; None if none could be asked or it has no such endpoint."""
+        engine = engine or self._least_busy(content.get("model") if content else None)
+        if engine is None:
             return None
-        url = min(engines, key=lambda engine: engine.open_requests).url + path
+        url = engine.url + path
         try:
             async with asyncio.timeout(LIMIT_S):
                 body = None if content is None else encode(content)
@@ -252,6 +276,15 @@ class PromptTokens:
             return msgspec.json.decode(raw) if response.status == 200 else {}
         except (ValueError, RecursionError):
             return None
+
+
+def _tokens_in(answer: object) -> bytes | None:
+    """The tokens in an answer of `/tokenize`; None: there are none."""
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    try:
+        return token_bytes(tokens) if isinstance(tokens, list) else None
+    except ValueError:
+        return None
 
 
 def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:

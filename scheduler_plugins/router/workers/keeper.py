@@ -71,6 +71,7 @@ class Keeper:
         self._wanted: dict[int, set[Child]] = {}
         self._told: dict[int, asyncio.Event] = {}
         self._gone: tuple[messages.Family, ...] = ()
+        self._told_last = b""
         self._refreshing = False
         self._asking = set[asyncio.Task[None]]()
         self.port = config.port
@@ -84,7 +85,7 @@ class Keeper:
 
     async def tell(self) -> None:
         """Tell workers of the engines whenever something has changed, until cancelled."""
-        loop, last = asyncio.get_running_loop(), b""
+        loop = asyncio.get_running_loop()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
@@ -92,8 +93,8 @@ class Keeper:
             self.changed.clear()
             self.caches.prefixes.refresh(loop.time())
             content = encode(self._engines())
-            if content != last:
-                last = content
+            if content != self._told_last:
+                self._told_last = content
                 for child in self.children:
                     child.send_encoded(content)
             await asyncio.sleep(TOGETHER_S)
@@ -177,6 +178,9 @@ class Keeper:
         engine = next((e for e, number in self._ids.items() if number == message.engine), None)
         if engine is None:
             return  # it has left
+        if isinstance(message, messages.Failed | messages.Moved):
+            # The worker has changed what it knows of the engine by itself: it is to hear how it is, even if it is as before.
+            self._told_last = b""
         if isinstance(message, messages.Failed):
             self.pool.check(engine, _failure(message))
         elif isinstance(message, messages.Moved):

@@ -61,6 +61,8 @@ class MirrorPool(Pool):
         for number in self._known.keys() - {state.id for state in told.engines}:
             engine = self._known.pop(number)
             engine.load.others = NoOthers()  # its place may be another engine's by now
+            # What it still has is given up, and goes on elsewhere: it had its time.
+            engine.set_down(asyncio.get_running_loop().time(), "removed", refusing=False)
             engine.forget_metrics()
             del self._numbers[engine], self._cache[engine]
         self._told.set()

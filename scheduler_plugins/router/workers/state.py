@@ -58,6 +58,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     if engine.role is not state.role:
         engine.forget_metrics()
     engine.role, engine.role_given = Role(state.role), state.role_given
+    engine.starts += state.up and not engine.up
     engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
     engine.models = state.models

@@ -78,6 +78,16 @@ def test_an_engine_that_does_both_needs_no_link() -> None:
     assert (served.p, served.d) == (None, "b0")
 
 
+def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() -> None:
+    node = Node("b0", Role.BOTH, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
+    requests = [one("a", 100, more=2), one("b", 100, 0.201)]
+    served = Cluster([node], create("conductor")).run(requests)
+    assert served[1].start_s == pytest.approx(served[0].end_s)
+    ended_s = served[1].end_s
+    assert ended_s is not None
+    assert node.busy_s == pytest.approx(ended_s)
+
+
 def test_a_step_that_prefills_also_decodes() -> None:
     truth = replace(TRUTH, chunk_tokens=64)
     node = Node("b0", Role.BOTH, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
@@ -220,6 +230,17 @@ def test_a_request_goes_on_with_the_tokens_it_has_when_its_engine_dies() -> None
     assert served.end_s is not None
     assert alone.end_s is not None
     assert served.end_s < alone.end_s + 0.6, "nothing is generated twice"
+
+
+def test_a_request_that_decodes_needs_its_prefill_engine_no_more() -> None:
+    """Live, KV that has come is the decode engine's own."""
+    alone = cluster().run([one("a", 100, more=500)])
+    when = Change(1.0, lambda made, now_s: made.die("p0", now_s))
+    (served,) = cluster().run([one("a", 100, more=500)], [when])
+    assert (served.restarts, served.end_s) == (0, alone[0].end_s)
+    early = Change(0.25, lambda made, now_s: made.die("p0", now_s))  # its KV is on its way
+    (served,) = cluster(prefill=2).run([one("a", 100, more=500)], [early])
+    assert (served.restarts, served.p) == (1, "p1")
 
 
 def test_policies_rank_as_mooncake_found() -> None:

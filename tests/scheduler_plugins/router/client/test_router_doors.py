@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -21,9 +22,11 @@ from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings import members as members_module
 from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsFile
 
 
 def certificate(folder: Path) -> tuple[str, str]:
@@ -193,6 +196,54 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
         assert len(said) == 1, "it is said once, however often the name is looked up"
         assert [line for line in caplog.messages if "its engines are told again" in line]
         for fake in (prefill, *fakes):
+            await fake.die()
+
+    run(scenario())
+
+
+def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+        for fake in fakes:
+            await fake.start()
+        loop, resolvable = asyncio.get_running_loop(), False
+        asked = loop.getaddrinfo
+
+        async def resolve(host: Any, *args: Any, **named: Any) -> Any:
+            if host != "decode.test":
+                return await asked(host, *args, **named)
+            if not resolvable:
+                raise socket.gaierror("no such name")
+            return [(0, 0, 0, "", ("127.0.0.1", 0))]
+
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        prefill = {"url": fakes[0].url, "role": "prefill"}
+        path = tmp_path / "router.yaml"
+
+        def write(url: str) -> None:
+            path.write_text(
+                yaml.safe_dump(
+                    {"engines": [prefill, {"url": url, "role": "decode"}], "policy": "jsq"}
+                )
+            )
+
+        write(fakes[1].url)
+        settings = SettingsFile(path, {**FAST, "members_interval_s": 0.05})
+        async with RouterServer(settings.current, settings) as server:
+            shared = server.app[SHARED]
+            engine = shared.pool.up(Role.DECODE)[0]
+            name = f"dns+http://decode.test:{fakes[1].port}"
+            write(name)
+            await until(lambda: shared.config.decode == (name,), "the file is followed")
+            checks = fakes[1].health_checks
+            await until(lambda: fakes[1].health_checks > checks + 3, "nobody knows the name")
+            assert shared.pool.up(Role.DECODE) == [engine], "a name that nobody knows ends nothing"
+            resolvable = True
+            await until(lambda: not engine.draining and name in shared.pool._named, "it is known")
+            assert shared.pool.up(Role.DECODE) == [engine], "it is the same engine"
+        for fake in fakes:
             await fake.die()
 
     run(scenario())

@@ -69,6 +69,19 @@ def test_only_so_many_pages_are_served() -> None:
     run(scenario())
 
 
+def test_an_open_page_does_not_hold_up_the_end_of_the_router() -> None:
+    async def scenario() -> None:
+        async with (
+            World(shutdown_timeout_s=1e6) as world,
+            world.client.get("/live") as response,
+        ):
+            await response.content.readline()
+            await world.server.close()
+            assert (await response.read()).endswith(b"\n"), "the last event is whole"
+
+    run(scenario())
+
+
 def test_the_dashboard_shows_metrics_that_there_are() -> None:
     known = {one.name for one in Metrics().registry.collect()}
     text = json.dumps(json.loads(DASHBOARD.read_text()))

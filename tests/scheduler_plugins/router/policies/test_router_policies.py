@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each policy promises, on engines that are what the test says."""
 
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from math import inf
@@ -273,3 +274,16 @@ def test_minding_those_that_come_after_prefers_the_cache() -> None:
         for weight in (1.0, 2.0)
     ]
     assert [one.engine.name for one in chosen] == ["idle", "warm"]
+
+
+def test_the_length_of_a_sessions_name_costs_no_memory() -> None:
+    """Clients choose it: it may be as long as a body."""
+    policy, engines = create("session"), [Known("a"), Known("b")]
+    tracemalloc.start()
+    try:
+        for n in range(30):
+            request = REQUEST._replace(session=f"{n}{'x' * 1_000_000}")
+            policy.decide(request, FixedView(engines, D), 0.0, Random(0))
+        assert tracemalloc.get_traced_memory()[0] < 5_000_000
+    finally:
+        tracemalloc.stop()

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import DONE, FakeEngine, World, drop, forever, run, says, status
+from router_fakes import DONE, FakeEngine, World, drop, forever, run, says, status, until
 
 from scheduler_plugins.router.request.resume import StreamRecord, resumable
 
@@ -209,6 +209,33 @@ def test_if_no_other_engine_takes_the_rest_the_client_is_told() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("full", ["prefill", "decode"])
+def test_a_stream_goes_on_though_one_side_has_no_room(full: str) -> None:
+    """Its client cannot be told to come back later."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = Speaker(4)
+            if full == "prefill":
+                world.d[1].behave = Speaker()
+
+                async def fills(engine, request, body):  # type: ignore[no-untyped-def]
+                    first = world.p[0]
+                    done = lambda: first.headers and not world.known(first).prefills  # noqa: E731
+                    await until(lambda: bool(done()), "the prompt was computed")
+                    first.behave = status(429)
+                    return await Speaker(4)(engine, request, body)
+
+                world.d[0].behave = fills
+            else:
+                world.d[1].behave, world.p[0].behave = status(429), Speaker()
+            events = await asked(world, "/v1/completions", COMPLETION)
+            assert said(events) == WHOLE
+            assert events[-1] == "[DONE]"
+
+    run(scenario())
+
+
 def test_a_client_that_asks_for_ids_gets_them() -> None:
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
@@ -322,6 +349,56 @@ def test_calls_and_reasoning_are_not_continued() -> None:
     assert record.next_body() is not None
     record.feed(b'data: {"choices":[{"delta":{"reasoning":"hm"},"token_ids":[2]}]}\n\n')
     assert record.next_body() is None
+
+
+def chat_engine(*deltas: dict[str, Any], dies: bool = False) -> Any:
+    """An engine with a parser of reasoning: it keeps back the mark that begins it, and tells its id all the same."""
+
+    async def behave(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for n, delta in enumerate(deltas):
+            choice = {"index": 0, "delta": delta, "finish_reason": None}
+            choice |= {"token_ids": [n]} if n else {}
+            told: dict[str, Any] = {"id": engine.name, "object": "chat.completion.chunk"}
+            told |= {"choices": [choice], **({} if n else {"prompt_token_ids": PROMPT})}
+            data = json.dumps(told, separators=(",", ":"))
+            await response.write(f"data: {data}\n\n".encode())
+        if dies:
+            await asyncio.sleep(0.02)
+            drop(request)
+            await forever()
+        await response.write(DONE)
+        return response
+
+    return behave
+
+
+ROLE = {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("came", [1, 2])
+def test_a_chat_of_which_nothing_was_said_is_asked_for_again_as_a_chat(came: int) -> None:
+    """As a completion of the ids it would show the client the reasoning as the answer."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            thought = [ROLE, {}, {"reasoning": "hm"}, {"content": "yes"}]
+            world.d[0].behave = chat_engine(*thought[:came], dies=True)
+            world.d[1].behave = chat_engine(*thought)
+            events = await asked(world, "/v1/chat/completions", CHAT)
+            assert events[-1] == "[DONE]"
+            assert {event["id"] for event in events[:-1]} == {"d0"}
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            assert [delta["reasoning"] for delta in deltas if "reasoning" in delta] == ["hm"]
+            assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+            assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+            assert "messages" in world.d[1].bodies[-1]
+            assert "token_ids" not in json.dumps(events)
+
+    run(scenario())
 
 
 def test_only_streams_of_one_answer_are_recorded() -> None:

@@ -2,17 +2,21 @@
 """Engines join, leave, drain and change sides while requests are served."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
-from router_fakes import FAST, FakeEngine, World, run, slow, until
+from aiohttp import web
+from router_fakes import FAST, FakeEngine, World, answer, run, slow, until
 
 from scheduler_plugins.router import reload
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsError, SettingsFile, parse
@@ -215,6 +219,157 @@ def test_an_engine_changes_sides() -> None:
             assert (await admin("POST", "/role", url=moved.url, role="prefill"))[0] == 200
             await until(lambda: world.known(moved).address is not None, "it hands over again")
             assert (await admin("POST", "/role", url=world.d[0].url, role="prefill"))[0] == 400
+
+    run(scenario())
+
+
+def test_the_events_of_an_engine_that_comes_back_on_the_other_side_are_followed_once() -> None:
+    async def scenario() -> None:
+        async with World(prefill=2, decode=1, admin_port=0) as world:
+            admin, moved, ends = Admin(world), world.p[1], asyncio.Event()
+
+            async def held(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                await ends.wait()
+                return await answer(engine, request, body)
+
+            moved.behave = world.d[0].behave = held
+            where = {"url": moved.url, "events": "ipc:///nowhere/at/all"}
+
+            def followers() -> list[str]:
+                names = [task.get_name() for task in asyncio.all_tasks()]
+                return [name for name in names if name.startswith("events of")]
+
+            assert (await admin("DELETE", url=moved.url))[0] == 200
+            assert (await admin("POST", **where, role="prefill"))[0] == 200
+            await until(lambda: world.known(moved).up, "it is there")
+            tasks = [asyncio.create_task(world.complete()) for _ in range(2)]
+            await until(lambda: moved.running == 1, "it is busy")
+            assert (await admin("DELETE", url=moved.url))[0] == 200
+            assert (await admin("POST", **where, role="decode"))[0] == 200
+            ends.set()
+            await asyncio.gather(*tasks)
+            await until(lambda: len(world.engines) == 3, "it has left its old side")
+            assert len(followers()) == 1
+            assert (await admin("DELETE", url=moved.url))[0] == 200
+            await until(lambda: not followers(), "nobody follows it any more")
+
+    run(scenario())
+
+
+def test_what_is_changed_of_times_holds_without_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+
+    def write(**limits: float) -> None:
+        path.write_text(yaml.safe_dump({"engines": ENGINES, "limits": limits}))
+
+    async def scenario() -> None:
+        write(connect_timeout_s=1)
+        settings = SettingsFile(path, {**FAST})
+        async with RouterServer(settings.current, settings) as server:
+            shared = server.app[SHARED]
+            assert shared.connections.connect_timeout_s == 1
+            write(connect_timeout_s=2, idle_timeout_s=0.2)
+            await until(lambda: shared.config.idle_timeout_s == 0.2, "the file is followed")
+            assert shared.connections.connect_timeout_s == 2
+            async with aiohttp.ClientSession() as client:
+                url = f"http://127.0.0.1:{server.port}/v1/completions"
+                async with client.post(url, data=never()) as reply:
+                    assert reply.status == 400
+                    assert "0.2 s" in await reply.text()
+
+    run(scenario())
+
+
+async def never() -> AsyncIterator[bytes]:
+    """A body that does not come."""
+    yield b"{"
+    await asyncio.Event().wait()
+
+
+def test_a_limit_that_holds_from_the_start_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reload, "EVERY_S", 0.01)
+    path = tmp_path / "router.yaml"
+    path.write_text(yaml.safe_dump({"engines": ENGINES}))
+
+    async def scenario() -> None:
+        async with reload.reloading(SettingsFile(path, {}), lambda config: None):
+            limits = {"shutdown_timeout_s": 99}
+            path.write_text(yaml.safe_dump({"engines": ENGINES, "limits": limits}))
+            said = "shutdown_timeout_s: hold once the router is started again"
+            await until(lambda: said in caplog.text, "it is said")
+
+    run(scenario())
+
+
+class Late(FakeEngine):
+    """Says how it is once it `begins`."""
+
+    def __init__(self, name: str, engine_id: str | None = None) -> None:
+        super().__init__(name, engine_id)
+        self.asked, self.begins = False, asyncio.Event()
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        self.asked = True
+        await self.begins.wait()
+        return await super()._health(request)
+
+
+def test_engines_that_are_all_replaced_serve_until_the_others_do() -> None:
+    async def scenario() -> None:
+        others = [Late("p9", "engine-p9"), Late("d9")]
+        for fake in others:
+            await fake.start()
+        async with World(health_timeout_s=1e6) as world:
+            pool = world.app[SHARED].pool
+            assert isinstance(pool, EnginePool)
+            urls = {"prefill": (others[0].url,), "decode": (others[1].url,)}
+            pool.use(replace(pool.config, **urls))
+            await until(lambda: all(fake.asked for fake in others), "they are looked at")
+            assert (await world.complete()).json["served_by"] == "d0"
+            for fake in others:
+                fake.begins.set()
+            while len(world.engines) > 2:
+                assert (await world.complete()).status == 200
+            assert (await world.complete()).json["served_by"] == "d9"
+        for fake in others:
+            await fake.die()
+
+    run(scenario())
+
+
+def test_a_drained_engine_is_named_as_such() -> None:
+    async def scenario() -> None:
+        async with World(admin_port=0) as world:
+            for fake in world.p + world.d:
+                assert (await Admin(world)("POST", "/drain", url=fake.url))[0] == 200
+            reply = await world.complete()
+            assert reply.status == 503
+            assert reply.json["error"]["engines"] == {
+                "decode": {"draining": 1},
+                "prefill": {"draining": 1},
+            }
+
+    run(scenario())
+
+
+def test_a_name_joins_at_once_and_leaves() -> None:
+    async def scenario() -> None:
+        joining = FakeEngine("new")
+        await joining.start()
+        async with World(admin_port=0, members_interval_s=1e6) as world:
+            admin, name = Admin(world), f"dns+http://127.0.0.1:{joining.port}"
+            pool = world.app[SHARED].pool
+            assert (await admin("DELETE", url=name))[0] == 404
+            assert (await admin("POST", url=name, role="decode"))[0] == 200
+            await until(lambda: len(pool.up(Role.DECODE)) == 2, "it is up")
+            assert (await admin("DELETE", url=joining.url))[0] == 400, "it belongs to the name"
+            assert (await admin("DELETE", url=name))[0] == 200
+            await until(lambda: len(world.engines) == 2, "it has left")
+        await joining.die()
 
     run(scenario())
 

@@ -226,3 +226,47 @@ def test_without_tokenizer_and_endpoint_prompts_are_known_by_their_text() -> Non
             assert (await world.get("/health")).json["tokens"] == "text"
 
     run(scenario())
+
+
+def test_engines_that_start_anew_with_another_tokenizer_get_no_ids_of_the_old_one(
+    model: Path,
+) -> None:
+    """Their model has the same name (`--served-model-name`), so nothing but their tokens tells them apart."""
+
+    async def scenario() -> None:
+        async with World(tokenizer=str(model)) as world:
+            engines = world.p + world.d
+            for engine in engines:
+                engine.tokenize = as_model(model)
+            await followed(world)
+            await knows(world, "tokenizer")
+            assert await prompts(world, "hello world") == [[3, 4]] * 2
+            for engine in engines:
+                await engine.die()
+                await world.down(engine)
+                engine.tokenize = lambda asked: [8, 8]
+                await engine.start()
+                await world.up(engine)
+            await until(lambda: world.known(world.p[0]).address is not None, "it hands over again")
+            assert await prompts(world, "hello world") == ["hello world"] * 2
+            tokens = world.app[SHARED].tokens
+            while tokens.source != "engine":  # requests make it look
+                assert (await prompts(world, "hello world"))[0] != [3, 4]
+            assert await prompts(world, "hello world") == [[8, 8]] * 2
+
+    run(scenario())
+
+
+def test_engines_that_do_not_tokenize_alike_are_sent_text(model: Path) -> None:
+    """As while they are replaced one after the other by those of another model."""
+
+    async def scenario() -> None:
+        async with World(tokenizer=str(model)) as world:
+            world.p[0].tokenize = as_model(model)
+            world.d[0].tokenize = lambda asked: [8, 8]
+            await followed(world)
+            await world.complete()
+            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            assert await prompts(world, "hello world") == ["hello world"] * 2
+
+    run(scenario())

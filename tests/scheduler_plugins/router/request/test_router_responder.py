@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client was sent and what is noted of it are the same, whenever its engine is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from router_fakes import run
+
+from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.request.responder import Responder
+from scheduler_plugins.router.request.resume import StreamRecord
+
+BODY = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 20}
+
+
+def event(token: int) -> bytes:
+    choice = {"index": 0, "text": f"word{token} ", "token_ids": [token], "prompt_token_ids": [9]}
+    content = {"id": "a", "choices": [{**choice, "finish_reason": None}]}
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+class GivenUp:
+    """An engine's answer that is given up just when some events have been taken from it."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.status, self.headers = 200, {"Content-Type": "text/event-stream"}
+        self._error = error
+
+    async def read(self) -> bytes:
+        return event(1)
+
+    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
+        take(event(2) + event(3))
+        raise self._error
+
+
+class SlowClient:
+    """Reads so slowly that a write has to wait (`Downstream`)."""
+
+    begun = False
+
+    def __init__(self) -> None:
+        self.sent = b""
+
+    async def begin(self, response: web.StreamResponse) -> None:
+        self.begun = True
+
+    async def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def write_now(self, data: bytes) -> bool:
+        return False
+
+    def push(self, data: bytes) -> None:
+        self.sent += data
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), EngineFailedError("died", "x")])
+def test_events_that_are_noted_are_sent_though_the_engine_is_given_up_then(
+    error: BaseException,
+) -> None:
+    """The next engine goes on after the last one that is noted."""
+
+    async def scenario() -> None:
+        client: Any = SlowClient()
+        answer: Any = GivenUp(error)
+        record = StreamRecord(BODY, "/v1/completions")
+        responder = Responder(client, "r", Metrics(), 0.0)
+        with pytest.raises(type(error)):
+            await responder.pass_on(answer, "flow", record=record)
+        body = record.next_body()
+        assert body is not None
+        assert body["prompt"] == [9, 1, 2, 3]
+        assert [client.sent.count(f"word{token} ".encode()) for token in (1, 2, 3)] == [1, 1, 1]
+
+    run(scenario())

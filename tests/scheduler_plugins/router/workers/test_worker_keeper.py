@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the keeper tells its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+from router_fakes import FAST, FakeEngine, run, until
+
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.fellows.counts import SharedCounts
+from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.workers import messages
+from scheduler_plugins.router.workers.child import Child
+from scheduler_plugins.router.workers.keeper import Keeper
+from scheduler_plugins.router.workers.link import link_to_keeper
+from scheduler_plugins.router.workers.mirror import MirrorPool
+
+DECODER = msgspec.msgpack.Decoder(messages.Engines)
+
+
+class Ear(Child):
+    """A worker that keeps what it is told."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(child.row, child.begin, child.heard, child.ended)
+        self.told: list[messages.Engines] = []
+
+    def send_encoded(self, content: bytes) -> None:
+        self.told.append(DECODER.decode(content))
+
+
+@asynccontextmanager
+async def kept() -> AsyncIterator[Keeper]:
+    """A keeper of two engines, which looks at them once."""
+    fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+    for fake in fakes:
+        await fake.start()
+    settings = {**FAST, "health_interval_s": 1e6, "workers": 2}
+    config = RouterConfig(prefill=(fakes[0].url,), decode=(fakes[1].url,), **settings)
+    async with aiohttp.ClientSession() as session:
+        keeper = Keeper(config, Metrics())
+        keeper.pool = EnginePool(config, session, Metrics(), keeper.caches, keeper.changed.set)
+        await keeper.pool.start()
+        yield keeper
+        await keeper.pool.close()
+        keeper.close()
+    for fake in fakes:
+        await fake.die()
+
+
+def test_a_worker_that_took_an_engine_for_down_hears_that_it_is_up_again() -> None:
+    """Though all that the keeper knows of it is as before: it was down for less than the pause between two messages."""
+
+    async def scenario() -> None:
+        async with kept() as keeper:
+            ear = Ear(keeper.children[0])
+            keeper.children = [ear]
+            telling = asyncio.create_task(keeper.tell())
+            await until(lambda: bool(ear.told), "the worker is told")
+            known, count = ear.told[-1].engines[1], len(ear.told)
+            engine = keeper.pool.engines[1]
+            assert (known.url, known.up) == (engine.url, True)
+            kind = engine.kind
+            keeper._heard(ear, messages.Failed(known.id, "connect", "refused", True))
+            engine.set_up()
+            engine.kind = kind
+            await until(lambda: len(ear.told) > count, "the worker is told again")
+            assert all(one.up for one in ear.told[-1].engines)
+            telling.cancel()
+
+    run(scenario())
+
+
+def test_a_worker_gives_up_what_it_has_at_an_engine_that_has_left() -> None:
+    async def scenario() -> None:
+        async with kept() as keeper:
+            link, _ = socket.socketpair()
+            counts = SharedCounts(keeper._memory.map, 1)
+            pool = MirrorPool(await link_to_keeper(link), counts, Metrics())
+            told = keeper._engines()
+            pool.use(told)
+            stays, leaves = pool.engines
+            pool.use(msgspec.structs.replace(told, engines=told.engines[:1]))
+            now = asyncio.get_running_loop().time()
+            assert leaves.lost(now, drain_timeout_s=1e6)
+            assert not stays.lost(now, drain_timeout_s=1e6)
+            link.close()
+
+    run(scenario())
