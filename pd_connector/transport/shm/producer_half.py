@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pd_connector.errors import TransportError
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Link, Written, check_fits
+from pd_connector.transport.keepalive import hang_up
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.descriptors import map_slab, recv_fds
 from pd_connector.transport.shm.rendezvous import connect
@@ -121,7 +122,7 @@ class ProducerHalf:
         assert isinstance(link, int)
         consumer = self._consumers.pop(link, None)
         if consumer is not None:
-            consumer.link.close()  # its window goes when the last view of it goes
+            hang_up(consumer.link)  # its window goes when the last view of it goes
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         """See `Transport.write`. The payload has been copied when this returns."""
