@@ -181,6 +181,18 @@ def test_with_many_sessions_heartbeats_are_seldom_and_nothing_is_lost(
     producer.freed("waits")
 
 
+def test_a_producer_whose_leases_are_short_hears_of_them_in_time(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    """Each engine has a configuration of its own."""
+    long = {"heartbeat_s": 600.0, "session_timeout_s": 2000.0, "lease_s": 2000.0}
+    producer = ranks(LONG | {"lease_s": 1.5}, consumes=False)
+    consumer = ranks(LONG | long, seed=1, produces=False)
+    assert_serves(producer, consumer)
+    beats = heartbeats_of(producer, monkeypatch)
+    until(lambda: len(beats) >= 3, "heartbeats, not once in ten minutes")
+
+
 def test_a_producer_of_the_release_before_hears_heartbeats_as_often_as_it_did(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
