@@ -89,7 +89,10 @@ class TcpTransport(Transport):
             self._listening = Listening(host, self._watch, pace, self._introduce)
         except OSError as error:
             self._watch.close()
-            raise TransportError(f"tcp transport cannot listen on {host!r}: {error}") from error
+            raise TransportError(
+                f"tcp transport cannot listen on {host!r}: {error}; set `host` to a name or address of "
+                "this machine (config key host)"
+            ) from error
         self._address = TcpAddress(
             self._listening.host,
             self._listening.port,
