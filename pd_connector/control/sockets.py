@@ -149,7 +149,9 @@ class Listener:
         """A process that this one has forked may hold the sockets, too: connections end and the port is
         free all the same."""
         with contextlib.suppress(zmq.ZMQError):
-            self.socket.unbind(self.socket.getsockopt(zmq.LAST_ENDPOINT))
+            last = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(last, bytes)
+            self.socket.unbind(last)
             if self._connections.stopped(self._listening, _STOPS_S):
                 self._bound.shutdown(socket.SHUT_RDWR)
         self._bound.close()
