@@ -179,6 +179,8 @@ class ProducerSide:
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
+        if not written.ok:
+            self._next_sweep = 0.0  # its link may be broken
         self._sender.ended((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
@@ -211,6 +213,10 @@ class ProducerSide:
                     "consumer %s is gone or silent: session ended", self._sessions[sender].engine_id
                 )
                 self._forget(sender, now)
+            for sender, session in self._sessions:
+                if session.path.transport.broken(session.path.link):
+                    detail = "the data connection has ended"
+                    self._reject(sender, Cause.TRANSPORT, detail, now)
         if closed := self._listener.tick(now):
             self._telemetry.count("closed_connections", closed)
         self._act(self._producer.tick(now))

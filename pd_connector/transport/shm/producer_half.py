@@ -69,7 +69,8 @@ class ConsumerPeer:
             pass  # the consumer reads slowly: `poll` tries again
         except OSError as error:
             self.notes.clear()
-            return f"shm: the consumer is gone ({error})"
+            self.problem = f"is gone ({error})"
+            return f"shm: the consumer {self.problem}"
         return ""
 
     def open_window(self) -> None:
@@ -123,6 +124,12 @@ class ProducerHalf:
         consumer = self._consumers.pop(link, None)
         if consumer is not None:
             hang_up(consumer.link)  # its window goes when the last view of it goes
+
+    def broken(self, link: Link) -> bool:
+        """See `Transport.broken`."""
+        assert isinstance(link, int)
+        consumer = self._consumers.get(link)
+        return consumer is not None and bool(consumer.problem)
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         """See `Transport.write`. The payload has been copied when this returns."""
