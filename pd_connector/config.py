@@ -25,6 +25,10 @@ MIN_DISTINCT_CHARACTERS = 8
 MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
+MAX_SLOT_MIB = 4095
+"""A transport says in 32 bits how many bytes come."""
+LEAST_S, MOST_S = 0.001, 1e6
+"""Operating systems and libraries count time in milliseconds of 31 bits."""
 MAX_MODEL_ID = 256
 """Characters of a `model_id`."""
 
@@ -242,11 +246,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise self._wrong("codec_max_error", "must be a number from 0 on")
         if not 0 < self.lease_share <= 1:
             raise self._wrong("lease_share", "must be a part of the cache, above 0 and at most 1")
-        if self.slots > MAX_SLOTS:
-            raise self._wrong("slots", f"must be {MAX_SLOTS} at most")
+        for name, most in (("slots", MAX_SLOTS), ("slot_mib", MAX_SLOT_MIB)):
+            if getattr(self, name) > most:
+                raise self._wrong(name, f"must be {most} at most")
         for name in self.__struct_fields__:
-            if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
-                raise self._wrong(name, "must be a number of seconds > 0")
+            if name.endswith("_s") and not LEAST_S <= getattr(self, name) <= MOST_S:
+                raise self._wrong(name, f"must be from {LEAST_S} to {MOST_S:.0f} seconds")
         for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise self._wrong(

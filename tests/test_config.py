@@ -105,6 +105,9 @@ def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() ->
         ("slots", -1),
         ("slots", 1_000_000),
         ("slot_mib", 0),
+        ("slot_mib", 4096),
+        ("session_timeout_s", 1e7),  # as "for ever" is sometimes written
+        ("heartbeat_s", 1e-9),
         ("lease_s", 0),
         ("stall_timeout_s", -3.0),
         ("wait_timeout_s", float("nan")),

@@ -75,7 +75,7 @@ class Auditor:
         """Believe what was found, where the engine has not taken the pages back since; end sessions
         with those that are not believed, after all that is to be said in them."""
         for request, (finished, step) in list(self._doubtful.items()):
-            if self._steps.count >= step + 2:
+            if self._steps.told >= step + 2:
                 del self._doubtful[request]
                 self._conclude(finished, now)
         ending, self._ending = self._ending, []

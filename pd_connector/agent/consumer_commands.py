@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine asks of the consuming half, carried out as soon as addresses of producers are known."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,9 +9,15 @@ from pd_connector.agent.auditor import Auditor
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.name_queue import Named, NameQueue
-from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.errors import Cause
 from pd_connector.protocol.consumer import Consumer
 from pd_connector.protocol.incoming import Action, Finished, Held, Load
+from pd_connector.telemetry import Telemetry
+
+logger = logging.getLogger("pd_connector.agent.consumer_commands")
+
+Command = Hold | Load | Drop
 
 
 class ConsumerCommands:
@@ -29,6 +36,7 @@ class ConsumerCommands:
         inbox: Inbox,
         gate: PageGate,
         auditor: Auditor,
+        telemetry: Telemetry,
         act: Callable[[Sequence[Action], float], None],
     ) -> None:
         self._names = names
@@ -36,9 +44,10 @@ class ConsumerCommands:
         self._inbox = inbox
         self._gate = gate
         self._auditor = auditor
+        self._telemetry = telemetry
         self._act = act
 
-    def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
+    def execute(self, command: Command, fence: Any, now: float) -> None:
         """Carry out a command, at once or when the addresses of its producers are known. Pages of
         a `Load` are filled after the work that `fence` stands for, which may still write them for
         the request that had them before."""
@@ -52,21 +61,44 @@ class ConsumerCommands:
         self._names.close()
 
     def _run(self, ready: Sequence[Named], now: float) -> None:
-        for command, fence, cause, detail in ready:
-            match command:
-                case Load() if cause is not None:
-                    self._act([Finished(command.request, cause, detail)], now)
-                case Hold() if cause is not None:
-                    if command.watch:  # otherwise its `Load` will fail, and is counted then
-                        self._act([Held(command.request, cause, detail)], now)
-                case Load():
-                    self._inbox.begin(command, fence)
-                    self._act(self._consumer.load(command, now), now)
-                case Hold(request, transfer, peers, watch, engine_id):
-                    self._act(
-                        self._consumer.hold(request, transfer, peers, watch, now, engine_id), now
-                    )
-                case Drop(request, why):
-                    self._act(self._consumer.drop(request, why, now), now)
-                    self._auditor.dropped(request, now)
-                    self._gate.open(request)  # `Agent.submit` has shut it
+        for named in ready:
+            try:
+                self._carry_out(*named, now)
+            except AbandonedError:
+                raise
+            except Exception:
+                logger.exception("request %s: its transfer failed", named.command.request)
+                self._telemetry.count("session_errors")
+                self._give_up(named.command, now)
+            if isinstance(named.command, Drop):
+                self._gate.open(named.command.request)  # `Agent.submit` has shut it
+
+    def _carry_out(
+        self, command: Command, fence: Any, cause: Cause | None, detail: str, now: float
+    ) -> None:
+        match command:
+            case Load() | Hold() if cause is not None:
+                self._fail(command, cause, detail, now)
+            case Load():
+                self._inbox.begin(command, fence)
+                self._act(self._consumer.load(command, now), now)
+            case Hold(request, transfer, peers, watch, engine_id):
+                actions = self._consumer.hold(request, transfer, peers, watch, now, engine_id)
+                self._act(actions, now)
+            case Drop(request, why):
+                self._auditor.dropped(request, now)
+                self._act(self._consumer.drop(request, why, now), now)
+
+    def _give_up(self, command: Command, now: float) -> None:
+        """An error ends the transfer that the command is about, and nothing else."""
+        ended = self._consumer.drop(command.request, Cause.INTERNAL, now)
+        self._act(ended, now)
+        if not any(isinstance(action, Finished | Held) for action in ended):
+            self._fail(command, Cause.INTERNAL, "an unexpected error, see this log", now)
+
+    def _fail(self, command: Command, cause: Cause, detail: str, now: float) -> None:
+        match command:
+            case Load():
+                self._act([Finished(command.request, cause, detail)], now)
+            case Hold() if command.watch:  # otherwise its `Load` will fail, and is counted then
+                self._act([Held(command.request, cause, detail)], now)

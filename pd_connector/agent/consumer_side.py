@@ -4,9 +4,10 @@
 Its sessions with producers are kept by `session_keeper`.
 """
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pd_connector.agent.auditor import Auditor
@@ -104,7 +105,7 @@ class ConsumerSide:
         )
         names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._commands = ConsumerCommands(
-            names, self._consumer, self._inbox, gate, self._auditor, self._act
+            names, self._consumer, self._inbox, gate, self._auditor, self._telemetry, self._act
         )
 
     @property
@@ -181,8 +182,24 @@ class ConsumerSide:
             following = landed[number] if number < len(landed) else None
             if following and not following.problem and isinstance(following.payload, Payload):
                 self._cache.scatter_next(following.payload)
-            self._arrived(*arrival[:4], now, authentic=arrival.authentic)
+            with self._ending_on_error(arrival, now):
+                self._arrived(*arrival[:4], now, authentic=arrival.authentic)
         self._cache.settle()
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, arrival: Landed, now: float) -> Iterator[None]:
+        """An error with one chunk ends its transfer, and nothing else."""
+        try:
+            yield
+        except AbandonedError:
+            raise
+        except Exception:
+            logger.exception("a chunk that has landed was not taken in")
+            self._telemetry.count("session_errors")
+            transfer = decode_header(arrival.header).transfer
+            detail = "an unexpected error, see this log"
+            self._act(self._consumer.give_up(transfer, detail, now), now)
+            self._tell_taken(arrival.slot)
 
     def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
         """The pages of a chunk that begins to arrive, if it may be decrypted into them."""

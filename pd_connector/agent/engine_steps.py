@@ -15,6 +15,8 @@ class EngineSteps:
     def __init__(self, *, late_revokes: bool = False) -> None:
         self.late_revokes = late_revokes
         self.count = 0
+        self.told = 0
+        """Written by the agent's thread: what the steps before this one took back is known to it."""
         self._began = time.monotonic()
 
     def begin(self) -> None:

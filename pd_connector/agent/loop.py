@@ -102,6 +102,7 @@ class Loop:
         self._cache = cache
         self._commands = commands
         self._telemetry = telemetry
+        self._steps = steps
         self._checks = checks_wanted()
         self._poller = self._others = zmq.Poller()  # `_others`: without a consumer's sessions
         self._polled: list[Any] = []
@@ -225,6 +226,9 @@ class Loop:
         if self._gatekeeper:
             self._gatekeeper.answer()
         messages = producer_side.receive() if producer_side else []
+        self._steps.told = (
+            self._steps.count
+        )  # before the commands: those of later steps may be missed
         # Commands before these messages: an offer is known when what was sent after it is handled.
         for command, fence in self._commands.take():
             self._execute(command, fence, now)
@@ -264,16 +268,8 @@ class Loop:
     def _execute(self, command: Command, fence: Any, now: float) -> None:
         producer_side, consumer_side = self.producer_side, self.consumer_side
         match command:
-            case Expect(transfer) if producer_side:
-                producer_side.expect(transfer, now)
-            case Offer() if producer_side:
-                producer_side.offer(command, fence, now)
-            case Computed() if producer_side:
-                producer_side.computed(command, fence)
-            case Revoke() if producer_side:
-                producer_side.revoke(command)
-            case Withdraw(transfer, request) if producer_side:
-                producer_side.withdraw(transfer, request)
+            case Expect() | Offer() | Computed() | Revoke() | Withdraw() if producer_side:
+                producer_side.execute(command, fence, now)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
             case Distrust() if consumer_side:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pd_connector.agent.chunk_sender import ChunkSender
-from pd_connector.agent.commands import Computed, Revoke
 from pd_connector.agent.consumer_sessions import ConsumerSessions
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.in_flight import OFFERED
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.producer_commands import ProducerCommand, ProducerCommands
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
@@ -21,7 +21,7 @@ from pd_connector.hosts import is_loopback
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.protocol import messages
-from pd_connector.protocol.outgoing import Action, Free, Offer, Reply
+from pd_connector.protocol.outgoing import Action, Free, Reply
 from pd_connector.protocol.producer import Producer
 from pd_connector.transport.base import Transport, Written
 
@@ -54,7 +54,6 @@ class ProducerSide:
         self._telemetry = resources.telemetry
         self._steps = resources.steps
         self._ranks = resources.ranks
-        self._gate = gate
         self._report = report
         self._producer = Producer(
             config, resources.cache.pages, late_revokes=resources.steps.late_revokes
@@ -74,6 +73,9 @@ class ProducerSide:
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
         self._sender = ChunkSender(
             resources, self._producer, self._outbox, self._sessions, self._say, self._act
+        )
+        self._commands = ProducerCommands(
+            self._producer, self._outbox, gate, resources.telemetry, self._act
         )
 
     @property
@@ -110,35 +112,9 @@ class ProducerSide:
             "send_slots": self._outbox.held,
         }
 
-    def expect(self, transfer: str, now: float) -> None:
-        self._producer.expect(transfer, now)
-
-    def offer(self, offer: Offer, fence: Any, now: float) -> None:
-        """KV may be sent. It is gathered after the work that `fence` stands for, which computes
-        it."""
-        self._outbox.fence(offer.request, fence)
-        self._act(self._producer.offer(offer, now))
-
-    def computed(self, computed: Computed, fence: Any) -> None:
-        """A prefill has come further; see `Producer.computed`."""
-        transfer, request, tokens, stop_layer = computed
-        self._outbox.fence(request, fence)
-        self._act(self._producer.computed(transfer, request, tokens, stop_layer))
-
-    def revoke(self, revoke: Revoke) -> None:
-        """The request's pages are no longer its own. The engine's thread has already shut its gate;
-        this opens it again."""
-        transfer, request, doubtful_since = revoke
-        self._outbox.forget(request)
-        self._act(self._producer.revoke(transfer, request, doubtful_since))
-        self._gate.open(request)
-
-    def withdraw(self, transfer: str, request: str) -> None:
-        """The request offers nothing more. The engine's thread has already shut its gate; this opens
-        it again."""
-        self._outbox.forget(request)
-        self._act(self._producer.withdraw(transfer, request))
-        self._gate.open(request)
+    def execute(self, command: ProducerCommand, fence: Any, now: float) -> None:
+        """See `ProducerCommands.execute`."""
+        self._commands.execute(command, fence, now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: what was computed with the old ones is not sent any
@@ -203,6 +179,8 @@ class ProducerSide:
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""
+        if not written.ok:
+            self._next_sweep = 0.0  # its link may be broken
         self._sender.ended((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
@@ -235,6 +213,10 @@ class ProducerSide:
                     "consumer %s is gone or silent: session ended", self._sessions[sender].engine_id
                 )
                 self._forget(sender, now)
+            for sender, session in self._sessions:
+                if session.path.transport.broken(session.path.link):
+                    detail = "the data connection has ended"
+                    self._reject(sender, Cause.TRANSPORT, detail, now)
         if closed := self._listener.tick(now):
             self._telemetry.count("closed_connections", closed)
         self._act(self._producer.tick(now))

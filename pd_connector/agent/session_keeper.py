@@ -25,6 +25,8 @@ _SESSIONS_PER_HEARTBEAT = 16
 """With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
 _LATEST = 2 / 3
 """Heartbeats are apart by this part of producers' patience at most: the rest is for a busy machine."""
+_SOONEST_S = 0.05
+"""Heartbeats are apart by this at least, whatever a producer says."""
 
 
 class SessionKeeper:
@@ -186,10 +188,11 @@ class SessionKeeper:
 
     @property
     def _heartbeat_interval_s(self) -> float:
-        """With many sessions heartbeats are further apart, as far as producers allow."""
+        """With many sessions heartbeats are further apart, as far as producers allow. They are sooner
+        where a producer's leases would end between them."""
         heartbeat_s = self._config.heartbeat_s
-        stretched = heartbeat_s * len(self._sessions) / _SESSIONS_PER_HEARTBEAT
-        return max(heartbeat_s, min(stretched, self._sessions.patience_s * _LATEST))
+        stretched = heartbeat_s * max(1.0, len(self._sessions) / _SESSIONS_PER_HEARTBEAT)
+        return min(stretched, max(_SOONEST_S, self._sessions.patience_s * _LATEST))
 
     def dial(self, source: Source, addresses: int, now: float) -> None:
         """Open a session with this producer, if there is none."""

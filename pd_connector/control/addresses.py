@@ -33,6 +33,20 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def bound(host: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens on a numeric address; port 0 lets the system choose. Raises OSError."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for one after another
+        listening.bind((host, port))
+        listening.listen(backlog)
+        listening.setblocking(False)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
 def bound_port(bound: zmq.Socket[bytes]) -> int:
     """The port a socket is bound to."""
     last = bound.getsockopt(zmq.LAST_ENDPOINT)

@@ -7,6 +7,7 @@ thousands and says nothing would take the engine's last one.
 
 import resource
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,7 +85,21 @@ class Connections:
             closed += 1
         return closed
 
+    def stopped(self, listening: int, timeout_s: float) -> bool:
+        """Whether libzmq has closed the descriptor that it listened on; waits for that."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self.monitor.poll(int(1000 * left_s)):
+                event = recv_monitor_message(self.monitor)
+                if event["event"] == zmq.EVENT_CLOSED and event["value"] == listening:
+                    return True
+        return False
+
     def close(self) -> None:
+        """End all connections."""
+        self._waiting |= dict.fromkeys(self._serving, 0.0)
+        for descriptor in list(self._waiting):
+            self._close(descriptor)
         self._listening.disable_monitor()
         self.monitor.close()
 

@@ -5,11 +5,13 @@ Only sockets live here, no state of transfers. What arrives is bytes; callers de
 """
 
 import contextlib
+import os
+import socket
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pd_connector.control.addresses import bound_port, endpoint, numeric, readable
+from pd_connector.control.addresses import bound, endpoint, numeric, readable
 from pd_connector.control.connections import Connections
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.liveness import keep_alive
@@ -31,6 +33,9 @@ MAX_BATCH = 256
 """Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
 _MOST_ARRIVED = MAX_BATCH
 """Messages that libzmq keeps of each peer until they are taken. Each may have `MAX_MESSAGE_BYTES`."""
+_BACKLOG = 1024
+_STOPS_S = 1.0
+"""Until libzmq's thread has closed a socket that listens."""
 _MOST_ANSWERS = 1 << 12
 _MOST_ASKED = 1 << 16
 """Messages to a peer that wait for room in the connection: of a producer, and of a consumer, which may
@@ -66,14 +71,17 @@ class Listener:
             keys.guard(self.socket)
         try:
             self.host = numeric(host)
-            self.socket.bind(endpoint(self.host, port or "*"))
+            self._bound = bound(self.host, port, _BACKLOG)
+            self._listening = os.dup(self._bound.fileno())  # libzmq closes it
+            self.socket.setsockopt(zmq.USE_FD, self._listening)
+            self.port = int(self._bound.getsockname()[1])
+            self.socket.bind(endpoint(self.host, self.port))
         except (zmq.ZMQError, OSError) as error:
             self.socket.close()
             raise PDConnectorError(
                 f"control channel cannot listen on host {host!r}: {error}; "
                 "set `host` to a name or address of this machine"
             ) from error
-        self.port = bound_port(self.socket)
         self._connections = Connections(context, self.socket, self.port, patience_s)
         # Senders that have a session, or just spoke, and their connections, either way.
         self._descriptors: dict[bytes, int] = {}
@@ -138,6 +146,15 @@ class Listener:
         return True
 
     def close(self) -> None:
+        """A process that this one has forked may hold the sockets, too: connections end and the port is
+        free all the same."""
+        with contextlib.suppress(zmq.ZMQError):
+            last = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(last, bytes)
+            self.socket.unbind(last)
+            if self._connections.stopped(self._listening, _STOPS_S):
+                self._bound.shutdown(socket.SHUT_RDWR)
+        self._bound.close()
         self._connections.close()
         self.socket.close()
 

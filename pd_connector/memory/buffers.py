@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING
 
 from pd_connector.config import Config
+from pd_connector.errors import ConfigError
 from pd_connector.memory.pins import Pins
 from pd_connector.memory.slab import Slab
 from pd_connector.memory.slot_memory import (
@@ -43,7 +44,7 @@ class Buffers:
         slot_device: where kernels can gather chunks to; None where no kernels move the cache's pages.
 
     Raises:
-        ConfigError: `slot_memory: device` is not possible.
+        ConfigError: `slot_memory: device` is not possible, or there is no memory for the slots.
     """
 
     def __init__(
@@ -60,13 +61,11 @@ class Buffers:
             config, device, slot_device, produces=produces, consumes=consumes
         )
         shared = "shm" in config.transports
-        self.landing = Slab(config.slots, config.slot_bytes, shared=shared)
-        self.sending = Slab(config.slots, config.slot_bytes, shared=shared)
+        self.landing, self.sending = _slab(config, shared=shared), _slab(config, shared=shared)
         self.private_landing, self.private_sending = self.landing, self.sending
         if not _PRIVATE.issuperset(config.transports):
             # Reserved, not touched: unused slots cost no physical memory.
-            self.private_landing = Slab(config.slots, config.slot_bytes)
-            self.private_sending = Slab(config.slots, config.slot_bytes)
+            self.private_landing, self.private_sending = _slab(config), _slab(config)
         self.pins = Pins(device)
         if consumes:
             self._pin(config, self.landing, self.private_landing, "landing slots")
@@ -116,3 +115,13 @@ class Buffers:
         self.pins.release()
         self.landing.close()
         self.sending.close()
+
+
+def _slab(config: Config, *, shared: bool = False) -> Slab:
+    try:
+        return Slab(config.slots, config.slot_bytes, shared=shared)
+    except (MemoryError, OSError) as error:
+        raise ConfigError(
+            f"slots {config.slots} of slot_mib {config.slot_mib}: this host has no memory for them ({error}); "
+            "they are needed up to four times (config keys slots, slot_mib)"
+        ) from None

@@ -159,6 +159,11 @@ class Consumer:
         incoming.watched = False
         return self._fetches.finish(incoming, cause, "", now)
 
+    def give_up(self, transfer: str, detail: str, now: float) -> list[Action]:
+        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        incoming = self._transfers.get(transfer)
+        return self._fetches.finish(incoming, Cause.INTERNAL, detail, now) if incoming else []
+
     def session_up(self, source: Source, session: ProducerSession, now: float) -> list[Action]:
         """A session stands: open what waited for it."""
         self._sessions[source] = session

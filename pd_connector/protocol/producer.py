@@ -150,6 +150,11 @@ class Producer:
         ended = self._openings.end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
         return [action for action in ended if not isinstance(action, Free)]  # it knows
 
+    def give_up(self, transfer: str, detail: str) -> list[Action]:
+        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        outgoing = self._transfers.get(transfer)
+        return self._openings.end(outgoing, Cause.INTERNAL, detail) if outgoing else []
+
     def watch(self, session: SessionId, transfer: str, now: float) -> list[Action]:
         """A consumer wants to hear when the prefill has begun."""
         return self._openings.watch(session, transfer, now)

@@ -104,6 +104,10 @@ class Transport(abc.ABC):
     def disconnect(self, link: Link) -> None:
         """Forget a consumer. Writes under way to it end as failed `Written`."""
 
+    def broken(self, link: Link) -> bool:
+        """Whether the consumer cannot be written to any more over this link: a session needs a new one."""
+        return False
+
     @abc.abstractmethod
     def expect(self, producer: bytes) -> Hashable:
         """Prepare to be written to by the producer with this `address()`, and to read from it; returns a

@@ -18,6 +18,13 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
+def hang_up(connection: socket.socket) -> None:
+    """Close a socket. The other end hears of it even if a process that this one has forked holds it, too."""
+    with contextlib.suppress(OSError):  # not connected, or not any more
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def listening_sockets() -> dict[int, int]:
     """Descriptors with which this process accepts TCP connections, and their ports.
 

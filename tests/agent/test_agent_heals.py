@@ -4,6 +4,7 @@ has to wait for a timeout."""
 
 import itertools
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -308,3 +309,26 @@ def test_a_producer_that_accepts_and_never_speaks_costs_its_own_transfers_only(
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_link_that_cannot_be_written_to_any_more_is_made_anew(ranks: Ranks):  # noqa: F811
+    """Only `tcp` dials again by itself. The control connection knows nothing of it."""
+    producer, consumer = ranks.pair(LONG | {"transports": ("shm",), "direction": "write"})
+
+    def arrives(transfer: str) -> bool:
+        producer.offer(transfer, [1, 2])
+        consumer.load(producer.source, transfer, [3, 4])
+        cause = consumer.loaded(transfer).cause
+        producer.freed(transfer)
+        assert cause in (None, Cause.TRANSPORT)
+        return cause is None
+
+    assert arrives("before")
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    ((_, session),) = side._sessions
+    transport: Any = session.path.transport
+    transport._producing._consumers[session.path.link].link.shutdown(socket.SHUT_WR)
+    names = map("after {}".format, itertools.count())
+    until(lambda: arrives(next(names)), "a transfer over a new link")
+    assert_pages(producer, [1, 2], consumer, [3, 4])

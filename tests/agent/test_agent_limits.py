@@ -9,11 +9,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.agents import KEY, LONG, SHORT, WHOLE, Rank, Ranks, assert_pages, ranks, until
+from support.agents import (
+    KEY,
+    LONG,
+    SHORT,
+    TRANSPORTS,
+    WHOLE,
+    Rank,
+    Ranks,
+    assert_pages,
+    ranks,
+    until,
+)
 from support.children import Children, children, nursery
 
 from pd_connector.agent import loop, session_keeper
-from pd_connector.agent.commands import Drop, Hold
+from pd_connector.agent.commands import Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.control import addresses
 from pd_connector.control.sockets import Connection, Listener
 from pd_connector.errors import Cause
@@ -170,6 +181,18 @@ def test_with_many_sessions_heartbeats_are_seldom_and_nothing_is_lost(
     producer.freed("waits")
 
 
+def test_a_producer_whose_leases_are_short_hears_of_them_in_time(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    """Each engine has a configuration of its own."""
+    long = {"heartbeat_s": 600.0, "session_timeout_s": 2000.0, "lease_s": 2000.0}
+    producer = ranks(LONG | {"lease_s": 1.5}, consumes=False)
+    consumer = ranks(LONG | long, seed=1, produces=False)
+    assert_serves(producer, consumer)
+    beats = heartbeats_of(producer, monkeypatch)
+    until(lambda: len(beats) >= 3, "heartbeats, not once in ten minutes")
+
+
 def test_a_producer_of_the_release_before_hears_heartbeats_as_often_as_it_did(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
@@ -258,6 +281,113 @@ def test_an_unexpected_error_ends_its_session_and_not_the_agent(
     assert rank.count("session_errors") == 1
     assert rank.count("agent_failures") == 0
     rank.counts.clear()
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+@contextlib.contextmanager
+def one_error(rank: Rank) -> Iterator[None]:
+    """One unexpected error of this rank, which ends neither its agent nor another transfer."""
+    yield
+    until(lambda: rank.count("session_errors") == 1)
+    assert rank.count("agent_failures") == 0
+    rank.counts.clear()
+
+
+@pytest.mark.parametrize("method", ["expect", "offer", "computed", "revoke", "withdraw"])
+def test_an_error_with_one_prefill_ends_its_transfer_and_no_other(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    producer, consumer = ranks.pair(LONG)
+    consumer.load(producer.source, "other", [5], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers"), "the other transfer to be opened")
+    machine: Any = producer.agent._loop.producer_side._producer  # type: ignore[union-attr]
+    request = "offer of t"
+    submit = producer.agent.submit
+    with one_error(producer):
+        if method not in ("expect", "offer"):
+            producer.offer("t", [1, 2], computed=4)
+            consumer.load(producer.source, "t", [1, 2], wait=True)
+            until(lambda: consumer.gauge("incoming_transfers") == 2)
+            until(lambda: producer.gauge("outgoing_transfers") == 2)
+        fails_once(monkeypatch, machine, method)
+        match method:
+            case "expect":
+                submit(Expect("t"))
+            case "computed":
+                submit(Computed("t", request, 8))
+            case "revoke":
+                submit(Revoke("t", request))
+            case "withdraw":
+                submit(Withdraw("t", request))
+        if method in ("expect", "offer"):
+            until(lambda: method == "offer" or producer.count("session_errors"))
+            producer.offer("t", [1, 2])
+            consumer.load(producer.source, "t", [1, 2])
+        ended = consumer.loaded("t").cause
+        if method == "expect":
+            assert ended is None
+        elif method == "offer":
+            assert producer.freed("t").cause == Cause.INTERNAL
+            assert ended in (Cause.INTERNAL, Cause.UNKNOWN_TRANSFER)
+        else:
+            assert ended == Cause.INTERNAL
+    producer.offer("other", [8])
+    assert consumer.loaded("other").cause is None
+    producer.offer("again", [1, 2])  # also where the gate of this request was shut
+    consumer.load(producer.source, "again", [1, 2])
+    assert consumer.loaded("again").cause is None
+
+
+@pytest.mark.parametrize("method", ["load", "hold", "drop"])
+def test_an_error_with_one_request_ends_its_transfer_and_no_other(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    producer, consumer = ranks.pair(LONG)
+    consumer.load(producer.source, "other", [5], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers"), "the other transfer to be opened")
+    machine: Any = consumer.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
+    if method == "drop":
+        consumer.load(producer.source, "t", [1], wait=True)
+        until(lambda: consumer.gauge("incoming_transfers") == 2)
+    with one_error(consumer):
+        fails_once(monkeypatch, machine, method)
+        match method:
+            case "load":
+                consumer.load(producer.source, "t", [1])
+            case "hold":
+                consumer.agent.submit(Hold("load of t", "t", (producer.peer,), True))
+                assert consumer.held("t").cause == Cause.INTERNAL
+            case "drop":
+                consumer.agent.submit(Drop("load of t", Cause.ABORTED))
+        if method != "hold":
+            assert consumer.loaded("t").cause == Cause.INTERNAL
+    producer.offer("other", [8])
+    assert consumer.loaded("other").cause is None
+    assert_serves(producer, consumer, "afterwards")
+
+
+def test_an_error_with_one_chunk_ends_its_transfer_and_no_other(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    producer, consumer = ranks.pair(LONG | TRANSPORTS["tcp"])
+    consumer.load(producer.source, "other", [5], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers"), "the other transfer to be opened")
+    machine: Any = consumer.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
+    with one_error(consumer):
+        fails_once(monkeypatch, machine, "landed")
+        producer.offer("t", [1])
+        consumer.load(producer.source, "t", [1])
+        assert consumer.loaded("t").cause == Cause.INTERNAL
+        producer.freed("t")
+    producer.offer("other", [8])
+    assert consumer.loaded("other").cause is None
 
 
 def test_a_codec_that_raises_fails_its_transfer_and_no_other(

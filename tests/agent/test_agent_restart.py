@@ -3,8 +3,10 @@
 back on the same port."""
 
 import itertools
+import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +100,45 @@ def test_an_agent_that_died_serves_again_on_its_port_with_another_epoch(ranks: R
     if who == "consumer":
         consumer.load(producer.source, "t", [1])
         assert consumer.loaded("t").cause is None
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[], None]]:
+    """Forks a process that holds what this one has open, until the test has ended."""
+    here, there = os.pipe()
+    pids: list[int] = []
+
+    def fork() -> None:
+        if pid := os.fork():
+            pids.append(pid)
+            return
+        os.close(there)
+        os.read(here, 1)
+        os._exit(0)
+
+    yield fork
+    os.close(there)
+    os.close(here)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_a_process_that_the_engine_forked_holds_neither_port_nor_peers(
+    ranks: Ranks, forked: Callable[[], None], transport: str
+):
+    settings = LONG | TRANSPORTS[transport] | {"session_timeout_s": 600.0, "lease_s": 600.0}
+    producer, consumer = ranks.pair(settings)
+    consumer.load(producer.source, "under way", [1], wait=True)
+    until(lambda: producer.gauge("outgoing_transfers") == 1)
+    forked()
+    loop = producer.agent._loop
+    loop.step = fail  # type: ignore[method-assign]
+    assert consumer.loaded("under way").cause == Cause.SESSION_LOST, "it hears of the end"
+    until(lambda: producer.agent._loop is not loop)
+    assert_serves_on(producer, consumer)
+    assert producer.count("agent_restarts") == 1
+    producer.counts.clear()
 
 
 def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(

@@ -126,6 +126,32 @@ def test_a_page_that_is_not_of_the_cache_costs_its_load_and_nothing_else(
     assert consumer.loaded("next").cause is None
 
 
+def test_an_error_while_a_chunk_arrives_costs_its_connection_and_nothing_else(
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a transport asks of the agent may fail as well as the transport itself."""
+    producer, consumer = ranks.pair(SEALED, **WIDE)
+    other = ranks(SEALED, consumes=False, seed=2, **WIDE)
+    consumer.load(other.source, "other", INTO, wait=True)
+    until(lambda: other.gauge("outgoing_transfers"), "the other transfer to be opened")
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(inbox.Inbox, "destination", fail)
+    producer.offer("t", FROM)
+    consumer.load(producer.source, "t", range(20))
+    assert consumer.loaded("t").cause is Cause.TRANSPORT
+    other.offer("other", FROM)
+    assert consumer.loaded("other").cause is None
+    assert consumer.count("agent_failures") == 0
+    producer.offer("next", FROM)
+    consumer.load(producer.source, "next", INTO)
+    assert consumer.loaded("next").cause is None
+
+
 def arriving(consumer: Rank) -> bool:
     """Whether a chunk is on its way into pages."""
     transport = next(t for t in consumer.agent._loop._transports if isinstance(t, TcpTransport))

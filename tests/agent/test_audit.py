@@ -2,6 +2,7 @@
 """Audits between real agents: KV that was received is compared with KV that is there, and who fails is not believed
 again before it has started anew."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -383,6 +384,34 @@ def test_what_is_found_in_pages_that_were_taken_back_says_nothing(start: Any) ->
 
     until(believed, "the steps that take nothing back")
     assert consumer.loaded("b").cause == Cause.AUDIT
+
+
+def test_what_was_taken_back_while_the_agent_was_busy_accuses_nobody(start: Any) -> None:
+    """The agent's turn may take longer than a step of the engine."""
+    producer, consumer = start(late_revokes=True)
+    side = consumer.agent._loop.consumer_side
+    assert side is not None
+    consumer.agent.engine_steps()
+    consumer.layers[0][OURS] = 0  # preempted: another request's pages are zeroed now
+    offer(producer, "a")
+    consumer.agent.submit(load_of([producer], "a", compares=True))
+    until(lambda: not consumer.gauge("incoming_transfers") and consumer.count("received_chunks"))
+    busy, go_on = threading.Event(), threading.Event()
+    tick = side._consumer.tick
+
+    def tick_late(now: float) -> Any:  # commands were taken before
+        busy.set()
+        assert go_on.wait(60)
+        return tick(now)
+
+    side._consumer.tick = tick_late  # type: ignore[method-assign]
+    assert busy.wait(60)
+    consumer.agent.engine_steps()
+    consumer.agent.submit(Drop("load of a", Cause.ABORTED))
+    consumer.agent.engine_steps()
+    go_on.set()
+    assert consumer.loaded("a").cause == Cause.ABORTED
+    assert consumer.gauge("distrusted_producers") == 0
 
 
 def test_taken_for_one_that_tells_in_time_it_would_be_believed(start: Any) -> None:

@@ -47,6 +47,7 @@ class _Consumer:
     address: NixlAddress
     on_device: bool  # slots of both sides lie there
     writes: dict[int, Any] = field(default_factory=dict)  # token: handle
+    failed: bool = False  # a write to it: the agent does not reach it again
 
 
 @dataclass(slots=True)
@@ -134,6 +135,11 @@ class NixlTransport(Transport):
         consumer = self._links.get(link)
         return self._on_device.sending if consumer and consumer.on_device else None
 
+    def broken(self, link: Link) -> bool:
+        assert isinstance(link, int)
+        consumer = self._links.get(link)
+        return consumer is not None and consumer.failed
+
     def disconnect(self, link: Link) -> None:
         assert isinstance(link, int)
         consumer = self._links.pop(link, None)
@@ -177,6 +183,7 @@ class NixlTransport(Transport):
                 "WRITE", consumer.remote, here, there, payload.nbytes, note
             )
         except Exception as error:
+            consumer.failed = True
             raise TransportError(f"nixl write cannot start: {error!r}") from error
         token = next(self._numbers)
         consumer.writes[token] = handle
@@ -255,6 +262,7 @@ class NixlTransport(Transport):
         return place_in(slab, inside)
 
     def _end_write(self, consumer: _Consumer, token: int, problem: str) -> None:
+        consumer.failed |= bool(problem)
         consumer.agent.release(consumer.writes.pop(token))
         self._written.append(Written(token, not problem, problem))
 

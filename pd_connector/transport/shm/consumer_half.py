@@ -21,6 +21,7 @@ from pd_connector.memory.pieces import Pieces, read_memory
 from pd_connector.memory.pins import Pins
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Landed, check_fits
+from pd_connector.transport.keepalive import hang_up
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.descriptors import map_slab, peer_process, send_fds
 from pd_connector.transport.shm.producer_half import NOTE
@@ -139,7 +140,7 @@ class ConsumerHalf:
             del self._producers[producer.address.token]
             self._connected.pop(producer.address.token, None)
             for link in producer.links:
-                link.close()
+                hang_up(link)
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         """See `Transport.read`."""

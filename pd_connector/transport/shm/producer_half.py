@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pd_connector.errors import TransportError
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.base import Link, Written, check_fits
+from pd_connector.transport.keepalive import hang_up
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.descriptors import map_slab, recv_fds
 from pd_connector.transport.shm.rendezvous import connect
@@ -68,7 +69,8 @@ class ConsumerPeer:
             pass  # the consumer reads slowly: `poll` tries again
         except OSError as error:
             self.notes.clear()
-            return f"shm: the consumer is gone ({error})"
+            self.problem = f"is gone ({error})"
+            return f"shm: the consumer {self.problem}"
         return ""
 
     def open_window(self) -> None:
@@ -121,7 +123,13 @@ class ProducerHalf:
         assert isinstance(link, int)
         consumer = self._consumers.pop(link, None)
         if consumer is not None:
-            consumer.link.close()  # its window goes when the last view of it goes
+            hang_up(consumer.link)  # its window goes when the last view of it goes
+
+    def broken(self, link: Link) -> bool:
+        """See `Transport.broken`."""
+        assert isinstance(link, int)
+        consumer = self._consumers.get(link)
+        return consumer is not None and bool(consumer.problem)
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         """See `Transport.write`. The payload has been copied when this returns."""

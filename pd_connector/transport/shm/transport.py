@@ -68,6 +68,9 @@ class ShmTransport(Transport):
     def disconnect(self, link: Link) -> None:
         self._producing.disconnect(link)
 
+    def broken(self, link: Link) -> bool:
+        return self._producing.broken(link)
+
     def expect(self, producer: bytes) -> Hashable:
         return self._consuming.expect(read_address(producer))
 

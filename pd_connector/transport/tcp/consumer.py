@@ -178,6 +178,9 @@ class ConsumerPeer:
             except BrokenError as error:
                 self._lose(str(error))
 
+    def give_up(self, why: str, now: float) -> None:
+        self._lose(why)
+
     def close(self) -> None:
         for candidate in list(self._candidates):
             self.reject(candidate)
@@ -251,10 +254,14 @@ class _Candidate:
         try:
             events = self.connection.exchange(now)
         except BrokenError as error:
-            self._consumer.reject(self)
-            self._consumer.lost(self.connection, str(error))
+            self.give_up(str(error), now)
             return
         if events and not self._is_confirmed:
             self._is_confirmed = True
             self._consumer.confirmed(self, now)
         self._consumer.heard(self.connection, list(events), now)
+
+    def give_up(self, why: str, now: float) -> None:
+        assert self.connection is not None
+        self._consumer.reject(self)
+        self._consumer.lost(self.connection, why)

@@ -72,8 +72,7 @@ class Listening:
                 if (
                     error.errno in _FULL
                 ):  # of descriptors: a pending connection makes room, and time does
-                    self._resumes = now + self._pace.heartbeat_s
-                    self._watch.wish(self._socket, self, read=False, write=False)
+                    self._pause(now)
                     self._dismiss_oldest()
                 return
             try:
@@ -87,6 +86,9 @@ class Listening:
             pending.ready(now)
             if len(self._pending) > MAX_PENDING:
                 self._dismiss_oldest()
+
+    def give_up(self, why: str, now: float) -> None:
+        self._pause(now)
 
     def heard(self, pending: "_PendingConnection", now: float) -> None:
         """A pending connection has brought its frame, or something else, or its end."""
@@ -120,6 +122,11 @@ class Listening:
         for pending in list(self._pending):
             self._dismiss(pending)
         self._watch.close_socket(self._socket)
+
+    def _pause(self, now: float) -> None:
+        """Accept nobody for a while."""
+        self._resumes = now + self._pace.heartbeat_s
+        self._watch.wish(self._socket, self, read=False, write=False)
 
     def _offer(self, pending: "_PendingConnection", now: float) -> bool:
         assert pending.dial is not None
@@ -175,3 +182,6 @@ class _PendingConnection:
         wrong = not self.frame.startswith(MAGIC[: len(self.frame)])
         if whole or wrong or not data:
             self._listening.heard(self, now)
+
+    def give_up(self, why: str, now: float) -> None:
+        self._listening.dismiss(self)

@@ -105,6 +105,9 @@ class ProducerPeer:
             else:
                 self._begin(now)
 
+    def give_up(self, why: str, now: float) -> None:
+        self._fail(why, now)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()

@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+import logging
 import secrets
 import socket
 import time
@@ -32,7 +33,9 @@ from pd_connector.transport.tcp.listening import Listening
 from pd_connector.transport.tcp.producer import ProducerPeer
 from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import ChunkWrite, SealedWrite
-from pd_connector.transport.tcp.watch import Watch
+from pd_connector.transport.tcp.watch import Owner, Watch
+
+logger = logging.getLogger("pd_connector.transport.tcp")
 
 _TICK_S = 0.05
 """How often deadlines are looked at, at most."""
@@ -86,7 +89,10 @@ class TcpTransport(Transport):
             self._listening = Listening(host, self._watch, pace, self._introduce)
         except OSError as error:
             self._watch.close()
-            raise TransportError(f"tcp transport cannot listen on {host!r}: {error}") from error
+            raise TransportError(
+                f"tcp transport cannot listen on {host!r}: {error}; set `host` to a name or address of "
+                "this machine (config key host)"
+            ) from error
         self._address = TcpAddress(
             self._listening.host,
             self._listening.port,
@@ -189,18 +195,28 @@ class TcpTransport(Transport):
         if self._landing.starved:
             self._landing.starved = False
             for producer in list(self._producers.values()):
-                producer.resume(now)
+                self._attempt(producer, producer.resume, now)
         for owner in self._watch.ready():
-            owner.ready(now)
+            self._attempt(owner, owner.ready, now)
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self._listening.tick(now)
             for peer in self._peers:
-                peer.tick(now)
+                self._attempt(peer, peer.tick, now)
         written, landed = self._written[:], self._landed[:]
         self._written.clear()  # consumers and producers hold on to these lists
         self._landed.clear()
         return written, landed
+
+    def _attempt(
+        self, owner: Owner | ConsumerPeer, work: Callable[[float], None], now: float
+    ) -> None:
+        """An error of one connection ends that connection, and nothing else."""
+        try:
+            work(now)
+        except Exception as error:
+            logger.exception("tcp connection failed")
+            owner.give_up(f"an unexpected error: {error!r}", now)
 
     @property
     def pollables(self) -> list[object]:

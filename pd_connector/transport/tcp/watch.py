@@ -6,12 +6,17 @@ import socket
 from collections.abc import Iterator
 from typing import Protocol
 
+from pd_connector.transport.keepalive import hang_up
+
 
 class Owner(Protocol):
     """Who a socket belongs to."""
 
     def ready(self, now: float) -> None:
         """The socket can be read or written, as was wanted."""
+
+    def give_up(self, why: str, now: float) -> None:
+        """Something went wrong that nobody has foreseen: close the socket."""
 
 
 class Watch:
@@ -38,7 +43,7 @@ class Watch:
         """Forget a socket and close it."""
         if self._owners.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock)
-        sock.close()
+        hang_up(sock)
 
     def ready(self) -> Iterator[Owner]:
         """The owners whose sockets are ready now, as long as they are still watched."""

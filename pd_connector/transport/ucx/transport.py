@@ -140,6 +140,11 @@ class UcxTransport(Transport):
             consumer.endpoint.close_blocking()
         self._workers.leave(link)
 
+    def broken(self, link: Link) -> bool:
+        assert isinstance(link, int)
+        consumer = self._links.get(link)
+        return consumer is not None and not consumer.endpoint.alive
+
     def expect(self, producer: bytes) -> Hashable:
         source = next(self._numbers)
         self._expected[source] = read_address(producer).tag
