@@ -97,12 +97,6 @@ class Scenario:
             )
         if self.cpu_prefill and not self.prefill:
             raise ValueError("cpu_prefill: stands beside --prefill engines; give some of them")
-        for name in ("prefill", "decode", "both", "cpu_prefill", "lag_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be 0 or more")
-        for name in ("speed", "kv_tokens"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
         if not 0 <= self.background <= 1:
             raise ValueError(f"background {self.background}: must be between 0 and 1")
 
