@@ -83,6 +83,9 @@ class Scenario:
         for name in ("speed", "kv_tokens"):
             if not (value := getattr(self, name)) > 0 or (name == "speed" and value == inf):
                 raise ValueError(f"{name} {value}: must be a number above 0")
+        for name in ("cache_blocks", "block_tokens"):
+            if not (count := getattr(self, name)) >= 1:
+                raise ValueError(f"{name} {count}: must be 1 or more")
         if not 0 <= self.lag_s < inf:
             raise ValueError(f"lag_s {self.lag_s}: must be a number of seconds from 0 on")
         if self.level not in (1, 2):
