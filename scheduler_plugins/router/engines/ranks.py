@@ -34,10 +34,13 @@ def for_rank(
 
 def rank_of_prefill(
     engine: BackendEngine, request: Request, prefixes: PrefixReader, headers: Mapping[str, str]
-) -> int:
+) -> int | None:
     """Which of a vLLM engine's ranks computes a prompt for another engine, as a place among its addresses: the decode
     engine must be told before. The one that the client names; else that has most of the prompt cached; else that has least to do.
+    None where the engine has one rank, or is SGLang's.
     """
+    if len(engine.addresses) < 2 or engine.kind is Kind.SGLANG:
+        return None
     ranks = range(len(engine.addresses))
     named = headers.get(HEADER, "")
     if named.isascii() and named.isdecimal() and int(named) in ranks:

@@ -22,13 +22,25 @@ from scheduler_plugins.router.engines.exchange import (
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
+from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
+
+
+def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
+    """A prefill engine as its decode engine is told of it.
+
+    Args:
+        rank: the one of its data-parallel ranks that will compute the prompt, where that is known before.
+    """
+    addresses = engine.addresses if rank is None else engine.addresses[rank : rank + 1]
+    return Prefill(engine.kind or Kind.VLLM, engine.model, addresses, engine.bootstrap(rank or 0))
 
 
 class PrefillCopy:

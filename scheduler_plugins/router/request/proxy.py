@@ -29,7 +29,7 @@ from scheduler_plugins.router.engines.exchange import (
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies
-from scheduler_plugins.router.handoff.prefill import PrefillCopy, PrefillRefusedError
+from scheduler_plugins.router.handoff.prefill import PrefillCopy, PrefillRefusedError, as_told
 from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
@@ -249,7 +249,7 @@ class ClientRequest:
             call = for_rank(call, attempt.answering, self._request, self._shared.pool.prefixes)
             async with self._answer(attempt.answering, call, None) as answer:
                 return await self._pass_on(answer, attempt)
-        rank = self._rank_of(prefill)
+        rank = rank_of_prefill(prefill, self._request, self._shared.pool.prefixes, self._headers)
         try:
             plan = await self._handoff(attempt.answering, prefill, rank)
         except NotTokenizedError as error:
@@ -281,21 +281,12 @@ class ClientRequest:
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
 
-    def _rank_of(self, prefill: BackendEngine) -> int | None:
-        """The data-parallel rank that the prompt's KV will come from; None where the engine has one, or is SGLang's."""
-        if len(prefill.addresses) < 2 or prefill.kind is Kind.SGLANG:
-            return None
-        return rank_of_prefill(prefill, self._request, self._shared.pool.prefixes, self._headers)
-
     async def _handoff(
         self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
     ) -> engine_bodies.Handoff:
         """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
-        kind = prefill.kind or Kind.VLLM
-        addresses = prefill.addresses if rank is None else prefill.addresses[rank : rank + 1]
-        bootstrap = prefill.bootstrap(rank or 0)
-        asked = engine_bodies.Prefill(kind, prefill.model, addresses, bootstrap)
-        if kind is (decode.kind or Kind.VLLM):
+        asked = as_told(prefill, rank)
+        if asked.kind is (decode.kind or Kind.VLLM):
             return engine_bodies.of_one_kind(self._asked(decode), self._path, asked)
         if self._ids is None:
             self._ids = await prompt_ids(
