@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from scheduler_plugins.bench import __main__ as command
+from scheduler_plugins.bench import app as command
 from scheduler_plugins.bench import classes, order, overhead
 from scheduler_plugins.bench.order import Workload
 from scheduler_plugins.bench.plot import svg
