@@ -7,6 +7,12 @@ from pd_connector.protocol.deadlines import Deadlines
 _REMEMBERED = 1024
 _MOST_UNWANTED = 1 << 16
 """That are remembered. KV of one that was forgotten waits for the end of its lease."""
+_TOLD_LATER = {
+    Cause.LEASE_EVICTED: "its pages were needed for others while it waited",
+    Cause.PREFILL_ENDED: "the prefill request ended early",
+    Cause.INTERNAL: "an unexpected error ended it, see the log of the producer",
+}
+"""What is told, in which words, to a consumer that asks for a transfer that has ended so."""
 
 
 class PastTransfers:
@@ -28,10 +34,9 @@ class PastTransfers:
         """What to tell a consumer that asks for a transfer that is not here."""
         if transfer in self._unwanted:
             return self._unwanted[transfer][0], "it was cancelled before its prefill ended"
-        if self._ended.get(transfer) is Cause.LEASE_EVICTED:
-            return Cause.LEASE_EVICTED, "its pages were needed for others while it waited"
-        if self._ended.get(transfer) is Cause.PREFILL_ENDED:  # its end has overtaken the question
-            return Cause.PREFILL_ENDED, "the prefill request ended early"
+        cause = self._ended.get(transfer)
+        if cause in _TOLD_LATER:  # its end has overtaken the question
+            return cause, _TOLD_LATER[cause]
         return Cause.UNKNOWN_TRANSFER, "no such KV here (any more)"
 
     def is_unwanted(self, transfer: str) -> bool:

@@ -559,6 +559,13 @@ def test_a_watcher_is_refused_when_nothing_comes(producer: Producer):
     assert refused(producer.tick(CONFIG.lease_s), Cause.UNKNOWN_TRANSFER)
 
 
+def test_who_asks_after_an_unexpected_error_is_told_of_it(producer: Producer):
+    producer.offer(OFFER, 0.0)
+    assert producer.give_up("t", "a defect") == [Free("request", Cause.INTERNAL)]
+    assert refused(producer.open(ONE, opening(), ROUTES, 0.0), Cause.INTERNAL)
+    assert refused(producer.watch(ONE, "t", 0.0), Cause.INTERNAL)
+
+
 def test_a_watcher_that_is_lost_is_forgotten(producer: Producer):
     producer.expect("t", 0.0)
     producer.watch(ONE, "t", 0.0)
