@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine asks of the consuming half, carried out as soon as addresses of producers are known."""
 
-import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pd_connector.agent.auditor import Auditor
 from pd_connector.agent.commands import Drop, Hold
+from pd_connector.agent.confined import confined
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.name_queue import Named, NameQueue
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
 from pd_connector.protocol.consumer import Consumer
 from pd_connector.protocol.incoming import Action, Finished, Held, Load
 from pd_connector.telemetry import Telemetry
-
-logger = logging.getLogger("pd_connector.agent.consumer_commands")
 
 Command = Hold | Load | Drop
 
@@ -62,14 +61,9 @@ class ConsumerCommands:
 
     def _run(self, ready: Sequence[Named], now: float) -> None:
         for named in ready:
-            try:
+            what = f"the transfer of request {named.command.request}"
+            with confined(self._telemetry, what, partial(self._give_up, named.command, now)):
                 self._carry_out(*named, now)
-            except AbandonedError:
-                raise
-            except Exception:
-                logger.exception("request %s: its transfer failed", named.command.request)
-                self._telemetry.count("session_errors")
-                self._give_up(named.command, now)
             if isinstance(named.command, Drop):
                 self._gate.open(named.command.request)  # `Agent.submit` has shut it
 

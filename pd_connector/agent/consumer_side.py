@@ -4,14 +4,15 @@
 Its sessions with producers are kept by `session_keeper`.
 """
 
-import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pd_connector.agent.auditor import Auditor
 from pd_connector.agent.commands import Distrust, Drop, Hold
+from pd_connector.agent.confined import confined
 from pd_connector.agent.consumer_commands import ConsumerCommands
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.inbox import Inbox
@@ -182,24 +183,17 @@ class ConsumerSide:
             following = landed[number] if number < len(landed) else None
             if following and not following.problem and isinstance(following.payload, Payload):
                 self._cache.scatter_next(following.payload)
-            with self._ending_on_error(arrival, now):
+            give_up = partial(self._give_up, arrival, now)
+            with confined(self._telemetry, "taking in a chunk", give_up):
                 self._arrived(*arrival[:4], now, authentic=arrival.authentic)
         self._cache.settle()
 
-    @contextlib.contextmanager
-    def _ending_on_error(self, arrival: Landed, now: float) -> Iterator[None]:
-        """An error with one chunk ends its transfer, and nothing else."""
-        try:
-            yield
-        except AbandonedError:
-            raise
-        except Exception:
-            logger.exception("a chunk that has landed was not taken in")
-            self._telemetry.count("session_errors")
-            transfer = decode_header(arrival.header).transfer
-            detail = "an unexpected error, see this log"
-            self._act(self._consumer.give_up(transfer, detail, now), now)
-            self._tell_taken(arrival.slot)
+    def _give_up(self, arrival: Landed, now: float) -> None:
+        """An error with a chunk ends its transfer."""
+        transfer = decode_header(arrival.header).transfer
+        detail = "an unexpected error, see this log"
+        self._act(self._consumer.give_up(transfer, detail, now), now)
+        self._tell_taken(arrival.slot)
 
     def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
         """The pages of a chunk that begins to arrive, if it may be decrypted into them."""

@@ -226,9 +226,8 @@ class Loop:
         if self._gatekeeper:
             self._gatekeeper.answer()
         messages = producer_side.receive() if producer_side else []
-        self._steps.told = (
-            self._steps.count
-        )  # before the commands: those of later steps may be missed
+        # Before the commands are taken: those of later steps may be missed.
+        self._steps.told = self._steps.count
         # Commands before these messages: an offer is known when what was sent after it is handled.
         for command, fence in self._commands.take():
             self._execute(command, fence, now)

@@ -17,7 +17,7 @@ COUNTERS = {
     "sent_bytes": "Bytes of chunks whose write has ended well (producer).",
     "agent_failures": "Times the agent's thread has died of an unexpected exception, or hung.",
     "closed_connections": "Connections closed because no session came over them (producer).",
-    "session_errors": "Sessions ended because of an unexpected exception.",
+    "session_errors": "Sessions and transfers ended because of an unexpected exception.",
     "agent_restarts": "Times it was started again.",
 }
 COUNTERS_BY_CAUSE = {

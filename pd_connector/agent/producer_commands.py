@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine tells the producing half: prefills that begin, come further, and take pages back."""
 
-import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pd_connector.agent.commands import Computed, Expect, Revoke, Withdraw
+from pd_connector.agent.confined import confined
 from pd_connector.agent.outbox import Outbox
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
 from pd_connector.protocol.outgoing import Action, Free, Offer
 from pd_connector.protocol.producer import Producer
 from pd_connector.telemetry import Telemetry
-
-logger = logging.getLogger("pd_connector.agent.producer_commands")
 
 ProducerCommand = Expect | Offer | Computed | Revoke | Withdraw
 
@@ -47,14 +46,9 @@ class ProducerCommands:
             fence: pages of an `Offer` or `Computed` are gathered after the work that it stands for,
                 which computes them.
         """
-        try:
+        what = f"transfer {command.transfer}"
+        with confined(self._telemetry, what, partial(self._give_up, command)):
             self._execute(command, fence, now)
-        except AbandonedError:
-            raise
-        except Exception:
-            logger.exception("transfer %s failed", command.transfer)
-            self._telemetry.count("session_errors")
-            self._give_up(command)
         if isinstance(command, Revoke | Withdraw):
             self._gate.open(command.request)  # `Agent.submit` has shut it
 

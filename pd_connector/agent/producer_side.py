@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producing side of an agent: sessions with consumers, and outgoing chunks."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from pd_connector.agent.chunk_sender import ChunkSender
+from pd_connector.agent.confined import confined
 from pd_connector.agent.consumer_sessions import ConsumerSessions
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.in_flight import OFFERED
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import Outbox
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producer_commands import ProducerCommand, ProducerCommands
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
@@ -165,17 +167,11 @@ class ProducerSide:
         if not self._listener.send(receiver, messages.encode(message)):
             self._unheard.add(receiver)
 
-    @contextlib.contextmanager
-    def _ending_on_error(self, sender: bytes, now: float) -> Iterator[None]:
+    def _ending_on_error(self, sender: bytes, now: float) -> AbstractContextManager[None]:
         """An error of one session ends that session, and nothing else."""
-        try:
-            yield
-        except AbandonedError:
-            raise
-        except Exception:
-            logger.exception("session with a consumer failed")
-            self._telemetry.count("session_errors")
-            self._reject(sender, Cause.INTERNAL, "an unexpected error of the producer", now)
+        detail = "an unexpected error of the producer"
+        give_up = partial(self._reject, sender, Cause.INTERNAL, detail, now)
+        return confined(self._telemetry, "session with a consumer", give_up)
 
     def written(self, transport: Transport, written: Written) -> None:
         """A write has ended."""

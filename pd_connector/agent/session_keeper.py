@@ -4,12 +4,12 @@
 import logging
 from collections.abc import Callable, Sequence
 
+from pd_connector.agent.confined import confined
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.inbox import Inbox
 from pd_connector.agent.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
 from pd_connector.agent.outage import OutageWatch, named_for_what_it_is
-from pd_connector.agent.page_gate import AbandonedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError
 from pd_connector.kv.model import ModelFacts
@@ -254,15 +254,14 @@ class SessionKeeper:
         self, work: Callable[[OpenSession, float], None], session: OpenSession, now: float
     ) -> None:
         """An error of one session ends that session, and nothing else."""
-        try:
-            work(session, now)
-        except AbandonedError:
-            raise
-        except Exception:
-            logger.exception("session with %s:%d failed", *session.source[:2])
-            self._telemetry.count("session_errors")
+
+        def give_up() -> None:
             if self._sessions.holds(session):
                 self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
+
+        what = "session with {}:{}".format(*session.source[:2])
+        with confined(self._telemetry, what, give_up):
+            work(session, now)
 
 
 def _cause(name: str) -> Cause:

@@ -33,11 +33,16 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def bound(host: str, port: int, backlog: int) -> socket.socket:
-    """A socket that listens on a numeric address; port 0 lets the system choose. Raises OSError."""
+def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.socket:
+    """A socket that listens on a numeric address; port 0 lets the system choose. Raises OSError.
+
+    Args:
+        again: whether the port is to be had again while connections that came to it linger. Both sockets must be made so.
+    """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for one after another
+        if again:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(backlog)
         listening.setblocking(False)

@@ -71,7 +71,7 @@ class Listener:
             keys.guard(self.socket)
         try:
             self.host = numeric(host)
-            self._bound = bound(self.host, port, _BACKLOG)
+            self._bound = bound(self.host, port, _BACKLOG, again=True)
             self._listening = os.dup(self._bound.fileno())  # libzmq closes it
             self.socket.setsockopt(zmq.USE_FD, self._listening)
             self.port = int(self._bound.getsockname()[1])

@@ -3,6 +3,7 @@
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -25,3 +26,9 @@ def checked(path: Path | None) -> Path | None:
     if path is not None and (problem := write_problem(path)):
         raise typer.BadParameter(problem)
     return path
+
+
+Json = Annotated[
+    Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
+]
+"""The option `--json` of benchmarks."""

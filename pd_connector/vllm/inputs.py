@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,7 +142,7 @@ class RequestIdentity:
         known, data = str(feature.identifier), feature.data
         if known in self._inputs:
             self._inputs.move_to_end(known)
-        elif data is None or "address" in data:
+        elif is_elsewhere(data):
             # Processed elsewhere, or in shared memory: vLLM's identifier is all there is. It knows
             # nothing of the engine's own settings.
             return f"{feature.modality} {known} {self._processor}".rstrip()
@@ -156,28 +156,38 @@ class RequestIdentity:
         return self._inputs[known]
 
 
+def is_elsewhere(data: Mapping[str, Any] | None) -> bool:
+    """Whether the processed data of an image or the like is in another process, or in shared memory."""
+    return data is None or "address" in data
+
+
 def elements(value: object) -> int:
     """Of the largest tensor or array within a value."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return math.prod(value.shape)
-    if isinstance(value, Mapping):
-        return max(map(elements, value.values()), default=0)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return max(map(elements, value), default=0)
-    return elements(value.data) if hasattr(value, "data") else 0
+    return max((math.prod(one.shape) for one in _arrays(value)), default=0)
 
 
 def has_fractions(value: object) -> bool:
     """Whether there is a tensor or an array of numbers with fractions within a value."""
-    if isinstance(value, torch.Tensor):
-        return bool(value.is_floating_point())
-    if isinstance(value, np.ndarray):
-        return bool(np.issubdtype(value.dtype, np.floating))
-    if isinstance(value, Mapping):
-        return any(map(has_fractions, value.values()))
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return any(map(has_fractions, value))
-    return has_fractions(value.data) if hasattr(value, "data") else False
+    return any(
+        one.is_floating_point()
+        if isinstance(one, torch.Tensor)
+        else np.issubdtype(one.dtype, np.floating)
+        for one in _arrays(value)
+    )
+
+
+def _arrays(value: object) -> "Iterator[torch.Tensor | np.ndarray]":
+    """All tensors and arrays within a value."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _arrays(one)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for one in value:
+            yield from _arrays(one)
+    elif hasattr(value, "data"):
+        yield from _arrays(value.data)
 
 
 def _untouched(adapter: _Adapter) -> bool:

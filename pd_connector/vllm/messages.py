@@ -59,12 +59,11 @@ class RankAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerActivity(KVConnectorWorkerMetadata):
-    """Worker to scheduler, each step: slots that are not free; watched requests whose KV can be
+    """Worker to scheduler, each step: watched requests whose KV can be
     loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
     requests whose KV was refused because its producer has not passed an audit (`unaudited`); and the
     gauges of ranks of which one has changed."""
 
-    slots: int = 0
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()
     audits: tuple[AuditReport, ...] = ()
@@ -74,7 +73,6 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
         return WorkerActivity(
-            self.slots + other.slots,
             self.ready | other.ready,
             self.unavailable | other.unavailable,
             self.audits + other.audits,

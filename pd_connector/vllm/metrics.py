@@ -91,14 +91,21 @@ class RankGauges:
         self._by_rank.update(told)
         self._changed |= bool(told)
 
+    @property
+    def slots(self) -> int:
+        """Slots of all ranks that are not free."""
+        return int(sum(self._sum(name) for name in ("landing_slots", "send_slots")))
+
     def changed(self) -> dict[str, float] | None:
         """The sum of each gauge over all ranks; None if none has changed since the last call."""
         changed, self._changed = self._changed, False
         if not changed:
             return None
         names = {name: None for gauges in self._by_rank.values() for name in gauges}
-        ranks = self._by_rank.values()
-        return {name: sum(gauges.get(name, 0) for gauges in ranks) for name in names}
+        return {name: self._sum(name) for name in names}
+
+    def _sum(self, name: str) -> float:
+        return sum(gauges.get(name, 0) for gauges in self._by_rank.values())
 
 
 class PDPromMetrics(KVConnectorPromMetrics):

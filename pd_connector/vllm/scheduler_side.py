@@ -85,7 +85,6 @@ class SchedulerSide:
         self.identity = RequestIdentity(adapters, processor)
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         self._commands: list[Command] = []
-        self._slots_out = 0
         self._gauges = RankGauges()
         self._weights_may_change = False
 
@@ -204,7 +203,6 @@ class SchedulerSide:
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
-        self._slots_out = activity.slots
         self._gauges.update(activity.gauges)
         for stage, requests in (
             (Stage.HELD, activity.ready),
@@ -228,7 +226,7 @@ class SchedulerSide:
     @property
     def pending_work(self) -> bool:
         """Whether steps are needed although no request is: for commands, slots and audits."""
-        return bool(self._commands or self._slots_out or self._audits.pending)
+        return bool(self._commands or self._gauges.slots or self._audits.pending)
 
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]

@@ -59,7 +59,7 @@ class Streaming:
                 prompt.pages, prompt.computed, prompt.offered = [], 0, ()
                 commands.append(Revoke(prompt.transfer, request_id))
         prefills: list[Prefill] = []
-        for request_id, computed in list(scheduled(output, self._prompts)):
+        for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
             if not prompt.computed and getattr(output, "has_sync_kv_loads", False):
                 # Another connector fills pages within the step, and says only later whether it could.

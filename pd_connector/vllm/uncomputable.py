@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.inputs import LEAST_ELEMENTS, elements, has_fractions
+from pd_connector.vllm.inputs import LEAST_ELEMENTS, elements, has_fractions, is_elsewhere
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -64,6 +64,6 @@ class Uncomputable:
 
 def _is_bare(data: Mapping[str, Any] | None) -> bool:
     """Whether processed data has sizes only, which are few whole numbers."""
-    if data is None or "address" in data:  # vLLM has the content elsewhere
+    if is_elsewhere(data):
         return False
     return elements(data) < LEAST_ELEMENTS and not has_fractions(data)

@@ -184,12 +184,10 @@ class WorkerSide:
         return PDStats.of(self._agent.telemetry) if self._agent else None
 
     def activity(self) -> WorkerActivity:
-        """Slots that are not free, and what has ended or changed since the last call."""
+        """What has ended or changed since the last call."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
         changed, self._gauges = gauges != self._gauges, gauges
-        slots = int(gauges.get("landing_slots", 0) + gauges.get("send_slots", 0))
         activity = WorkerActivity(
-            slots,
             frozenset(self._ready),
             frozenset(self._unavailable),
             tuple(self._audits),

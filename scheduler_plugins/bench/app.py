@@ -14,9 +14,9 @@ from rich.console import Console
 
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 from pd_connector.tools.cli.bench_report import exit_codes
-from pd_connector.tools.output import checked
+from pd_connector.tools.output import Json, checked
 from scheduler_plugins.bench import ablation, classes, order, overhead, overload, plot
-from scheduler_plugins.bench.options import EngineKind, Json, Live, Minutes, Quick, Seeds, tell
+from scheduler_plugins.bench.options import EngineKind, Live, Minutes, Quick, Seeds, tell
 from scheduler_plugins.bench.replay_command import replay
 from scheduler_plugins.bench.routers import command as routers
 from scheduler_plugins.sim import trace

@@ -11,13 +11,9 @@ import typer
 from rich.console import Console
 
 from pd_connector.tools.bench.report import Comparison, missed, table, write_json
-from pd_connector.tools.output import checked
 
 Seeds = Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")]
 Minutes = Annotated[float, typer.Option(min=2.0, help="Simulated time.")]
-Json = Annotated[
-    Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
-]
 
 
 class EngineKind(StrEnum):

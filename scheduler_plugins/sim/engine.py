@@ -171,9 +171,8 @@ class SimulatedEngine:
             self.next_event_s, self.next_kind = self._step, END
         elif len(self.prefill) and not self._blocked:
             self.next_event_s, self.next_kind = now_s, START
-            if (
-                not self._apart
-            ):  # a step may be under way, though everybody in it gets the last token
+            # A step may be under way, though everybody in it gets the last token.
+            if not self._apart:
                 self.next_event_s = max(now_s, self.decode.now_s)
         elif not self._apart:
             self.next_event_s, self.next_kind = self.decode.next_end_s, END

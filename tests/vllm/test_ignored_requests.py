@@ -8,18 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from support.vllm_steps import FETCH
+
 from pd_connector.config import Config
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.windows import Windows
 
 OFFERS = {"do_remote_decode": True, "transfer_id": "t"}
-FETCHES = {
-    "do_remote_prefill": True,
-    "remote_request_id": "t",
-    "remote_engine_id": "e",
-    "remote_host": "127.0.0.1",
-    "remote_port": 7000,
-}
+FETCHES = {**FETCH, "remote_request_id": "t"}
 
 
 def commands(**changes: Any) -> list[Any]:

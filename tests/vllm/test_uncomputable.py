@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from support.vllm_steps import FETCH
+
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
 from pd_connector.vllm.scheduler_side import SchedulerSide
@@ -16,13 +18,7 @@ from pd_connector.vllm.windows import Windows
 
 TOKENS = 100
 IMAGE = SimpleNamespace(offset=10, length=40)
-FETCHES = {
-    "do_remote_prefill": True,
-    "remote_request_id": "t",
-    "remote_engine_id": "e",
-    "remote_host": "127.0.0.1",
-    "remote_port": 7000,
-}
+FETCHES = {**FETCH, "remote_request_id": "t"}
 SIZES = {"image_grid_thw": SimpleNamespace(data=torch.tensor([1, 8, 8]))}
 WHOLE = {**SIZES, "pixel_values": SimpleNamespace(data=torch.rand(64, 588))}
 SMALL = {**SIZES, "image_embeds": [torch.rand(2, 16)]}

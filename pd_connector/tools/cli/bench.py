@@ -23,7 +23,7 @@ from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_
 from pd_connector.tools.cli.bench_serve import serve
 from pd_connector.tools.launch.netns import available
 from pd_connector.tools.launch.signals import terminate_as_interrupt
-from pd_connector.tools.output import checked
+from pd_connector.tools.output import Json
 
 PROMPT_TOKENS = (512, 2048, 3500)
 
@@ -127,9 +127,7 @@ def handoff(
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs of each pair and length.")] = 5,
     warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Time from a finished prefill to the first decoded token, beside the engine's own NIXL.
 

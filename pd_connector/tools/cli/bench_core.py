@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +23,7 @@ from pd_connector.tools.bench.wire.size import TOKEN_BYTES
 from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.signals import terminate_as_interrupt
-from pd_connector.tools.output import checked
+from pd_connector.tools.output import Json
 
 LOCAL_TRANSPORTS = ("shm", "nixl")
 LINK_TRANSPORTS = ("tcp",)
@@ -36,9 +35,6 @@ STEP_MIB = 2
 """A page of 16 tokens in all layers."""
 _LONGEST_PAGE = 128
 
-Json = Annotated[
-    Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
-]
 Codecs = Annotated[
     list[str] | None,
     typer.Option("--codec", metavar="NAME", help=f"May be repeated ({', '.join(wires.CODECS)})."),

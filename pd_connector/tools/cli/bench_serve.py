@@ -13,7 +13,7 @@ from pd_connector.tools.bench.serve.bench import ServeBench
 from pd_connector.tools.bench.serve.measure import Plan, ServeFindings
 from pd_connector.tools.bench.serve.stack import PARTS, RIVAL
 from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
-from pd_connector.tools.output import checked
+from pd_connector.tools.output import Json
 
 LOADS = (0.5, 0.8, 1.1)
 
@@ -39,9 +39,7 @@ def serve(
     link_mbit: Annotated[
         float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s.")
     ] = 1000.0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
-    ] = None,
+    json: Json = None,
 ) -> None:
     """What users see of a whole serving stack: ours beside vLLM's own, under a trace's load.
 

@@ -9,7 +9,7 @@ import errno
 import socket
 from collections.abc import Callable
 
-from pd_connector.control.addresses import numeric
+from pd_connector.control.addresses import bound, numeric
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import dial_code, same
 from pd_connector.transport.tcp.connection import Pace, tune
@@ -40,15 +40,7 @@ class Listening:
 
     def __init__(self, host: str, watch: Watch, pace: Pace, introduce: Introduce) -> None:
         self.host = numeric(host)
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._socket.bind((self.host, 0))
-            self._socket.listen(_BACKLOG)
-        except OSError:
-            self._socket.close()
-            raise
-        self._socket.setblocking(False)
+        self._socket = bound(self.host, 0, _BACKLOG)
         self.port = int(self._socket.getsockname()[1])
         self._watch = watch
         self._pace = pace

@@ -14,7 +14,7 @@ from rich.console import Console
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.cli.bench_report import BAR_MISSED, exit_codes, report
 from pd_connector.tools.launch.signals import terminate_as_interrupt
-from pd_connector.tools.output import checked
+from pd_connector.tools.output import Json
 from scheduler_plugins.bench.routers import deaths as dying
 from scheduler_plugins.bench.routers import overload as overloaded
 from scheduler_plugins.bench.routers import rotations, scaled, truth, truth_engines
@@ -38,9 +38,6 @@ Policy = Annotated[str, typer.Option(help="Of our router.")]
 Requests = Annotated[int, typer.Option(min=20, help="The trace's first so many.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Repetitions.")]
 Speed = Annotated[float, typer.Option(min=0.5, help="Times faster than the trace's time.")]
-Json = Annotated[
-    Path | None, typer.Option(help="Write the figures to this file.", callback=checked)
-]
 
 
 @app.command("peers")

@@ -23,24 +23,30 @@ async def addresses_of(
     Raises:
         EngineFailedError: it did not answer, or answered for other ranks than it was asked for.
     """
-    question = body.encode(body.probe(model))
+    if ranks < 2:
+        address = await _address_of(ask, headers, model)
+        return () if address is None else (address,)
     found: list[ProducerAddress] = []
     # The first twice: an engine that heeds no such header sends requests to one rank after the other.
-    for rank in (0, *range(ranks)) if ranks > 1 else (None,):
-        named = {} if rank is None else {HEADER: str(rank)}
-        raw = await ask(EngineCall("POST", body.COMPLETIONS, {**headers, **named}, question))
-        address = body.address_in(decoded(raw))
+    for rank in (0, *range(ranks)):
+        address = await _address_of(ask, {**headers, HEADER: str(rank)}, model)
         if address is None:
             return ()
         found.append(address)
-    first, *found = found if ranks > 1 else found * 2
-    if first != found[0] or len({address.engine_id for address in found}) < ranks:
+    again, *addresses = found
+    if again != addresses[0] or len({address.engine_id for address in addresses}) < ranks:
         raise EngineFailedError(
             "status",
             f"its {ranks} data-parallel ranks cannot be told apart by {HEADER}: give each a URL of its own "
             "(--data-parallel-external-lb)",
         )
-    return tuple(found)
+    return tuple(addresses)
+
+
+async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> ProducerAddress | None:
+    question = body.encode(body.probe(model))
+    raw = await ask(EngineCall("POST", body.COMPLETIONS, dict(headers), question))
+    return body.address_in(decoded(raw))
 
 
 def decoded(raw: bytes) -> object:

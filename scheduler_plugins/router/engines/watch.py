@@ -111,7 +111,9 @@ class EngineWatch:
         if not engine.up and engine.refusing:
             self._caches.lost(engine)
         await self._hear()
-        if engine.hands_over and self._is_address_unknown():
+        if moved := self._have_ranks_changed():
+            self.probe_at = 0.0
+        if engine.hands_over and (moved or engine.address is None):
             await self._probe()
         if not engine.up:
             engine.set_up()
@@ -219,15 +221,12 @@ class EngineWatch:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
 
-    def _is_address_unknown(self) -> bool:
-        """Whether the engine must be asked for its address, or for those of its ranks."""
+    def _have_ranks_changed(self) -> bool:
+        """Whether a vLLM engine has more or fewer data-parallel ranks than it told addresses of."""
         engine = self.engine
-        if engine.address is None:
-            return True
-        if engine.kind is Kind.SGLANG or len(engine.addresses) == len(engine.ranks):
+        if not engine.addresses or engine.kind is Kind.SGLANG:
             return False
-        self.probe_at = 0.0  # ranks have come or gone
-        return True
+        return len(engine.addresses) != len(engine.ranks)
 
     async def _probe(self) -> None:
         """Ask a prefill engine for its address; without one it hands over no KV."""

@@ -50,10 +50,10 @@ class Prefill(NamedTuple):
 
     kind: Kind
     model: str
-    addresses: tuple[
-        ProducerAddress, ...
-    ]  # of SGLang's data-parallel ranks, which take turns by the room; one of vLLM's
-    bootstrap: tuple[str, int]  # host and port that an SGLang decode engine asks
+    addresses: tuple[ProducerAddress, ...]
+    """Of SGLang's data-parallel ranks, which take turns by the room; one of vLLM's."""
+    bootstrap: tuple[str, int]
+    """Host and port that an SGLang decode engine asks."""
 
 
 class Handoff(NamedTuple):

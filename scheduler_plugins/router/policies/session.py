@@ -25,9 +25,8 @@ class Session(Rule):
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._homes: OrderedDict[bytes, str] = (
-            OrderedDict()
-        )  # by digest: clients choose how long names are
+        # By digest: clients choose how long names are.
+        self._homes: OrderedDict[bytes, str] = OrderedDict()
         self._new = LeastWork()
 
     def choose(

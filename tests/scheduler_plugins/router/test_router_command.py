@@ -85,48 +85,35 @@ def test_keys_are_not_in_the_help_and_not_in_what_the_settings_look_like() -> No
     assert "hunter2" not in repr(config(**dict.fromkeys(keys, "hunter2")))
 
 
+def assert_ends(said: str, *options: str) -> None:
+    """The router does not start with these options, and says why in a line."""
+    engines = ("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1")
+    ended = subprocess.run(
+        [*COMMAND, *engines, *options], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_port_in_use_ends_with_a_message_and_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = subprocess.run(
-            [*COMMAND, "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", port],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-    assert ended.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        assert_ends(f"cannot listen on 127.0.0.1:{port}", "--port", port)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_admin_apis_port_in_use_is_the_one_that_is_named(workers: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        engines = ("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--workers", workers)
-        ended = subprocess.run(
-            [*COMMAND, *engines, "--port", "0", "--admin-port", port],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-    assert ended.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port} (admin API)" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        options = ("--workers", workers, "--port", "0", "--admin-port", port)
+        assert_ends(f"cannot listen on 127.0.0.1:{port} (admin API)", *options)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_host_that_can_be_no_name_ends_with_a_message(workers: str) -> None:
-    engines = ("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--workers", workers)
-    ended = subprocess.run(
-        [*COMMAND, *engines, "--port", "0", "--host", "x..y"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 1
-    assert "cannot listen on x..y:0" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    options = ("--workers", workers, "--port", "0", "--host", "x..y")
+    assert_ends("cannot listen on x..y:0", *options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
