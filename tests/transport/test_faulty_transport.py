@@ -16,6 +16,7 @@ from support.faulty_transport import (
 )
 
 from pd_connector.errors import TransportError
+from pd_connector.tools.bench.chaos.wrapping import WrappingTransport
 from pd_connector.transport.base import Landed, Transport, Written
 
 
@@ -203,3 +204,13 @@ def test_reads_are_landings_and_may_end_without_their_bytes() -> None:
     assert failed.problem == "injected: landing 1 fails"
     assert [bytes(landed.payload) for landed in others] == [b"\xfe\1", b"\1", b"\1\1"]
     assert not any(landed.problem for landed in others)
+
+
+def test_what_wraps_a_transport_hands_on_all_that_does_not_pass_it_by() -> None:
+    """What is not handed on is answered with the default: a link that has broken looked whole."""
+    wrapped = WrappingTransport(Echo())
+    handed_on = {name for name in dir(Transport) if not name.startswith("_")} - {
+        "prepare",
+        "destinations",
+    }
+    assert handed_on <= {*vars(WrappingTransport), *vars(wrapped)}

@@ -8,21 +8,18 @@ so that nothing reads the source of a write that was given up.
 
 UCX neither encrypts nor authenticates, its addresses are parsed by C code, and whoever reaches its
 port can do harm: outside of loopback the network between the engines must be trusted, key or no
-key. ucxx keeps the worker of a transport that had to cancel a write and was then closed, until the process ends: 5 MiB and
-six descriptors each (ucxx 0.52), however many writes they were. Only an agent that is started again closes one.
+key.
 """
 
 import contextlib
 import itertools
 import secrets
-import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from pd_connector.errors import TransportError
 from pd_connector.hosts import is_loopback
@@ -30,44 +27,29 @@ from pd_connector.transport.base import Landed, Link, Transport, Written
 from pd_connector.transport.ucx.address import (
     OVERHEAD_BYTES,
     TAG_BITS,
-    Buffer,
     UcxAddress,
     make_message,
     read_address,
     read_message,
 )
 from pd_connector.transport.ucx.library import import_ucxx
-from pd_connector.transport.ucx.worker import UcxWorker
+from pd_connector.transport.ucx.worker import Move, UcxWorker
 from pd_connector.transport.ucx.workers import UcxWorkers
 
 _MAX_BATCH = 64  # messages taken from one producer at a time
-_LINGER_S = 0.2
-"""How long a transport that is closed waits for its writes to end."""
-
-
-class _Move(NamedTuple):
-    """A message under way, with the memory that UCX uses until it has ended."""
-
-    request: Any
-    buffer: Buffer
-    worker: UcxWorker
-    tag: int = -1
-
-    @property
-    def problem(self) -> str:
-        """What went wrong with a message that has ended, empty for nothing."""
-        try:
-            self.request.check_error()
-        except Exception as error:  # ucxx's exceptions have no common base
-            return repr(error)
-        return ""
 
 
 @dataclass(slots=True)
 class _Consumer:
     worker: UcxWorker
     endpoint: Any
-    writes: dict[int, _Move] = field(default_factory=dict)  # by token
+    writes: dict[int, Move] = field(default_factory=dict)  # by token
+    has_failed: bool = False
+
+    @property
+    def alive(self) -> bool:
+        # UCX does not always tell of an endpoint that has failed: then every write fails.
+        return self.endpoint.alive and not self.has_failed
 
 
 class UcxTransport(Transport):
@@ -92,8 +74,6 @@ class UcxTransport(Transport):
         self._links: dict[int, _Consumer] = {}
         self._written: list[Written] = []
         self._expected: dict[int, int] = {}  # source: the producer's tag
-        self._arriving: list[_Move] = []
-        self._abandoned: list[_Move] = []
         self._closed = False
         self._api, self._array = import_ucxx()
         # A peer's process that has died without a word is noticed within some seconds.
@@ -101,7 +81,7 @@ class UcxTransport(Transport):
         if is_loopback(host):
             options["NET_DEVICES"] = "lo"
         try:
-            self._workers = UcxWorkers(self._api, options, self._forget_moves)
+            self._workers = UcxWorkers(self._api, self._array, options)
         except Exception as error:
             raise TransportError(
                 f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
@@ -110,13 +90,14 @@ class UcxTransport(Transport):
     def address(self) -> bytes:
         """As the seam says. Where UCX does not listen any more, it is that of a new worker; the one
         before lives on for those that have a session over it."""
-        self._workers.renew_if_deaf()
+        self._workers.renew_if_spent()
         return msgspec.msgpack.encode(UcxAddress(self._workers.current.address, self._tag))
 
     def connect(self, consumer: bytes) -> Link:
         address = read_address(consumer)
         try:
-            self._workers.renew_if_worn()
+            if self._workers.current.is_worn:
+                self._workers.renew_if_spent()
             worker = self._workers.current
             theirs = self._api.UCXAddress.create_from_buffer(address.worker)
             endpoint = self._api.UCXEndpoint.create_from_worker_address(worker.worker, theirs, True)
@@ -133,9 +114,9 @@ class UcxTransport(Transport):
         consumer = self._links.pop(link, None)
         if consumer is None:
             return
-        for token, move in consumer.writes.items():
-            self._written.append(Written(token, False, "ucx write: the consumer was disconnected"))
-            self._abandoned.append(move)
+        gone = "ucx write: the consumer was disconnected"
+        self._written += [Written(token, False, gone) for token in consumer.writes]
+        consumer.worker.cancel(consumer.writes.values())
         with contextlib.suppress(Exception):  # it may have failed by itself
             consumer.endpoint.close_blocking()
         self._workers.leave(link)
@@ -143,7 +124,7 @@ class UcxTransport(Transport):
     def broken(self, link: Link) -> bool:
         assert isinstance(link, int)
         consumer = self._links.get(link)
-        return consumer is not None and not consumer.endpoint.alive
+        return consumer is not None and not consumer.alive
 
     def expect(self, producer: bytes) -> Hashable:
         source = next(self._numbers)
@@ -166,22 +147,27 @@ class UcxTransport(Transport):
             worker.keep_accepted_alive()
         # What is here already belongs to the session that ends, and not to its next one.
         self._match(tag)
-        self._abandoned += [move for move in self._arriving if move.tag == tag]
-        self._arriving = [move for move in self._arriving if move.tag != tag]
+        for worker in self._workers:
+            worker.forsake(tag)
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
         assert isinstance(link, int)
         consumer = self._links.get(link)
         if consumer is None:
             raise TransportError("ucx transport: no such consumer (any more)")
+        # UCX crashes where it finds out within a send that the connection is gone (1.21).
+        consumer.worker.worker.progress()
+        if not consumer.alive:
+            raise TransportError("ucx write: the consumer is gone")
         buffer = make_message(header, payload, slot)
         try:
             tag = self._api.UCXXTag(self._tag)
             request = consumer.endpoint.tag_send(self._array(buffer), tag)
         except Exception as error:
+            consumer.has_failed = True
             raise TransportError(f"ucx write cannot start: {error!r}") from error
         token = next(self._numbers)
-        consumer.writes[token] = _Move(request, buffer, consumer.worker)
+        consumer.writes[token] = Move(request, buffer)
         return token
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
@@ -189,7 +175,6 @@ class UcxTransport(Transport):
             self._workers.progress()
         for tag in Counter(self._expected.values()):
             self._match(tag)
-        self._abandoned = [move for move in self._abandoned if not move.request.completed]
         for consumer in self._links.values():
             self._end_writes(consumer)
         written, self._written = self._written, []
@@ -202,32 +187,17 @@ class UcxTransport(Transport):
     @property
     def restless(self) -> bool:
         # ucxx's progress thread would be one more, and UCX's own descriptor costs it transports.
-        return bool(self._links or self._expected or self._abandoned)
+        return bool(self._links or self._expected)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._let_writes_end()
         for link in list(self._links):
             self.disconnect(link)
         for source in list(self._expected):
             self.dismiss(source)
         self._workers.close()
-
-    def _let_writes_end(self) -> None:
-        """Where consumers take them, writes end at once; one that is cancelled costs memory for ever
-        (see the module)."""
-        deadline = time.monotonic() + _LINGER_S
-        while any(c.writes for c in self._links.values()) and time.monotonic() < deadline:
-            self._workers.progress()
-            for consumer in self._links.values():
-                self._end_writes(consumer)
-
-    def _forget_moves(self, worker: UcxWorker) -> None:
-        """This worker has ended, and with it what was under way over it."""
-        self._abandoned = [move for move in self._abandoned if move.worker is not worker]
-        self._arriving = [move for move in self._arriving if move.worker is not worker]
 
     def _match(self, tag: int) -> None:
         """Give the messages that wait under this tag memory to arrive in."""
@@ -235,43 +205,33 @@ class UcxTransport(Transport):
             self._match_at(worker, tag)
 
     def _match_at(self, worker: UcxWorker, tag: int) -> None:
-        for _ in range(_MAX_BATCH):
-            try:
-                probe = worker.worker.tag_probe(self._api.UCXXTag(tag), remove=True)
-                if not probe:
+        # Whatever UCX does not take, the peer's session ends for want of it.
+        with contextlib.suppress(Exception):
+            for _ in range(_MAX_BATCH):
+                if not worker.receive(tag, self._max_bytes):
                     return
-                # One that is too long is cut, fails for that, and is forgotten.
-                fits = probe.length <= self._max_bytes
-                buffer = np.empty(max(1, probe.length) if fits else 1, np.uint8)
-                request = worker.worker.tag_recv_with_handle(self._array(buffer), probe)
-            except Exception:
-                # Whatever that message was, the peer's session ends for want of it.
-                return
-            self._arriving.append(_Move(request, buffer, worker, tag))
 
     def _end_writes(self, consumer: _Consumer) -> None:
         if not consumer.writes:
             return
-        is_alive = consumer.endpoint.alive
+        is_alive = consumer.alive
         for token, move in list(consumer.writes.items()):
             if move.request.completed:
                 problem = move.problem
             elif not is_alive:
                 problem = "the consumer is gone"
-                self._abandoned.append(move)
+                consumer.worker.cancel([move])
             else:
                 continue
             del consumer.writes[token]
+            consumer.has_failed |= bool(problem)
             problem = f"ucx write: {problem}" if problem else ""
             self._written.append(Written(token, not problem, problem))
 
     def _end_arrivals(self) -> list[Landed]:
         landed: list[Landed] = []
-        under_way: list[_Move] = []
-        for move in self._arriving:
-            if not move.request.completed:
-                under_way.append(move)
-            elif not move.problem and (arrival := read_message(move.buffer)):
-                landed.append(arrival)
-        self._arriving = under_way
+        for worker in self._workers:
+            ended = worker.arrived()
+            arrivals = [read_message(move.buffer) for move in ended if not move.problem]
+            landed += [arrival for arrival in arrivals if arrival]
         return landed

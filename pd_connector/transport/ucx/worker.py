@@ -1,17 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of UCX with its listening sockets, which UCX closes for good when there are no descriptors."""
+"""A worker of UCX with its listening sockets, which UCX closes for good when there are no descriptors, and an
+end that ucxx's has not: it waits for messages whose sender has died, and never frees what has not ended."""
 
 import ctypes
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from pd_connector.transport.keepalive import keep_accepted_alive, listening_sockets
+from pd_connector.transport.ucx.address import Buffer
 
+_MOST_FAILED_DIALS = 8
+"""UCX keeps a socket of each for as long as the worker lives."""
 _CLOSING_POLLS = 100
 """Cancelled writes end at the next poll; more is for what UCX wants to tell."""
-_LIBRARY = "libucs.so.0"
-"""UCX's services, as loaded by ucxx. NIXL's own copy has another name."""
+_WHOLE_TAG = (1 << 64) - 1
+_SERVICES, _PROTOCOLS = "libucs.so.0", "libucp.so.0"
+"""UCX's libraries, as loaded by ucxx. NIXL's own copies have other names."""
+
+
+class Move(NamedTuple):
+    """A message under way, with the memory that UCX uses until it has ended."""
+
+    request: Any
+    buffer: Buffer
+    tag: int = -1
+
+    @property
+    def problem(self) -> str:
+        """What went wrong with a message that has ended, empty for nothing."""
+        try:
+            self.request.check_error()
+        except Exception as error:  # ucxx's exceptions have no common base
+            return repr(error)
+        return ""
 
 
 class UcxWorker:
@@ -23,14 +47,15 @@ class UcxWorker:
 
     Args:
         api: ucxx's core.
-        options: of UCX.
+        array: what wraps its buffers.
+        context: of UCX.
 
     Raises:
         Exception: UCX cannot make a worker (ucxx's exceptions have no common base).
     """
 
-    def __init__(self, api: Any, options: Mapping[str, str]) -> None:
-        context = api.UCXContext(dict(options), feature_flags=(api.Feature.TAG,))
+    def __init__(self, api: Any, array: Any, context: Any) -> None:
+        self._api, self._array = api, array
         before = listening_sockets()
         self.worker = api.UCXWorker(context)
         self._listeners = {n: p for n, p in listening_sockets().items() if n not in before}
@@ -39,6 +64,9 @@ class UcxWorker:
         self.users: set[int] = set()
         """Links and sources that need this worker."""
         self.failed_dials = 0
+        self._arriving: list[Move] = []
+        self._orphans: list[Move] = []  # nobody waits for them, but UCX uses their memory
+        self._is_kept = False  # by ucxx, for ever
 
     @property
     def ports(self) -> set[int]:
@@ -58,17 +86,79 @@ class UcxWorker:
         """
         for number in self._closed():
             # It also asks the system not to watch the socket any more, and warns: it is closed.
-            ctypes.CDLL(_LIBRARY).ucs_async_remove_handler(number, 0)
+            ctypes.CDLL(_SERVICES).ucs_async_remove_handler(number, 0)
             del self._inodes[number]
 
     def keep_accepted_alive(self) -> None:
         """Let the system ask whether those that have dialled this worker are there."""
         keep_accepted_alive(self.ports)
 
-    def drain(self) -> None:
-        """Let UCX end what it has under way, and tell its peers."""
-        for _ in range(_CLOSING_POLLS):
+    def receive(self, tag: int, most_bytes: int, mask: int = _WHOLE_TAG) -> bool:
+        """Give the next message that waits under this tag memory to arrive in; False if none waits.
+
+        Args:
+            most_bytes: a longer one is cut, and fails for that.
+            mask: bits of the tag that are compared.
+
+        Raises:
+            Exception: UCX does not take it (ucxx's exceptions have no common base).
+        """
+        tags = self._api.UCXXTag(tag), self._api.UCXXTagMask(mask)
+        found = self.worker.tag_probe(*tags, remove=True)
+        if not found:
+            return False
+        buffer = np.empty(max(1, found.length) if found.length <= most_bytes else 1, np.uint8)
+        request = self.worker.tag_recv_with_handle(self._array(buffer), found)
+        self._arriving.append(Move(request, buffer, tag))
+        return True
+
+    def arrived(self) -> list[Move]:
+        """Messages that have arrived, or failed, since the last call."""
+        ended = [move for move in self._arriving if move.request.completed]
+        self._arriving = [move for move in self._arriving if not move.request.completed]
+        return ended
+
+    def forsake(self, tag: int) -> None:
+        """Nobody waits for the messages that arrive under this tag now."""
+        self._orphans += [move for move in self._arriving if move.tag == tag]
+        self._arriving = [move for move in self._arriving if move.tag != tag]
+
+    def cancel(self, writes: Iterable[Move]) -> None:
+        """Called before the endpoint of these is closed."""
+        self._orphans += writes
+        self._is_kept |= self._has_orphans
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether there is something that only goes with this worker: sockets of failed dials, or memory
+        for messages whose sender has died."""
+        return self.failed_dials >= _MOST_FAILED_DIALS or self._has_orphans
+
+    @property
+    def _has_orphans(self) -> bool:
+        self._orphans = [move for move in self._orphans if not move.request.completed]
+        return bool(self._orphans)
+
+    def end(self) -> None:
+        """Nobody needs this worker any more."""
+        for _ in range(_CLOSING_POLLS):  # UCX ends what it can, and tells its peers
             self.worker.progress()
+            # Where the sender has died, ucxx would wait for the rest of a message, for ever.
+            while self.receive(0, 0, mask=0):
+                pass
+        self.arrived()
+        if self._arriving or self._has_orphans or self._is_kept:
+            self._destroy()
+
+    def _destroy(self) -> None:
+        """Free what UCX holds: 5 MiB, and six descriptors. ucxx would not (0.52): a request that has not ended,
+        or was cancelled, and its worker keep each other. Its own object, 0.2 MiB, is left behind, so
+        that it never frees UCX's a second time."""
+        memory = [move.buffer for move in (*self._arriving, *self._orphans)]
+        self._arriving, self._orphans = [], []  # ucxx cancels requests that go: it still can
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.worker))
+        ctypes.CDLL(_PROTOCOLS).ucp_worker_destroy(ctypes.c_void_p(self.worker.handle))
+        del memory  # UCX has written to it until now
 
     def _closed(self) -> list[int]:
         return [number for number, inode in self._inodes.items() if not _is_open(number, inode)]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that hands everything on to another. Those that meddle with something override it."""
+"""A transport that hands everything on to another. Those that meddle with something override it.
+
+Only `prepare` and `destinations` are not: what is encrypted or lands in place would pass by those that meddle."""
 
 from collections.abc import Hashable
 
@@ -38,6 +40,9 @@ class WrappingTransport(Transport):
 
     def disconnect(self, link: Link) -> None:
         self.inner.disconnect(link)
+
+    def broken(self, link: Link) -> bool:
+        return self.inner.broken(link)
 
     def expect(self, producer: bytes) -> Hashable:
         return self.inner.expect(producer)
