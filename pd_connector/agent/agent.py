@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pd_connector.agent.at_exit import close_at_exit
 from pd_connector.agent.commands import ChangeModel, Command, CommandQueue, Computed, Revoke
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
@@ -147,6 +148,7 @@ class Agent:
         self._turn.begin()
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     def submit(self, command: Command, fence: Any = None) -> None:
         """Hand a command to the agent's thread.

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents that nobody has closed end with the interpreter. A thread that is still in a library then may crash it."""
+
+import atexit
+import os
+import weakref
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """What can be closed, more than once."""
+
+    def close(self) -> None: ...
+
+
+_open: "weakref.WeakKeyDictionary[Closable, int]" = weakref.WeakKeyDictionary()
+"""And the processes that have made them: the thread of one is not in a process that is forked later."""
+
+
+def close_at_exit(made: Closable) -> None:
+    """Close this when the interpreter ends."""
+    _open[made] = os.getpid()
+
+
+@atexit.register
+def _close_all() -> None:
+    for made, process in list(_open.items()):
+        if process == os.getpid():
+            made.close()
