@@ -37,6 +37,8 @@ from pd_connector.transport.ucx.worker import Move, UcxWorker
 from pd_connector.transport.ucx.workers import UcxWorkers
 
 _MAX_BATCH = 64  # messages taken from one producer at a time
+_DIALLING_POLLS = 100
+"""By then a dial that is refused at once has failed. One that is refused later breaks its link."""
 
 
 @dataclass(slots=True)
@@ -76,8 +78,14 @@ class UcxTransport(Transport):
         self._expected: dict[int, int] = {}  # source: the producer's tag
         self._closed = False
         self._api, self._array = import_ucxx()
-        # A peer's process that has died without a word is noticed within some seconds.
-        options = {"RNDV_THRESH": "inf", "KEEPALIVE_INTERVAL": "2s"}
+        options = {
+            "RNDV_THRESH": "inf",
+            # A peer's process that has died without a word is noticed within some seconds.
+            "KEEPALIVE_INTERVAL": "2s",
+            # Otherwise this thread waits for every dial, and UCX forgets that one was refused while the
+            # endpoint was made: it is written to all the same, and the process dies (1.21).
+            "TCP_CONN_NB": "y",
+        }
         if is_loopback(host):
             options["NET_DEVICES"] = "lo"
         try:
@@ -101,6 +109,9 @@ class UcxTransport(Transport):
             worker = self._workers.current
             theirs = self._api.UCXAddress.create_from_buffer(address.worker)
             endpoint = self._api.UCXEndpoint.create_from_worker_address(worker.worker, theirs, True)
+            for _ in range(_DIALLING_POLLS):
+                worker.worker.progress()
+            endpoint.raise_on_error()
         except Exception as error:
             self._workers.current.failed_dials += 1
             raise TransportError(f"ucx cannot reach the consumer: {error!r}") from error
@@ -155,8 +166,6 @@ class UcxTransport(Transport):
         consumer = self._links.get(link)
         if consumer is None:
             raise TransportError("ucx transport: no such consumer (any more)")
-        # UCX crashes where it finds out within a send that the connection is gone (1.21).
-        consumer.worker.worker.progress()
         if not consumer.alive:
             raise TransportError("ucx write: the consumer is gone")
         buffer = make_message(header, payload, slot)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of UCX with its listening sockets, which UCX closes for good when there are no descriptors, and an
-end that ucxx's has not: it waits for messages whose sender has died, and never frees what has not ended."""
+"""A worker of UCX with its listening sockets, which UCX closes for good when there are no descriptors. It ends
+where ucxx's would wait for messages whose sender has died, and frees what ucxx's would keep for ever."""
 
 import ctypes
 import os
