@@ -33,7 +33,8 @@ _Rank = tuple[_Host, _Port, _Count, _Count, _Count]
 
 
 class TransferParams(msgspec.Struct, frozen=True):
-    """The parameters of one request, checked. Fields of other connectors are ignored."""
+    """The parameters of one request, checked. Fields of other connectors are ignored, and null is taken for
+    a field that is not there."""
 
     do_remote_prefill: bool = False
     """The prompt's KV is at `remote_*`: fetch it."""
@@ -115,7 +116,7 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
     if not params:
         return None
     try:
-        parsed = msgspec.convert(dict(params), TransferParams)
+        parsed = _read(params)
     except msgspec.ValidationError as error:
         raise ValueError(str(error).replace("$.", "")) from None
     if parsed.do_remote_prefill and parsed.do_remote_decode:
@@ -138,7 +139,7 @@ def parse_address(params: object) -> ProducerAddress | None:
         connector, or none, answers there.
     """
     try:
-        parsed = msgspec.convert(params, TransferParams)
+        parsed = _read(params)
     except msgspec.ValidationError:
         return None
     if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
@@ -201,6 +202,13 @@ def response(
 def description(address: ProducerAddress) -> dict[str, Any]:
     """The answer to `describe_params`."""
     return {"describe": True, **address.fields(), "pp_size": _stages(address)}
+
+
+def _read(params: object) -> TransferParams:
+    """Raises msgspec.ValidationError. Proxies in typed languages write null for what they do not set."""
+    if isinstance(params, Mapping):
+        params = {name: value for name, value in params.items() if value is not None}
+    return msgspec.convert(params, TransferParams)
 
 
 def _stages(address: ProducerAddress) -> int:

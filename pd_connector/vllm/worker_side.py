@@ -61,6 +61,7 @@ class WorkerSide:
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
+        self._lockstep = in_lockstep(vllm_config)
         # Number of the layer, by the name that `save_kv_layer` gives.
         self._layers: dict[str, int] = {}
         self._ready: set[str] = set()
@@ -155,7 +156,7 @@ class WorkerSide:
 
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
-        if self._idle and self._agent:
+        if self._idle and self._agent and not self._lockstep:
             self._backoff.pause(self._agent.wait_for_outcome)
         sent, self._over = set(self._over), []
         received: set[str] = set()
@@ -281,6 +282,16 @@ def revokes_late(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     """
     changes = kv_cache_config.needs_kv_cache_zeroing or len(kv_cache_config.kv_cache_groups) > 1
     return bool(vllm_config.use_v2_model_runner and changes)
+
+
+def in_lockstep(vllm_config: "VllmConfig") -> bool:
+    """Whether data-parallel ranks compute each step together, as those of a mixture of experts do.
+
+    A rank that has nothing to compute joins in with a dummy batch, right after its own empty step: all
+    others would wait for a pause in it.
+    """
+    parallel = vllm_config.parallel_config
+    return bool(parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe)
 
 
 def _report(outcome: Finished) -> AuditReport:

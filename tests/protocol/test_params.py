@@ -78,6 +78,18 @@ def test_what_is_no_address_is_none(answer):
     assert params.parse_address(answer) is None
 
 
+def test_null_is_a_field_that_is_not_there():
+    """Proxies in typed languages write it for everything that they do not set."""
+    unset = dict.fromkeys(params.TransferParams.__struct_fields__)
+    assert params.parse(unset) is None
+    asked = params.parse(unset | {"do_remote_decode": True})
+    assert asked == params.TransferParams(do_remote_decode=True)
+    address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 1}
+    assert params.parse_address(unset | address) == params.parse_address(address)
+    fetch = address | {"do_remote_prefill": True, "remote_request_id": "t"}
+    assert params.parse(unset | fetch) == params.parse(fetch)
+
+
 def test_parameters_that_ask_for_nothing_are_none():
     assert params.parse(None) is None
     assert params.parse({"do_remote_decode": False}) is None

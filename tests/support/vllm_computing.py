@@ -149,7 +149,9 @@ class ComputingEngine(SteppedEngine):
             late_revokes=late,
         )
         self._parts = parts
-        parallel = SimpleNamespace(rank=0, world_size=1, use_ubatching=parts > 1)
+        parallel = SimpleNamespace(
+            rank=0, world_size=1, data_parallel_size=1, use_ubatching=parts > 1
+        )
         config: Any = SimpleNamespace(parallel_config=parallel)
         self._worker = WorkerSide(config, MagicMock(), Config(**settings))
         self._worker._agent = self.agent

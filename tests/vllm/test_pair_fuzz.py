@@ -2,6 +2,7 @@
 """Random orders of what clients, schedulers and a full cache do to a pair of engines: no engine ever uses KV that it
 would not have computed itself, every answer is right, and every page comes home."""
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -98,7 +99,8 @@ class Pair:
                 follow(params)
 
     def disturb(self, engine: ComputingEngine) -> None:
-        """A client leaves, or vLLM preempts a request."""
+        """A client leaves, vLLM preempts a request, or it is told to empty its prefix cache, with or without
+        the requests that run."""
         what, scheduler = self.chance.random(), engine.scheduler
         if what < 0.03 and scheduler.requests:
             engine.abort(name := self.chance.choice(list(scheduler.requests)))
@@ -106,6 +108,10 @@ class Pair:
             engine.answers.setdefault(name, None)
         elif what < 0.08 and scheduler.running:
             scheduler._preempt_request(scheduler.running.pop(), 0.0)
+        elif what < 0.11:
+            # vLLM says so where pages are on their way; running requests have been preempted then.
+            with contextlib.suppress(RuntimeError):
+                scheduler.reset_prefix_cache(what < 0.1, reset_connector=True)
 
 
 @pytest.mark.parametrize("specs", list(SPECS))

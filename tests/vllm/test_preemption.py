@@ -71,7 +71,7 @@ class Engine:
 def start(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Engine]:
     def start(late_revokes: bool) -> Engine:
         producer, consumer = ranks.pair(SETTINGS, late_revokes=late_revokes)
-        parallel = SimpleNamespace(rank=0, world_size=2)
+        parallel = SimpleNamespace(rank=0, world_size=2, data_parallel_size=1)
         worker = WorkerSide(
             SimpleNamespace(parallel_config=parallel),  # type: ignore[arg-type]
             MagicMock(),

@@ -55,7 +55,9 @@ def model():
 @pytest.fixture
 def config(model):
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0, world_size=1, enable_eplb=False),
+        parallel_config=SimpleNamespace(
+            rank=0, world_size=1, data_parallel_size=1, enable_eplb=False
+        ),
         compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": model.attn}),
     )
 
