@@ -15,6 +15,7 @@ from scheduler_plugins.qos.trust import signed
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.request.aborts import is_wanted_abort
 from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
@@ -50,7 +51,12 @@ class ClientRequest:
             headers[CLASS_HEADER] = signed(asked.request.qos, asked.id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(
-            self._client, asked.id, shared.metrics, arrived, end_mark=not asked.one_engine
+            self._client,
+            asked.id,
+            shared.metrics,
+            arrived,
+            lambda engine: is_wanted_abort(engine, shared, headers),
+            end_mark=not asked.one_engine,
         )
         self._candidates = Candidates(
             shared.pool,

@@ -479,6 +479,24 @@ def test_where_no_other_pair_is_left_the_client_is_told_how_this_one_failed() ->
     run(scenario())
 
 
+def test_an_abort_of_sglangs_is_the_operators_wish() -> None:
+    """It ends at SIGTERM what it has begun, and says of its own failures that they are errors."""
+
+    async def aborted(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        choice = {"index": 0, "text": "half an", "finish_reason": "abort"}
+        content = json.dumps({"choices": [choice]}, separators=(",", ":"))
+        return web.Response(text=content, content_type="application/json")
+
+    async def scenario() -> None:
+        async with world("s", "ss") as w:
+            w.d[0].behave = w.d[1].behave = aborted
+            assert (await w.complete()).json["choices"][0]["finish_reason"] == "abort"
+
+    run(scenario())
+
+
 def test_a_prefill_engine_that_refuses_its_copy_is_replaced() -> None:
     async def scenario() -> None:
         async with world("ss", "s") as w:
