@@ -150,12 +150,15 @@ class EngineWatch:
                 engine.reason = f"it does not tell its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
+        engine.whole = facts is not None and facts.whole
         side = Role.PREFILL if engine.hands_over else engine.role
-        if facts is not None and facts.mode != side:
+        if facts is not None and facts.mode != side and not facts.whole:
             logger.warning(
                 "%s is given as a %s engine, and is started with --disaggregation-mode %s",
                 *(engine.url, engine.role, facts.mode),
             )
+        if engine.whole:
+            logger.info("%s is no half of a pair: it answers what pairs do not", engine.url)
         return True
 
     async def _side(self, facts: SglangFacts | None) -> Role:

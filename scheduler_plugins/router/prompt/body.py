@@ -144,7 +144,7 @@ def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
     Args:
         endpoint: path of one of `ONE_ENGINE`; empty for others.
     """
-    alone = "or add an engine that computes prompts to the router, such as one of vLLM's"
+    alone = "or add an engine that works alone to the router (--decode): vLLM's, or SGLang's without --disaggregation-mode"
     if endpoint:
         served = f"use {COMPLETIONS} or {CHAT}, {alone}"
         return (

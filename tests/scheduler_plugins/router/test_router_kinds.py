@@ -386,6 +386,36 @@ def test_what_pairs_of_sglang_do_not_answer_is_refused_with_what_to_do(
     run(scenario())
 
 
+@pytest.mark.parametrize("prefill", ["s", "v"])
+def test_an_engine_of_sglangs_that_is_no_half_of_a_pair_answers_what_pairs_do_not(
+    prefill: str,
+) -> None:
+    """It was sent the name of a transfer, which it does not look at, and the prefill engine's KV waited for nobody."""
+
+    async def scenario() -> None:
+        async with world(prefill, "ss") as w:
+            alone = w.d[1]
+            assert isinstance(alone, FakeSglang)
+            alone.mode = "null"
+            await alone.die()
+            await w.down(alone)
+            await alone.start()
+            await w.up(alone)
+            for _ in range(4):
+                assert (await w.complete()).json["served_by"] == "d0"
+            reply = await w.complete(n=3)
+            assert reply.json["served_by"] == "d1"
+            assert alone.bodies == [{"model": "m", "prompt": "hello", "n": 3}]
+            await w.d[0].die()
+            await w.down(w.d[0])
+            sent = len(w.p[0].bodies)
+            assert (await w.complete()).json["served_by"] == "d1"
+            assert len(w.p[0].bodies) == sent
+            assert await w.metric("flows_total", flow="decode_alone", cause="whole") == 1
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
 def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_do(
     path: str,
