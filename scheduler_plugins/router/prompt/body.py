@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,9 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         body.pop(name, None)
         if isinstance(extra := body.get("vllm_xargs"), dict):
             extra.pop(name, None)  # vLLM reads them from there as well, and expects no text
+    for name, read in _AS_ENGINES_READ.items():
+        if name in body:
+            body[name] = read(body[name])
     for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
         value = body.get(name)
         _check(body, name, wanted, value is None or isinstance(value, types))
@@ -98,6 +102,32 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         value = body.get(name)
         _check(body, name, "an integer", value is None or type(value) is int)
     return body
+
+
+def _whole(value: Any) -> Any:
+    """`5.0` and `"5"` as 5; anything else as it is. Some languages have no other numbers, some clients send what was typed."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value)
+    return value
+
+
+def _flag(value: Any) -> Any:
+    """1, `"true"` and the like as True, their opposites as False; anything else as it is."""
+    word = value.lower() if isinstance(value, str) else value
+    if type(word) not in (int, float, str):
+        return value
+    return True if word in _YES else False if word in _NO else value
+
+
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
+_YES, _NO = (1, "1", "on", "t", "true", "y", "yes"), (0, "0", "off", "f", "false", "n", "no")
+_AS_ENGINES_READ = {
+    "stream": _flag,
+    **dict.fromkeys(("n", "best_of", "max_tokens", "max_completion_tokens"), _whole),
+}
+"""Both kinds of engines read their requests by pydantic's lax rules, so the router must read these fields alike."""
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

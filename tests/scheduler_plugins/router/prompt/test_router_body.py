@@ -101,6 +101,30 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes, route: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ({"max_tokens": 5.0}, {"max_tokens": 5}),
+        ({"max_tokens": " 5 "}, {"max_tokens": 5}),
+        ({"max_completion_tokens": "-1"}, {"max_completion_tokens": -1}),
+        ({"n": 2.0, "best_of": "3"}, {"n": 2, "best_of": 3}),
+        ({"stream": 1}, {"stream": True}),
+        ({"stream": "True"}, {"stream": True}),
+        ({"stream": 0.0}, {"stream": False}),
+        ({"stream": "off"}, {"stream": False}),
+        ({"n": None, "stream": None}, {"n": None, "stream": None}),
+    ],
+)
+def test_numbers_and_flags_are_read_as_engines_read_them(
+    sent: dict[str, Any], read: dict[str, Any]
+) -> None:
+    """vLLM answers them, alone; behind the router they were refused."""
+    assert body.parse(json.dumps({"prompt": "a", **sent}).encode(), body.COMPLETIONS) == {
+        "prompt": "a",
+        **read,
+    }
+
+
+@pytest.mark.parametrize(
     ("content", "cause"),
     [
         ({"prompt": "a"}, None),
