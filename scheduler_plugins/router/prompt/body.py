@@ -20,10 +20,15 @@ from scheduler_plugins.admission.endpoints import POOLING_PATHS
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-GENERATES_ALONE = ("/v1/responses", "/v1/messages")
+GENERATES_ALONE = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/chat/completions/batch",
+    "/invocations",
+)
 TOKENIZERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 """Endpoints for which nothing is computed: any engine answers."""
-ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, *TOKENIZERS)
+ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, "/generative_scoring", *TOKENIZERS)
 """Endpoints of which one engine serves the whole request: their bodies have no place for a transfer's name, or
 nothing is generated. Their streams end without `[DONE]`."""
 
