@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from scheduler_plugins.router.client.doors import is_guarded
+
 ANY = "*"
 MAX_AGE_S = 600
 """How long a browser need not ask again."""
@@ -37,12 +39,13 @@ def preflight(request: web.Request, allowed: Sequence[str]) -> web.Response | No
 def marking(
     allowed: Sequence[str],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """For `Application.on_response_prepare`: lets pages of these origins read what is answered."""
+    """For `Application.on_response_prepare`: lets pages of these origins read what clients are answered. What the router tells of
+    its engines (`/health`, `/metrics`) is for operators."""
 
     async def mark(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.popall(_ALLOWED_ORIGIN, None)  # an engine's word on it is not the router's
         origin = request.headers.get("Origin")
-        if origin and _may(origin, allowed):
+        if origin and is_guarded(request.path) and _may(origin, allowed):
             response.headers[_ALLOWED_ORIGIN] = ANY if ANY in allowed else origin
             response.headers["Access-Control-Expose-Headers"] = _SHOWN
         if ANY not in allowed:

@@ -46,6 +46,8 @@ def test_pages_of_these_origins_read_every_answer_and_others_none() -> None:
                 assert "Origin" in found.headers["Vary"], "a cache keeps them apart"
                 assert ALLOWED not in (await world.post(CHAT, sent, Origin=OTHER)).headers
             assert ALLOWED not in (await world.post(CHAT, body)).headers
+            async with world.client.get("/health", headers={"Origin": PAGE}) as told:
+                assert ALLOWED not in told.headers, "it names the engines"
 
     run(scenario())
 
