@@ -416,6 +416,28 @@ def test_an_engine_of_sglangs_that_is_no_half_of_a_pair_answers_what_pairs_do_no
     run(scenario())
 
 
+def test_a_field_of_sglangs_waits_for_the_one_engine_that_knows_it() -> None:
+    """It was refused for good where that engine only lacked room."""
+
+    async def scenario() -> None:
+        async with world("v", "s") as w:
+            alone = w.d[0]
+            assert isinstance(alone, FakeSglang)
+            alone.mode = "null"
+            await alone.die()
+            await w.down(alone)
+            await alone.start()
+            await w.up(alone)
+            assert (await w.complete(regex="a+")).json["served_by"] == "d0"
+            alone.behave = status(503, Retry_After="7")
+            assert (await w.complete(regex="a+")).status == 429
+            await alone.die()
+            await w.down(alone)
+            assert (await w.complete(regex="a+")).status == 503, "it may come back"
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
 def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_do(
     path: str,
