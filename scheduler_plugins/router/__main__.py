@@ -159,6 +159,13 @@ def _parser(config: type) -> argparse.ArgumentParser:
         metavar="URL",
         help="where spans are sent, as http://127.0.0.1:4318/v1/traces (extra otel)",
     )
+    parser.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        action="extend",
+        metavar="ORIGIN",
+        help="origins of web pages that may use the router from a browser, as https://chat.example.org; *: all",
+    )
     for option, meaning in (
         ("--tls-cert", f"certificate for clients; what they must know is in {CLIENT_KEY_VARIABLE}"),
         ("--tls-key", "its key, if not in the same file"),

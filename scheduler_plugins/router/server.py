@@ -9,6 +9,7 @@ from types import TracebackType
 
 from aiohttp import web
 
+from scheduler_plugins.router.client.faults import ServerLog
 from scheduler_plugins.router.client.tls import for_clients
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app import create_app
@@ -53,6 +54,7 @@ class RouterServer:
             self.app,
             handler_cancellation=True,
             access_log=None,
+            logger=ServerLog(),
             shutdown_timeout=config.shutdown_timeout_s,
         )
         self._listener: asyncio.Server | None = None

@@ -13,6 +13,9 @@ from scheduler_plugins.router.client.answers import headers_to_engine
 from scheduler_plugins.router.prompt.body import ONE_ENGINE
 from scheduler_plugins.router.settings.config import RouterConfig
 
+ANTHROPICS = "X-Api-Key"
+"""In which clients of `/v1/messages` send their key, unless they are told otherwise."""
+
 
 def is_guarded(path: str) -> bool:
     """Whether an endpoint asks for the clients' key, if there is one."""
@@ -23,8 +26,9 @@ def may_enter(request: web.Request, key: str) -> bool:
     """Whether a client has the key; empty: everybody may enter."""
     if not key:
         return True
-    given = sha256(request.headers.get("Authorization", "").encode("utf-8", "replace")).digest()
-    return compare_digest(given, sha256(f"Bearer {key}".encode()).digest())
+    given = request.headers.get("Authorization") or f"Bearer {request.headers.get(ANTHROPICS, '')}"
+    hashed = sha256(given.encode("utf-8", "replace")).digest()
+    return compare_digest(hashed, sha256(f"Bearer {key}".encode()).digest())
 
 
 def passed_headers(request: web.Request, request_id: str, config: RouterConfig) -> CIMultiDict[str]:
@@ -32,6 +36,7 @@ def passed_headers(request: web.Request, request_id: str, config: RouterConfig) 
     headers = headers_to_engine(request.headers.items(), request_id)
     if config.client_key:
         headers.popall("Authorization", None)
+        headers.popall(ANTHROPICS, None)
         if config.api_key:
             headers["Authorization"] = f"Bearer {config.api_key}"
     return headers

@@ -21,6 +21,7 @@ from scheduler_plugins.router.client.connections import (
 )
 from scheduler_plugins.router.client.doors import is_guarded, may_enter, passed_headers
 from scheduler_plugins.router.client.downstream import ClientGoneError
+from scheduler_plugins.router.client.origins import marking, preflight
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
     BODIES,
@@ -43,7 +44,17 @@ from scheduler_plugins.router.endpoints.refusals import (
     retry_after,
     unavailable,
 )
-from scheduler_plugins.router.endpoints.telling import MODELS, health, live, metrics, models
+from scheduler_plugins.router.endpoints.telling import (
+    MODELS,
+    PING,
+    health,
+    live,
+    metrics,
+    model,
+    models,
+    ping,
+    version,
+)
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.exchange_of_load import exchanging_alone
 from scheduler_plugins.router.metrics import Metrics
@@ -91,12 +102,18 @@ def create_app(
     for path in (body.COMPLETIONS, body.CHAT, *body.ONE_ENGINE):
         app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
+    app.router.add_get(MODELS + "/{name:.+}", model)
+    app.router.add_get("/version", version)
+    app.router.add_get(PING, ping)
+    app.router.add_post(PING, ping)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
     app[LIVE] = LiveState()
     app.router.add_get("/", page)
     app.router.add_get(EVENTS, live, allow_head=False)  # it has no end
     app.on_shutdown.append(app[LIVE].end)
+    if config.allowed_origins:
+        app.on_response_prepare.append(marking(config.allowed_origins))
     return app
 
 
@@ -140,6 +157,8 @@ async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncItera
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error OpenAI's shape."""
     request.app[CONNECTIONS].headers_arrived(request)
+    if (asked := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
+        return asked
     if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))

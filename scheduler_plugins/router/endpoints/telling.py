@@ -2,6 +2,7 @@
 """The endpoints that tell of the engines and of the router: the model list, health, metrics, the live page's events."""
 
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from scheduler_plugins.router.client.answers import REQUEST_ID, headers_to_client
 from scheduler_plugins.router.client.doors import passed_headers
 from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, SHARED
-from scheduler_plugins.router.endpoints.refusals import unavailable
+from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
     EngineFailedError,
@@ -22,6 +24,8 @@ from scheduler_plugins.router.engines.exchange import (
 from scheduler_plugins.router.routing.attempt import UnavailableError
 
 MODELS = "/v1/models"
+PING = "/ping"
+"""SageMaker's name of `/health`."""
 
 
 async def models(request: web.Request) -> web.StreamResponse:
@@ -65,11 +69,46 @@ async def models(request: web.Request) -> web.StreamResponse:
     return unavailable(UnavailableError(engines), config, request_id)
 
 
+async def model(request: web.Request) -> web.StreamResponse:
+    """One model of that list. vLLM has no such endpoint, OpenAI's clients do (`models.retrieve`)."""
+    found = await models(request)
+    if not isinstance(found, web.Response) or found.status != 200:
+        return found
+    name = request.match_info["name"]
+    for one in _listed(found.body):
+        if one["id"] == name:
+            found.body = msgspec.json.encode(one)
+            return found
+    return error_response(f"the model {name!r} does not exist", "NotFoundError", 404, "model")
+
+
+async def version(request: web.Request) -> web.StreamResponse:
+    """The version of an engine that is up, decode side first."""
+    shared = request.app[SHARED]
+    config = shared.config
+    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    call = EngineCall("GET", request.path, passed_headers(request, request_id, config))
+    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
+    for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
+        with suppress(EngineFailedError):
+            async with exchange(shared.connections, engine, call, timeouts, config) as answer:
+                content = await answer.read_all()
+                if answer.status // 100 in (2, 4):
+                    returned = headers_to_client(answer.headers, request_id)
+                    return web.Response(status=answer.status, headers=returned, body=content)
+    return error_response("no engine answers", "service_unavailable", 503)
+
+
+async def ping(request: web.Request) -> web.StreamResponse:
+    """200 when at least one engine can serve, and nothing of which they are."""
+    return web.Response(status=200 if _serves(request.app[SHARED].pool) else 503)
+
+
 async def health(request: web.Request) -> web.StreamResponse:
     """200 when at least one engine can serve, with the state of all."""
     pool = request.app[SHARED].pool
     decode, prefill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
-    serves = bool(decode or prefill)
+    serves = _serves(pool)
     state = {
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
@@ -88,6 +127,10 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
     text = await request.app[BACKEND].render(request.app[METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _serves(pool: Pool) -> bool:
+    return bool(pool.up(Role.DECODE) or pool.up(Role.PREFILL))
 
 
 def _listed(content: Any) -> list[dict[str, Any]]:

@@ -50,6 +50,8 @@ class BackendEngine(Loaded):
     """What is wrong although it serves: no KV arrives there."""
     kind: Kind | None = None
     """Which engine it is; None until it has been asked."""
+    whole: bool = False
+    """Whether it is SGLang's and no half of a pair: it computes its prompts, and takes nobody's KV."""
     model: str = ""
     """The name of its model, where it is a prefill engine."""
     models: frozenset[str] = frozenset()
@@ -125,7 +127,7 @@ class BackendEngine(Loaded):
     @property
     def computes_prompts(self) -> bool:
         """Whether it answers a request without another engine: SGLang's engines of a pair do not."""
-        return self.kind is not Kind.SGLANG
+        return self.kind is not Kind.SGLANG or self.whole
 
     @property
     def address(self) -> ProducerAddress | None:

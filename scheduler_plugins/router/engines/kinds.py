@@ -34,6 +34,11 @@ class SglangFacts(NamedTuple):
     replicas: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
 
+    @property
+    def whole(self) -> bool:
+        """Whether it works alone."""
+        return self.mode == "null"
+
 
 class Bootstrap(NamedTuple):
     """How an SGLang engine names a prefill engine and a transfer."""

@@ -1,37 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that watches one engine: its health, its kind and side, its address, its load."""
+"""The task that watches one engine: when it is asked for its health, kind, side, address and load, and what its answers change."""
 
 import asyncio
 import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from pd_connector.protocol.params import ProducerAddress
-from pd_connector.remedies import outage_in
-from scheduler_plugins.admission import report
-from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_reports import apply, from_metrics, from_report
-from scheduler_plugins.router.engines.exchange import (
-    EXCERPT_BYTES,
-    EngineCall,
-    EngineFailedError,
-    UnreachableError,
-    failure_of,
-)
-from scheduler_plugins.router.engines.kinds import SERVER_INFO, Kind, SglangFacts, sglang_facts
+from scheduler_plugins.router.engines.engine_reports import apply
+from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
+from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
-LOAD_LIMIT_S = 1.0
-"""Longest wait for an engine to tell its load: its health is not asked meanwhile."""
 MODELS_LOOK_S = 10.0
 """Pause between two looks at which models and adapters an engine serves."""
 OUTAGE_LOOK_S = 15.0
@@ -39,7 +27,7 @@ OUTAGE_LOOK_S = 15.0
 
 
 class EngineWatch:
-    """Polls the health of one engine, and asks it for all that the router wants to know."""
+    """Polls the health of one engine, and notes in it all that the router wants to know."""
 
     def __init__(
         self,
@@ -67,7 +55,7 @@ class EngineWatch:
         self.models_at = 0.0
         self.reports = True  # whether the engine may answer `GET /pd/load`
         self._config = config
-        self._session = session
+        self._ask = Inquiry(engine.url, config, session)
         self._caches = caches
         self._on_change = on_change
 
@@ -89,9 +77,7 @@ class EngineWatch:
     async def _check(self) -> None:
         engine = self.engine
         try:
-            await self._ask(
-                engine, EngineCall("GET", "/health", {}), self._config().health_timeout_s
-            )
+            await self._ask.health()
         except EngineFailedError as failure:
             # A busy engine may be late once; one that refuses, resets or says 503 is not busy.
             late = failure.cause == "timeout"
@@ -105,7 +91,7 @@ class EngineWatch:
         self.misses = 0
         if not engine.up:
             self.probe_at, self.models_at, self.reports = 0.0, 0.0, True
-        if engine.kind is None and not await self._identify(engine):
+        if engine.kind is None and not await self._identify():
             return
         await self._list_models()
         if not engine.up and engine.refusing:
@@ -123,17 +109,15 @@ class EngineWatch:
 
     async def _hear(self) -> None:
         """Let the engine tell its load: by its scheduler's report, else by its metrics."""
-        engine, told, headers = self.engine, None, self._headers()
+        engine, told = self.engine, None
         try:
             if self.reports:
-                raw = await self._ask(engine, EngineCall("GET", report.PATH, headers), LOAD_LIMIT_S)
-                told = from_report(raw, urlsplit(engine.url).hostname or "")
+                told = await self._ask.report()
         except EngineFailedError as failure:
             self.reports = failure.cause != "status"
         try:
             if told is None:
-                raw = await self._ask(engine, EngineCall("GET", "/metrics", {}), LOAD_LIMIT_S)
-                told = from_metrics(raw)
+                told = await self._ask.load_by_metrics()
         except EngineFailedError as failure:
             logger.debug("%s: no load: %s", engine.url, failure)
         if told is None:
@@ -151,30 +135,39 @@ class EngineWatch:
         elif told.kv_events is not None:
             self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
 
-    async def _identify(self, engine: BackendEngine) -> bool:
+    async def _identify(self) -> bool:
         """Find out which kind of engine it is; False if it does not answer."""
+        engine = self.engine
         try:
-            raw = await self._ask(engine, EngineCall("GET", SERVER_INFO, self._headers()), None)
+            facts = await self._ask.sglang_facts()
         except EngineFailedError as failure:
-            if failure.cause != "status":
-                engine.reason = f"{SERVER_INFO}: {failure}"
-                return False
-            raw = b""  # vLLM has no such page
-        facts = sglang_facts(raw)
+            engine.reason = str(failure)
+            return False
         if not engine.role_given:
             try:
-                engine.role = await self._side(engine, facts)
+                engine.role = await self._side(facts)
             except EngineFailedError as failure:
                 engine.reason = f"it does not tell its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
+        engine.whole = facts is not None and facts.whole
         side = Role.PREFILL if engine.hands_over else engine.role
-        if facts is not None and facts.mode != side:
+        if facts is not None and facts.mode != side and not facts.whole:
             logger.warning(
                 "%s is given as a %s engine, and is started with --disaggregation-mode %s",
                 *(engine.url, engine.role, facts.mode),
             )
+        if engine.whole:
+            logger.info("%s is no half of a pair: it answers what pairs do not", engine.url)
         return True
+
+    async def _side(self, facts: SglangFacts | None) -> Role:
+        """The side that an engine says it is on. A vLLM engine of both tells where it hands KV over, and
+        so prefills. Raises EngineFailedError."""
+        if facts is not None:
+            return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
+        handover = await self._ask.vllm_handover(len(self.engine.ranks))
+        return Role.PREFILL if handover.addresses else Role.DECODE
 
     async def _list_models(self) -> None:
         """Learn which models and adapters the engine serves. Who does not tell is asked for anything."""
@@ -182,26 +175,10 @@ class EngineWatch:
         if now < self.models_at:
             return
         self.models_at = now + MODELS_LOOK_S
-        call = EngineCall("GET", "/v1/models", self._headers())
         try:
-            listed = decoded(await self._ask(self.engine, call, LOAD_LIMIT_S))
+            self.engine.models = await self._ask.models()
         except EngineFailedError as failure:
             logger.debug("%s: no list of models: %s", self.engine.url, failure)
-            return
-        data = listed.get("data") if isinstance(listed, dict) else None
-        names = [
-            one.get("id")
-            for one in (data if isinstance(data, list) else ())
-            if isinstance(one, dict)
-        ]
-        self.engine.models = frozenset(name for name in names if isinstance(name, str))
-
-    async def _side(self, engine: BackendEngine, facts: SglangFacts | None) -> Role:
-        """The side that an engine says it is on. A vLLM engine of both tells where it hands KV over, and
-        so prefills. Raises EngineFailedError."""
-        if facts is not None:
-            return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
-        return Role.PREFILL if await self._ask_vllm(engine) else Role.DECODE
 
     async def _look_for_outage(self) -> None:
         """Learn from a decode engine's metrics whether KV arrives there."""
@@ -209,14 +186,12 @@ class EngineWatch:
         if now < self.look_at:
             return
         self.look_at = now + OUTAGE_LOOK_S
-        engine, call = self.engine, EngineCall("GET", "/metrics", {})
+        engine = self.engine
         try:
-            text = await self._ask(engine, call, self._config().health_timeout_s)
+            warning = await self._ask.outage()
         except EngineFailedError as failure:
             logger.debug("%s: no metrics: %s", engine.url, failure)
             return
-        outage = outage_in(text.decode("utf-8", "replace"))
-        warning = f"{outage.found}. What to do: {outage.advice}" if outage else ""
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
@@ -236,8 +211,9 @@ class EngineWatch:
         self.probe_at = now + self._config().probe_retry_s
         engine = self.engine
         try:
-            sglang = engine.kind is Kind.SGLANG
-            addresses = await (self._ask_sglang(engine) if sglang else self._ask_vllm(engine))
+            handover = await self._handover()
+            addresses = handover.addresses
+            engine.model, engine.bootstrap_port = handover.model, handover.bootstrap_port
             reason = (
                 "" if addresses else "its answer to the probe has no address: not our connector"
             )
@@ -253,56 +229,10 @@ class EngineWatch:
             places = ", ".join(f"{address.host}:{address.port}" for address in addresses)
             logger.info("%s (prefill) hands over KV at %s", engine.url, places)
 
-    async def _ask_vllm(self, engine: BackendEngine) -> tuple[ProducerAddress, ...]:
-        """The addresses that a vLLM engine answers with, one for each of its ranks. Raises EngineFailedError."""
-        headers = self._headers()
-        listed = await self._ask(engine, EngineCall("GET", "/v1/models", headers), None)
-        engine.model = _first_model(listed)
-        return await addresses_of(
-            lambda call: self._ask(engine, call, None), headers, engine.model, len(engine.ranks)
-        )
-
-    async def _ask_sglang(self, engine: BackendEngine) -> tuple[ProducerAddress, ...]:
-        """The addresses that an SGLang engine tells. Raises EngineFailedError."""
-        raw = await self._ask(engine, EngineCall("GET", SERVER_INFO, self._headers()), None)
-        facts = sglang_facts(raw)
-        if facts is None:
-            raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
-        engine.model, engine.bootstrap_port = facts.model, facts.bootstrap_port
-        return facts.replicas
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if self._config().api_key:
-            headers["Authorization"] = f"Bearer {self._config().api_key}"
-        return headers
-
-    async def _ask(self, engine: BackendEngine, call: EngineCall, limit_s: float | None) -> bytes:
-        """The body of an engine's answer 200, within `probe_timeout_s` if no limit is given. Raises
-        EngineFailedError for anything else."""
-        limit_s = self._config().probe_timeout_s if limit_s is None else limit_s
-        try:
-            async with (
-                asyncio.timeout(limit_s),
-                self._session.request(
-                    call.method,
-                    engine.url + call.path,
-                    headers=call.headers,
-                    data=call.body,
-                    timeout=aiohttp.ClientTimeout(connect=self._config().connect_timeout_s),
-                ) as response,
-            ):
-                raw = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-                raise EngineFailedError("timeout", f"no answer within {limit_s:g} s") from None
-            raise failure_of(error) from None
-        if response.status != 200:
-            said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-            raise EngineFailedError(
-                "status", f"{call.path} answered {response.status}: {said or '-'}"
-            )
-        return raw
+    async def _handover(self) -> Handover:
+        if self.engine.kind is Kind.SGLANG:
+            return await self._ask.sglang_handover()
+        return await self._ask.vllm_handover(len(self.engine.ranks))
 
     def set_down(self, reason: str, *, refusing: bool) -> None:
         """The engine gets nothing until it answers again.
@@ -317,14 +247,3 @@ class EngineWatch:
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
             if not refusing:
                 self._caches.lost(engine)
-
-
-def _first_model(raw: bytes) -> str:
-    """The name of the model an engine serves; adapters follow it in the list."""
-    listed = decoded(raw)
-    data = listed.get("data") if isinstance(listed, dict) else None
-    first = data[0] if isinstance(data, list) and data else None
-    name = first.get("id") if isinstance(first, dict) else None
-    if not isinstance(name, str):
-        raise EngineFailedError("status", "/v1/models names no model")
-    return name

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client sent, and what the two sides are sent instead. Pure functions."""
 
+import gc
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,10 +21,15 @@ from scheduler_plugins.admission.endpoints import POOLING_PATHS
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-GENERATES_ALONE = ("/v1/responses", "/v1/messages")
+GENERATES_ALONE = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/chat/completions/batch",
+    "/invocations",
+)
 TOKENIZERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 """Endpoints for which nothing is computed: any engine answers."""
-ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, *TOKENIZERS)
+ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, "/generative_scoring", *TOKENIZERS)
 """Endpoints of which one engine serves the whole request: their bodies have no place for a transfer's name, or
 nothing is generated. Their streams end without `[DONE]`."""
 
@@ -43,6 +50,10 @@ NOT_FOR_PREFILL = (
     "top_logprobs",
 )
 
+
+MOST_VALUES = 4_000_000
+"""A body with more is refused: everything else stands still while it is read. No model has a context of so many tokens; what
+separates values is counted in texts, too, where it is a token each, more or less. An image is one value."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Where an engine is to fetch KV and encoders' outputs: never a client's to say."""
@@ -69,12 +80,19 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
 
     What it says of transfers is left out: a client's is not trusted.
     """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise BadRequestError(f"the request body has too many values: {MOST_VALUES:,} at most")
+    collects = gc.isenabled()
+    gc.disable()  # it looks through all lists so far at every 700th: four fifths of the time
     try:
         body = _decoded(raw)
     except RecursionError:
         raise BadRequestError("the request body is nested too deeply") from None
     except ValueError as error:
         raise BadRequestError(f"the request body is not JSON: {error}") from None
+    finally:
+        if collects:
+            gc.enable()
     if not isinstance(body, dict):
         raise BadRequestError(f"the request body is {_kind(body)}: must be a JSON object")
     # A field of the other endpoint says nothing: it must not be taken for the prompt.
@@ -91,6 +109,9 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         body.pop(name, None)
         if isinstance(extra := body.get("vllm_xargs"), dict):
             extra.pop(name, None)  # vLLM reads them from there as well, and expects no text
+    for name, read in _AS_ENGINES_READ.items():
+        if name in body:
+            body[name] = read(body[name])
     for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
         value = body.get(name)
         _check(body, name, wanted, value is None or isinstance(value, types))
@@ -98,6 +119,32 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         value = body.get(name)
         _check(body, name, "an integer", value is None or type(value) is int)
     return body
+
+
+def _whole(value: Any) -> Any:
+    """`5.0` and `"5"` as 5; anything else as it is. Some languages have no other numbers, some clients send what was typed."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value)
+    return value
+
+
+def _flag(value: Any) -> Any:
+    """1, `"true"` and the like as True, their opposites as False; anything else as it is."""
+    word = value.lower() if isinstance(value, str) else value
+    if type(word) not in (int, float, str):
+        return value
+    return True if word in _YES else False if word in _NO else value
+
+
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
+_YES, _NO = (1, "1", "on", "t", "true", "y", "yes"), (0, "0", "off", "f", "false", "n", "no")
+_AS_ENGINES_READ = {
+    "stream": _flag,
+    **dict.fromkeys(("n", "best_of", "max_tokens", "max_completion_tokens"), _whole),
+}
+"""Both kinds of engines read their requests by pydantic's lax rules, so the router must read these fields alike."""
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
@@ -132,7 +179,7 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     prompt = body.get("prompt")
     if body.get("prompt_embeds") is not None or not prompt:
         return "no_tokens"
-    if isinstance(prompt, list) and len(prompt) > 1 and not all(type(t) is int for t in prompt):
+    if isinstance(prompt, list) and len(prompt) > 1 and set(map(type, prompt)) != {int}:
         return "batch"
     return None
 
@@ -144,7 +191,7 @@ def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
     Args:
         endpoint: path of one of `ONE_ENGINE`; empty for others.
     """
-    alone = "or add an engine that computes prompts to the router, such as one of vLLM's"
+    alone = "or add an engine that works alone to the router (--decode): vLLM's, or SGLang's without --disaggregation-mode"
     if endpoint:
         served = f"use {COMPLETIONS} or {CHAT}, {alone}"
         return (

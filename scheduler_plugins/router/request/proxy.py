@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of one client request: attempts on engines until one answers, or none is left."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from math import inf
 from typing import Any
 
 from aiohttp import web
@@ -14,35 +12,13 @@ from multidict import CIMultiDict
 
 from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
 from scheduler_plugins.qos.trust import signed
-from scheduler_plugins.router.client.answers import REQUEST_ID
 from scheduler_plugins.router.client.downstream import Downstream
-from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import (
-    EngineCall,
-    EngineFailedError,
-    Exchange,
-    OverloadedError,
-    ResponseTimeouts,
-    exchange,
-    raise_for_status,
-)
-from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
-from scheduler_plugins.router.handoff import engine_bodies
-from scheduler_plugins.router.handoff.prefill import PrefillCopy, PrefillRefusedError, as_told
-from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
-from scheduler_plugins.router.index.hashes import token_bytes, token_list
-from scheduler_plugins.router.index.prefixes import PromptKeys
-from scheduler_plugins.router.policies.base import Request
-from scheduler_plugins.router.prompt.body import (
-    COMPLETIONS,
-    GENERATES_ALONE,
-    ONE_ENGINE,
-    encode,
-    with_tokens,
-)
-from scheduler_plugins.router.prompt.describe import describe
+from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
+from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.request.aborts import is_wanted_abort
+from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.decision import next_attempt
+from scheduler_plugins.router.request.dispatch import Dispatch
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord, resumable
 from scheduler_plugins.router.request.shared import Shared
@@ -50,8 +26,6 @@ from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.request.turns import wait_for_turn
 from scheduler_plugins.router.routing.attempt import AllOverloadedError, Attempt, UnavailableError
 from scheduler_plugins.router.routing.candidates import Candidates
-from scheduler_plugins.router.routing.promises import promised
-from scheduler_plugins.router.tokens.prompt_tokens import NOT_TOKENIZED, Tokenized
 
 logger = logging.getLogger(__name__)
 
@@ -67,38 +41,34 @@ class ClientRequest:
         parsed: dict[str, Any],
     ) -> None:
         self._shared = shared
-        self._config = shared.config
-        self._path = request.path
-        self._headers = headers
-        self._request_id: str = headers[REQUEST_ID]
-        self._body = parsed
-        self._streams = bool(parsed.get("stream"))
-        self._arrived = asyncio.get_running_loop().time()
-        self._one_engine = request.path in ONE_ENGINE
-        resumes = not self._one_engine and resumable(parsed)
+        arrived = asyncio.get_running_loop().time()
+        self._asked = asked = Asked(shared, request.path, headers, parsed, arrived)
+        resumes = not asked.one_engine and resumable(parsed)
         self._record = StreamRecord(parsed, request.path) if resumes else None
         """What the client was sent of a stream that another engine could go on with."""
-        self._request = self._described()
-        if self._config.router_key:
-            key = self._config.router_key.encode()
-            headers[CLASS_HEADER] = signed(self._request.qos, self._request_id, key)
+        if shared.config.router_key:
+            key = shared.config.router_key.encode()
+            headers[CLASS_HEADER] = signed(asked.request.qos, asked.id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(
             self._client,
-            self._request_id,
+            asked.id,
             shared.metrics,
-            self._arrived,
-            end_mark=not self._one_engine,
+            arrived,
+            lambda engine: is_wanted_abort(engine, shared, headers),
+            end_mark=not asked.one_engine,
         )
         self._candidates = Candidates(
             shared.pool,
             shared.config.attempts,
             parsed,
-            endpoint=self._path if self._one_engine else "",
+            endpoint=request.path if asked.one_engine else "",
         )
-        self._ids: list[int] | None = None
-        self.trace = shared.tracing.request(headers, request.path, self._request_id)
+        self.trace = shared.tracing.request(headers, request.path, asked.id)
         """Its spans; whoever serves it finishes them."""
+        self._dispatch = Dispatch(
+            shared, asked, self._candidates, self._responder, self._record, self.trace
+        )
 
     @property
     def begun(self) -> bool:
@@ -120,31 +90,31 @@ class ClientRequest:
             ClientGoneError: there is nobody to answer any more.
         """
         self._shared.retries.request()
-        await self._tokenize()
-        if self._config.front_queue:
-            await wait_for_turn(self._shared, self._request)
+        await self._asked.tokenize()
+        if self._shared.config.front_queue:
+            await wait_for_turn(self._shared, self._asked.request)
         try:
             return await self._served()
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
                 raise
-            logger.warning("request %s: %s", self._request_id, error)
+            logger.warning("request %s: %s", self._asked.id, error)
             return await self.interrupt("no engine could go on"), "interrupted"
 
     async def interrupt(self, why: str) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
-        message = f"the stream broke off: {why}; request {self._request_id}"
+        message = f"the stream broke off: {why}; request {self._asked.id}"
         return await self._client.interrupt(message)
 
     async def _served(self) -> tuple[web.StreamResponse, str]:
         while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             try:
-                return await self._try(attempt)
+                return await self._dispatch.make(attempt)
             except EngineFailedError as failure:
                 logger.warning(
                     "request %s: %s (%s) failed: %s",
-                    self._request_id,
+                    self._asked.id,
                     attempt.answering.url,
                     attempt.answering.role,
                     failure,
@@ -164,7 +134,7 @@ class ClientRequest:
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
                 if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
-                    logger.warning("request %s: no retry, the budget is used up", self._request_id)
+                    logger.warning("request %s: no retry, the budget is used up", self._asked.id)
                     break
         raise self._candidates.exhausted()
 
@@ -177,167 +147,27 @@ class ClientRequest:
 
     async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
-        record = self._record
+        record, asked = self._record, self._asked
         if record is None or record.next_body() is None:
             return False
         self._candidates.failed(attempt, failure)
         able = self._candidates.able(begun=True)
         if able is None:
             return False
-        engine, model = able.decode[0], self._body.get("model")
-        whole = await cut_to_whole_characters(record, engine, self._shared, self._headers, model)
+        engine, model = able.decode[0], asked.body.get("model")
+        whole = await cut_to_whole_characters(record, engine, self._shared, asked.headers, model)
         rest = record.next_body()
         if not whole or rest is None:
             return False
         record.resume()
-        if "messages" not in rest:
-            self._body, self._path, self._ids = rest, COMPLETIONS, None
-            self._request = self._request._replace(
-                tokens=len(rest["prompt"]),
-                hashes=PromptKeys((), token_bytes(rest["prompt"])),
-                max_tokens=rest["max_tokens"] or self._request.max_tokens,
-            )
+        asked.ask_for_rest(rest)
         self._shared.metrics.resumed.inc()
-        logger.warning("request %s: its stream goes on at another engine", self._request_id)
+        logger.warning("request %s: its stream goes on at another engine", asked.id)
         return True
-
-    def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:
-        """The request as policies see it, with what its class is promised."""
-        found = describe(
-            self._body,
-            self._headers,
-            self._request_id,
-            self._arrived,
-            self._shared.lengths,
-            known.tokens,
-            known.adapter,
-        )
-        found = promised(found, self._config, self._headers)
-        generates = not self._one_engine or self._path in GENERATES_ALONE
-        return found if generates else found._replace(max_tokens=1, tpot_slo_s=inf)
-
-    async def _tokenize(self) -> None:
-        """Learn the prompt's tokens, where engines are told apart by them."""
-        if self._one_engine:
-            return
-        found = await self._shared.tokens.of(self._body)
-        if found.tokens is not None:
-            self._request = self._described(found)
-            if found.certain:
-                self._body = with_tokens(self._body, token_list(found.tokens))
 
     async def _next_attempt(self) -> Attempt | None:
         """See `next_attempt`."""
+        asked = self._asked
         return await next_attempt(
-            self._shared, self._candidates, self._request, self._arrived, begun=self._client.begun
+            self._shared, self._candidates, asked.request, asked.arrived, begun=self._client.begun
         )
-
-    async def _try(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        request, circuit = self._request, attempt.answering.circuit
-        circuit.sent()
-        try:
-            with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
-                return await self._send(attempt)
-        finally:
-            circuit.given_up()
-
-    async def _send(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
-        prefill = attempt.prefill
-        if prefill is None or prefill.address is None:
-            alone = engine_bodies.alone(self._asked(attempt.answering))
-            call = self._call("decode", attempt.answering, self._path, alone)
-            call = for_rank(call, attempt.answering, self._request, self._shared.pool.prefixes)
-            async with self._answer(attempt.answering, call, None) as answer:
-                return await self._pass_on(answer, attempt)
-        rank = rank_of_prefill(prefill, self._request, self._shared.pool.prefixes, self._headers)
-        try:
-            plan = await self._handoff(attempt.answering, prefill, rank)
-        except NotTokenizedError as error:
-            return await self._responder.refuse(error), "client_error"
-        call = self._call("decode", attempt.answering, self._path, plan.decode)
-        copy = PrefillCopy(
-            prefill,
-            self._call("prefill", prefill, plan.path, plan.prefill),
-            rank,
-            self._shared.pool,
-            self._shared.connections,
-            self._shared.config,
-            self._request.tokens,
-            attempt.fresh_tokens,
-            self._request.hashes,
-            lambda: self._candidates.other_prefill(prefill),
-        )
-        copy.on_end = lambda failure: self.trace.end(
-            "prefill", "" if failure is None else failure.cause
-        )
-        lender = copy if plan.lends_logprobs else None
-        client_error = False
-        try:
-            async with copy, self._answer(attempt.answering, call, copy) as answer:
-                client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt, lender)
-        finally:
-            # A request that is wrong in itself fails on both sides, which says nothing about P.
-            if copy.failure is not None and not client_error:
-                self._note_prefill(copy.engine, copy.failure)
-
-    async def _handoff(
-        self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
-    ) -> engine_bodies.Handoff:
-        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
-        asked = as_told(prefill, rank)
-        if asked.kind is (decode.kind or Kind.VLLM):
-            return engine_bodies.of_one_kind(self._asked(decode), self._path, asked)
-        if self._ids is None:
-            self._ids = await prompt_ids(
-                self._shared.connections, decode, self._body, self._headers, self._config
-            )
-        return engine_bodies.of_two_kinds(self._asked(decode), asked, self._ids)
-
-    def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A prefill engine failed its copy: the next attempt uses another one."""
-        self._candidates.prefill_failed(engine, failure)
-        self._shared.metrics.prefill_failures.labels(failure.cause).inc()
-        logger.warning(
-            "request %s: prefill on %s failed: %s", self._request_id, engine.url, failure
-        )
-
-    def _asked(self, engine: BackendEngine) -> dict[str, Any]:
-        """What the answering engine is asked: the client's request, and for the ids that a resumption needs."""
-        if self._record is None or engine.kind is Kind.SGLANG:
-            return self._body
-        return {**self._body, **self._record.asks}
-
-    def _call(
-        self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
-    ) -> EngineCall:
-        headers = self.trace.begin(part, engine.url, self._headers)
-        return EngineCall("POST", path, headers, encode(content))
-
-    @asynccontextmanager
-    async def _answer(
-        self, engine: BackendEngine, call: EngineCall, copy: PrefillCopy | None
-    ) -> AsyncIterator[Exchange]:
-        """The engine's answer, once it is one that the client should see."""
-        config = self._config
-        first_byte_s = config.first_byte_timeout_s if self._streams else config.answer_timeout_s
-        timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
-        if copy is not None:
-            await asyncio.sleep(0)  # the copy goes out first: the decode engine waits for its KV
-        async with exchange(
-            self._shared.connections, engine, call, timeouts, config, copy
-        ) as answer:
-            await raise_for_status(answer)
-            yield answer
-
-    async def _pass_on(
-        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
-    ) -> tuple[web.StreamResponse, str]:
-        def served() -> None:
-            self.trace.answered()
-            attempt.answering.circuit.succeeded()
-            self._shared.pool.prefilled(attempt.answering, self._request.hashes)
-            if self._streams and attempt.expected_s is not None:
-                self._shared.came(self._request, attempt.expected_s, self._arrived)
-
-        return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)

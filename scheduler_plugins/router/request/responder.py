@@ -2,7 +2,7 @@
 """An engine's answer on its way to the client."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from aiohttp import web
@@ -18,6 +18,7 @@ from scheduler_plugins.router.client.answers import (
     headers_to_client,
 )
 from scheduler_plugins.router.client.downstream import Downstream
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     Exchange,
@@ -39,6 +40,7 @@ class Responder:
 
     Args:
         arrived: when its request came, on the event loop's clock.
+        wanted_abort: whether an engine that ended an answer early was told to (`aborts.py`).
         end_mark: whether its stream must end with `[DONE]`.
     """
 
@@ -48,9 +50,13 @@ class Responder:
         request_id: str,
         metrics: Metrics,
         arrived: float,
+        wanted_abort: Callable[[BackendEngine], Awaitable[bool]],
         *,
         end_mark: bool = True,
     ) -> None:
+        self._wanted_abort = wanted_abort
+        self._withheld = b""  # an abort, and what came with it
+        self._aborts_pass = not end_mark
         self._end_mark = end_mark
         self._client = client
         self._request_id = request_id
@@ -85,7 +91,8 @@ class Responder:
         # Held until it is whole: should the engine die halfway, another one can still answer.
         content = await answer.read_all()
         if answer.status == 200:
-            if self._end_mark and ABORTED in content:
+            aborted = self._end_mark and ABORTED in content
+            if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
             served()
         if lender is not None and answer.status == 200:
@@ -126,7 +133,8 @@ class Responder:
                     raise _engines_own(error)
                 events, failed = self._noted(events, record)
                 if failed is not None and not client.begun and (record is None or not events):
-                    raise failed
+                    events += await self._unless_wanted(failed, answer.engine, record)
+                    failed = None
                 answered = True
                 served()
                 if lender is not None:
@@ -139,19 +147,21 @@ class Responder:
                 if events:
                     await client.write(events)
                 if failed is not None:
-                    raise failed
-        left, failed = b"", None
+                    await client.write(await self._unless_wanted(failed, answer.engine, record))
+        left, failures = b"", list[EngineFailedError]()
 
         def take(chunk: bytes) -> bool:
-            nonlocal left, failed
+            nonlocal left
             left = cutter.feed(chunk)
             if left:
-                left, failed = self._noted(left, record)
+                left, failure = self._noted(left, record)
+                if failure is not None:
+                    failures.append(failure)
             if left and patch is not None:
                 left = patch.events(left)
             if left and client.write_now(left):
                 left = b""
-            return not left and not cutter.finished and failed is None
+            return not left and not cutter.finished and not failures
 
         while not cutter.finished:
             try:
@@ -166,8 +176,9 @@ class Responder:
             if left:
                 await client.write(left)
                 left = b""
-            if failed is not None:
-                raise failed
+            if failures:
+                failed = failures.pop()
+                await client.write(await self._unless_wanted(failed, answer.engine, record))
         if cutter.finished:
             await _to_its_end(answer)
         rest = cutter.rest() if self._end_mark else cutter.held
@@ -183,13 +194,27 @@ class Responder:
     ) -> tuple[bytes, EngineFailedError | None]:
         """The events that the client is sent of these, and what has ended them although the answer is not whole."""
         failed: EngineFailedError | None = None
+        came = events
         if record is not None:
             events, error = before_error(events)
             failed = None if error is None else _engines_own(error)
-        if self._end_mark:
+        if not self._aborts_pass:
             events, aborted = before_abort(events)
-            failed = ended_early() if aborted else failed
+            if aborted:
+                failed, self._withheld = ended_early(), came[len(events) :]
         return (events if record is None else record.feed(events)), failed
+
+    async def _unless_wanted(
+        self, failed: EngineFailedError, engine: BackendEngine, record: StreamRecord | None
+    ) -> bytes:
+        """Give the stream up, unless an abort ends it that somebody wanted: then the events that were withheld."""
+        if failed.cause != "aborted" or not await self._wanted_abort(engine):
+            raise failed
+        self._aborts_pass = True
+        events, failure = self._noted(self._withheld, record)
+        if failure is not None:
+            raise failure
+        return events
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)

@@ -83,12 +83,13 @@ class Candidates:
         if not self._sglangs:
             return set()
         engines = self._pool.engines
-        decode = {one.kind for one in engines if one.role is Role.DECODE}
+        # One that is down was whole when it was asked last.
+        decode = {Kind.SGLANG if e.whole else e.kind for e in engines if e.role is Role.DECODE}
         # Of an engine that is down the kind is not known: it may be the one that decodes for SGLang's.
         down = None in decode and any(one.kind is Kind.SGLANG for one in engines)
         if Kind.SGLANG not in decode and not down:
             return set()
-        return {one for one in engines if one.kind is not Kind.SGLANG}
+        return {one for one in engines if one.kind is not Kind.SGLANG and not one.whole}
 
     def other_prefill(self, besides: BackendEngine) -> bool:
         """Whether another prefill engine could be asked."""
@@ -140,7 +141,8 @@ class Candidates:
         if needs_one and left and not any(one.computes_prompts for one in left):
             return BadRequestError(needs_one)
         kinds = {one.kind for one in self._pool.engines if one.role is Role.PREFILL}
-        if vllm and not kinds & {Kind.SGLANG, None}:
+        alone = any(one.whole for one in left)
+        if vllm and not alone and not kinds & {Kind.SGLANG, None}:
             told = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"
             return BadRequestError(
                 f"{told}; leave it out, or add one with --prefill", self._sglangs

@@ -77,6 +77,8 @@ class Pairing:
         there are any."""
         if self.whole is not None and (self._answers_alone(decode) or self.needs_one):
             return [], self.whole
+        if decode.whole:
+            return [], "whole"
         known = [engine for engine in prefill if engine.address is not None]
         left = [
             engine

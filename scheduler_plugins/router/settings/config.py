@@ -2,6 +2,7 @@
 """Every setting of the router."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 """More are a mistake in typing, by which a machine's memory would run out."""
 
 
@@ -72,6 +74,8 @@ class RouterConfig:
     client_key: str = field(default="", repr=False)
     """What clients' `Authorization: Bearer` must carry (`PD_ROUTER_CLIENT_KEY`); engines get `api_key` in its place. Empty: clients'
     keys are passed on to the engines, which judge them."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the router from a browser (CORS), as `https://chat.example.org`; `*`: of all. Empty: none."""
     tls_cert: str = ""
     """File with the certificate that clients are shown; empty: they speak plain HTTP."""
     tls_key: str = ""
@@ -154,6 +158,10 @@ class RouterConfig:
             raise ValueError(f"tokenizer {self.tokenizer}: no folder with a tokenizer.json in it")
         if self.otlp and not _is_url(self.otlp):
             raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                wanted = "must look like https://chat.example.org, or be *"
+                raise ValueError(f"allowed_origins {origin!r}: {wanted}")
         if self.tls_key and not self.tls_cert:
             raise ValueError("tls_key: is given without tls_cert; give both, or none")
         if self.front_queue < 0:

@@ -188,6 +188,8 @@ class FakeEngine:
         """Its tokenizer; None: it has no `/tokenize`."""
         self.detokenize: Callable[[list[int]], str] | None = None
         """The way back; None: it has no `/detokenize`."""
+        self.is_paused: int | None = 404
+        """Status of its answer to `GET /is_paused`; None: it never answers."""
         self.cancelled = 0
         self.running = 0
         self.port = 0
@@ -220,6 +222,7 @@ class FakeEngine:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/pd/load", self._load)
+        app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
 
@@ -261,6 +264,11 @@ class FakeEngine:
         if self.report is None:
             return web.Response(status=404)
         return web.Response(body=self.report, content_type="application/json")
+
+    async def _is_paused(self, request: web.Request) -> web.StreamResponse:
+        if self.is_paused is None:
+            await forever()
+        return web.json_response({"is_paused": False}, status=self.is_paused or 200)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         if self.tokenize is None:

@@ -386,6 +386,58 @@ def test_what_pairs_of_sglang_do_not_answer_is_refused_with_what_to_do(
     run(scenario())
 
 
+@pytest.mark.parametrize("prefill", ["s", "v"])
+def test_an_engine_of_sglangs_that_is_no_half_of_a_pair_answers_what_pairs_do_not(
+    prefill: str,
+) -> None:
+    """It was sent the name of a transfer, which it does not look at, and the prefill engine's KV waited for nobody."""
+
+    async def scenario() -> None:
+        async with world(prefill, "ss") as w:
+            alone = w.d[1]
+            assert isinstance(alone, FakeSglang)
+            alone.mode = "null"
+            await alone.die()
+            await w.down(alone)
+            await alone.start()
+            await w.up(alone)
+            for _ in range(4):
+                assert (await w.complete()).json["served_by"] == "d0"
+            reply = await w.complete(n=3)
+            assert reply.json["served_by"] == "d1"
+            assert alone.bodies == [{"model": "m", "prompt": "hello", "n": 3}]
+            await w.d[0].die()
+            await w.down(w.d[0])
+            sent = len(w.p[0].bodies)
+            assert (await w.complete()).json["served_by"] == "d1"
+            assert len(w.p[0].bodies) == sent
+            assert await w.metric("flows_total", flow="decode_alone", cause="whole") == 1
+
+    run(scenario())
+
+
+def test_a_field_of_sglangs_waits_for_the_one_engine_that_knows_it() -> None:
+    """It was refused for good where that engine only lacked room."""
+
+    async def scenario() -> None:
+        async with world("v", "s") as w:
+            alone = w.d[0]
+            assert isinstance(alone, FakeSglang)
+            alone.mode = "null"
+            await alone.die()
+            await w.down(alone)
+            await alone.start()
+            await w.up(alone)
+            assert (await w.complete(regex="a+")).json["served_by"] == "d0"
+            alone.behave = status(503, Retry_After="7")
+            assert (await w.complete(regex="a+")).status == 429
+            await alone.die()
+            await w.down(alone)
+            assert (await w.complete(regex="a+")).status == 503, "it may come back"
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
 def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_do(
     path: str,
@@ -475,6 +527,24 @@ def test_where_no_other_pair_is_left_the_client_is_told_how_this_one_failed() ->
             reply = await w.complete()
             assert reply.status == 503
             assert "decode: 1 status_500" in reply.text
+
+    run(scenario())
+
+
+def test_an_abort_of_sglangs_is_the_operators_wish() -> None:
+    """It ends at SIGTERM what it has begun, and says of its own failures that they are errors."""
+
+    async def aborted(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        choice = {"index": 0, "text": "half an", "finish_reason": "abort"}
+        content = json.dumps({"choices": [choice]}, separators=(",", ":"))
+        return web.Response(text=content, content_type="application/json")
+
+    async def scenario() -> None:
+        async with world("s", "ss") as w:
+            w.d[0].behave = w.d[1].behave = aborted
+            assert (await w.complete()).json["choices"][0]["finish_reason"] == "abort"
 
     run(scenario())
 

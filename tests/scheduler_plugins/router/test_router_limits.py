@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 
 import pytest
@@ -35,6 +36,33 @@ async def closed(connection: socket.socket) -> bool:
         return await asyncio.get_running_loop().sock_recv(connection, 100) == b""
     except ConnectionResetError:
         return True
+
+
+MALFORMED = (
+    b"POST /v1/completions HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
+)
+
+
+@pytest.mark.parametrize("sent", MALFORMED)
+def test_what_is_no_http_is_refused_without_a_word_in_the_log(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was an error with a traceback of up to 40 lines: anybody who reaches the port could fill the disk."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with World() as world:
+            (client,) = await half_open(world, 1, sent)
+            assert b" 400 " in (await loop.sock_recv(client, 1000)).split(b"\r\n")[0]
+            await until(lambda: len(world.app[CONNECTIONS]) == 0, "the connection is closed")
+            client.close()
+
+    with caplog.at_level(logging.INFO):
+        run(scenario())
+    assert not [one for one in caplog.records if one.name == "aiohttp.server"]
 
 
 @pytest.mark.parametrize("begin", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX-A: "])

@@ -83,6 +83,64 @@ def test_a_stream_that_nobody_can_go_on_with_ends_with_an_error() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("more", [{}, {"stop": ["x"]}])
+def test_a_stream_that_was_aborted_on_purpose_ends_so(together: bool, more: dict[str, Any]) -> None:
+    """The engine serves on, so it was told to end this request: by `/abort_requests`, or by `/pause`."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].is_paused = 200
+            usage = told(usage={"completion_tokens": 1})
+            parts = [word("The ", 1), told(ABORTED), usage, DONE]
+            world.d[0].behave = says(*([b"".join(parts)] if together else parts))
+            events = (await world.post("/v1/completions", {**STREAM, **more})).events
+            reasons = [event["choices"][0]["finish_reason"] for event in events[:-2]]
+            assert reasons == [None, "abort"]
+            assert (events[-2]["usage"], events[-1]) == ({"completion_tokens": 1}, "[DONE]")
+            assert not world.d[1].bodies
+            assert await world.metric("retries_total") == 0
+
+    run(scenario())
+
+
+def test_a_stream_of_which_nothing_was_said_is_aborted_on_purpose() -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].is_paused = 200
+            world.d[0].behave = says(told(ABORTED) + DONE)
+            events = (await world.post("/v1/completions", STREAM)).events
+            assert events[0]["choices"][0]["finish_reason"] == "abort"
+            assert events[1:] == ["[DONE]"]
+
+    run(scenario())
+
+
+def test_an_answer_in_one_piece_that_was_aborted_on_purpose_is_the_answer() -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].is_paused = 200
+            world.d[0].behave = stopped
+            reply = await world.complete()
+            assert reply.json["choices"][0] == {**ABORTED, "text": "half an"}
+            opened = await world.metric("circuit_opened_total", engine=world.d[0].url)
+            assert opened == 0, "the engine has failed nothing"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("status", [None, 500])
+def test_an_engine_that_takes_no_more_commands_is_being_stopped(status: int | None) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].is_paused = status
+            world.d[0].behave = stopped
+            reply = await world.complete()
+            assert reply.json["served_by"] == "d1"
+
+    run(scenario())
+
+
 def test_a_text_about_aborts_is_a_text() -> None:
     async def scenario() -> None:
         async with World() as world:

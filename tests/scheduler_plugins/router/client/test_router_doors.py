@@ -72,6 +72,11 @@ def test_clients_need_the_key_and_engines_get_their_own() -> None:
             assert (await world.post("/v1/completions", body, **ours)).status == 200
             for fake in (world.p[0], world.d[0]):
                 assert fake.headers[0].getall("Authorization") == ["Bearer back"]
+            anthropics = {"X-Api-Key": "front"}
+            assert (await world.post("/v1/completions", body, **anthropics)).status == 200
+            assert "X-Api-Key" not in world.d[0].headers[1]
+            wrong = {"Authorization": "Bearer front, too", "X-Api-Key": "front"}
+            assert (await world.post("/v1/completions", body, **wrong)).status == 401
         async with World(client_key="front") as world:
             assert (await world.post("/v1/completions", body, **ours)).status == 200
             assert "Authorization" not in world.d[0].headers[0], "engines do not learn our key"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rewriting of requests, as properties over arbitrary bodies."""
 
+import gc
 import json
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +100,49 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes, route: str) -> None:
         return
     body.why_not_disaggregated(parsed)
     body.encode(parsed)
+
+
+@pytest.mark.parametrize("part", ["[1],", "1,", '{"a":1},', "[[[[1]]]],"])
+def test_a_body_of_endless_small_values_is_refused_before_it_is_read(part: str) -> None:
+    """64 MiB of `[1],` took the router's only thread for eleven seconds, and a health check has five."""
+    values = body.MOST_VALUES // sum(map(part.count, ",[{"))
+    raw = '{"prompt": [%s 1]}' % (part * (values + 1))
+    began = time.process_time()
+    with pytest.raises(body.BadRequestError, match="too many values: 4,000,000 at most"):
+        body.parse(raw.encode(), body.COMPLETIONS)
+    assert time.process_time() - began < 0.5
+    picture = '{"messages": [{"role": "user", "content": "%s"}]}' % ("aA+/" * (8 << 20))
+    assert body.parse(picture.encode(), body.CHAT)["messages"]
+
+
+def test_memory_is_looked_through_again_after_a_body_that_cannot_be_read() -> None:
+    with pytest.raises(body.BadRequestError):
+        body.parse(b"{", body.CHAT)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ({"max_tokens": 5.0}, {"max_tokens": 5}),
+        ({"max_tokens": " 5 "}, {"max_tokens": 5}),
+        ({"max_completion_tokens": "-1"}, {"max_completion_tokens": -1}),
+        ({"n": 2.0, "best_of": "3"}, {"n": 2, "best_of": 3}),
+        ({"stream": 1}, {"stream": True}),
+        ({"stream": "True"}, {"stream": True}),
+        ({"stream": 0.0}, {"stream": False}),
+        ({"stream": "off"}, {"stream": False}),
+        ({"n": None, "stream": None}, {"n": None, "stream": None}),
+    ],
+)
+def test_numbers_and_flags_are_read_as_engines_read_them(
+    sent: dict[str, Any], read: dict[str, Any]
+) -> None:
+    """vLLM answers them, alone; behind the router they were refused."""
+    assert body.parse(json.dumps({"prompt": "a", **sent}).encode(), body.COMPLETIONS) == {
+        "prompt": "a",
+        **read,
+    }
 
 
 @pytest.mark.parametrize(

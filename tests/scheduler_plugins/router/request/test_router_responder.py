@@ -62,6 +62,11 @@ class SlowClient:
         self.sent += data
 
 
+async def nobody(engine: object) -> bool:
+    """Wanted an abort."""
+    return False
+
+
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), EngineFailedError("died", "x")])
 def test_events_that_are_noted_are_sent_though_the_engine_is_given_up_then(
     error: BaseException,
@@ -72,7 +77,7 @@ def test_events_that_are_noted_are_sent_though_the_engine_is_given_up_then(
         client: Any = SlowClient()
         answer: Any = GivenUp(error)
         record = StreamRecord(BODY, "/v1/completions")
-        responder = Responder(client, "r", Metrics(), 0.0)
+        responder = Responder(client, "r", Metrics(), 0.0, nobody)
         with pytest.raises(type(error)):
             await responder.pass_on(answer, "flow", record=record)
         body = record.next_body()

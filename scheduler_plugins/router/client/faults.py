@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the HTTP server logs of clients that do not speak HTTP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
+
+
+class ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log, without a traceback for each request that is wrong in itself: whoever reaches the port could fill a disk
+    with them, and they would say that the router has failed. The client is told what is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(server_logger)
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
+            first_line = " ".join(str(exc_info).split())[:200]
+            self.debug(f"{msg}: %s", *args, first_line)
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **more)

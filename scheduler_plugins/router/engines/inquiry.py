@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine says of itself: one method per question, which is one or a few HTTP requests. Nothing is kept here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from pd_connector.protocol.params import ProducerAddress
+from pd_connector.remedies import outage_in
+from scheduler_plugins.admission import report
+from scheduler_plugins.router.engines.addresses import addresses_of, decoded
+from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
+from scheduler_plugins.router.engines.exchange import (
+    EXCERPT_BYTES,
+    EngineCall,
+    EngineFailedError,
+    failure_of,
+)
+from scheduler_plugins.router.engines.kinds import SERVER_INFO, SglangFacts, sglang_facts
+from scheduler_plugins.router.settings.config import RouterConfig
+
+BRIEF_S = 1.0
+"""Longest wait for an engine to tell its load or its models: its health is not asked meanwhile."""
+
+
+class Handover(NamedTuple):
+    """How an engine hands KV over."""
+
+    model: str  # the name under which it serves its model
+    addresses: tuple[ProducerAddress, ...]  # of its ranks; empty: it hands nothing over
+    bootstrap_port: int | None = None  # SGLang's
+
+
+class Inquiry:
+    """Asks one engine. Every method raises EngineFailedError where there is no answer to the question."""
+
+    def __init__(
+        self, url: str, config: Callable[[], RouterConfig], session: aiohttp.ClientSession
+    ) -> None:
+        """`config`: the settings now; they may be read again."""
+        self._url = url
+        self._config = config
+        self._session = session
+
+    async def health(self) -> None:
+        """Returns if the engine can serve."""
+        await self._ask(EngineCall("GET", "/health", {}), self._config().health_timeout_s)
+
+    async def sglang_facts(self) -> SglangFacts | None:
+        """What SGLang's engines say of themselves; None where the engine is not SGLang's."""
+        try:
+            raw = await self._ask(EngineCall("GET", SERVER_INFO, self._headers()))
+        except EngineFailedError as failure:
+            if failure.cause != "status":
+                raise EngineFailedError(failure.cause, f"{SERVER_INFO}: {failure}") from None
+            return None  # vLLM has no such page
+        return sglang_facts(raw)
+
+    async def models(self) -> frozenset[str]:
+        """The names of its models and adapters."""
+        names = (_name(one) for one in await self._listed(BRIEF_S))
+        return frozenset(name for name in names if name is not None)
+
+    async def report(self) -> Told | None:
+        """Its load, as our scheduler reports it; None if that cannot be read."""
+        raw = await self._ask(EngineCall("GET", report.PATH, self._headers()), BRIEF_S)
+        return from_report(raw, urlsplit(self._url).hostname or "")
+
+    async def load_by_metrics(self) -> Told | None:
+        """Its load, as its metrics tell it; None if they do not."""
+        return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
+
+    async def outage(self) -> str:
+        """What is wrong with a decode engine at which no KV arrives, and what to do; empty if KV arrives."""
+        raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
+        outage = outage_in(raw.decode("utf-8", "replace"))
+        return f"{outage.found}. What to do: {outage.advice}" if outage else ""
+
+    async def vllm_handover(self, ranks: int) -> Handover:
+        """How a vLLM engine hands KV over.
+
+        Args:
+            ranks: its data-parallel ranks, each of which is asked.
+        """
+        listed = await self._listed(None)
+        model = _name(listed[0]) if listed else None
+        if model is None:
+            raise EngineFailedError("status", "/v1/models names no model")
+        return Handover(model, await addresses_of(self._ask, self._headers(), model, ranks))
+
+    async def sglang_handover(self) -> Handover:
+        """How an SGLang engine hands KV over."""
+        facts = sglang_facts(await self._ask(EngineCall("GET", SERVER_INFO, self._headers())))
+        if facts is None:
+            raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
+        return Handover(facts.model, facts.replicas, facts.bootstrap_port)
+
+    async def _listed(self, limit_s: float | None) -> list[object]:
+        """Its models and adapters; adapters follow their model."""
+        call = EngineCall("GET", "/v1/models", self._headers())
+        answer = decoded(await self._ask(call, limit_s))
+        data = answer.get("data") if isinstance(answer, dict) else None
+        return data if isinstance(data, list) else []
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._config().api_key:
+            headers["Authorization"] = f"Bearer {self._config().api_key}"
+        return headers
+
+    async def _ask(self, call: EngineCall, limit_s: float | None = None) -> bytes:
+        """The body of an answer 200, within `probe_timeout_s` if no limit is given."""
+        limit_s = self._config().probe_timeout_s if limit_s is None else limit_s
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._session.request(
+                    call.method,
+                    self._url + call.path,
+                    headers=call.headers,
+                    data=call.body,
+                    timeout=aiohttp.ClientTimeout(connect=self._config().connect_timeout_s),
+                ) as response,
+            ):
+                raw = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise EngineFailedError("timeout", f"no answer within {limit_s:g} s") from None
+            raise failure_of(error) from None
+        if response.status != 200:
+            said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+            raise EngineFailedError(
+                "status", f"{call.path} answered {response.status}: {said or '-'}"
+            )
+        return raw
+
+
+def _name(listed: object) -> str | None:
+    """The name of one model or adapter of a list."""
+    name = listed.get("id") if isinstance(listed, dict) else None
+    return name if isinstance(name, str) else None

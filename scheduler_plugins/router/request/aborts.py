@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers with `finish_reason` `abort`: whether somebody wanted that, or the engine is being stopped.
+
+| engine | why it aborts | what it answers then |
+|---|---|---|
+| vLLM | SIGTERM (without `--shutdown-timeout`), or a fault that it may recover from | `/is_paused`: 500, nothing, or no connection: its core takes no more commands |
+| vLLM | `/pause`, `/abort_requests`, `/sleep` (`VLLM_SERVER_DEV_MODE=1`) | `/is_paused`: 200 |
+| SGLang | `/abort_request`, `/pause_generation` | it drains at SIGTERM, and answers faults with an error |
+
+vLLM 0.32: `EngineCoreProc._handle_shutdown` sends the aborts after its state has changed, from which on `_reject_utility_in_shutdown`
+turns commands away; so a 200 that is asked for behind an abort tells for certain that it was no shutdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.exchange import (
+    EngineCall,
+    EngineFailedError,
+    ResponseTimeouts,
+    exchange,
+    raise_for_status,
+)
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.request.shared import Shared
+
+PAUSED = "/is_paused"
+PAUSED_S = 1.0
+"""Longest wait for an answer: a client's stream stands still meanwhile."""
+
+
+async def is_wanted_abort(
+    engine: BackendEngine, shared: Shared, headers: Mapping[str, str]
+) -> bool:
+    """Whether an engine that has just ended an answer early was told to. False where that cannot be known: then another
+    engine answers, and nothing is lost.
+
+    Args:
+        headers: the client's, as engines get them.
+    """
+    if engine.kind is Kind.SGLANG:
+        return True
+    call, timeouts = EngineCall("GET", PAUSED, headers), ResponseTimeouts(PAUSED_S, PAUSED_S)
+    try:
+        async with exchange(shared.connections, engine, call, timeouts, shared.config) as answer:
+            await raise_for_status(answer, wanted=200)
+            await answer.read_all()
+    except EngineFailedError:
+        return False
+    return True

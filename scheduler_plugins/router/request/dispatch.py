@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt: the engines that were chosen are sent what they are asked, and one of them answers the client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.exchange import (
+    EngineCall,
+    EngineFailedError,
+    Exchange,
+    ResponseTimeouts,
+    exchange,
+    raise_for_status,
+)
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
+from scheduler_plugins.router.handoff import engine_bodies
+from scheduler_plugins.router.handoff.prefill import PrefillCopy, as_told
+from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.prompt.body import encode
+from scheduler_plugins.router.request.asked import Asked
+from scheduler_plugins.router.request.responder import Responder
+from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.routing.attempt import Attempt
+from scheduler_plugins.router.routing.candidates import Candidates
+from scheduler_plugins.router.tracing import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """Makes the attempts of one request. Whether there is another one, and with whom, is decided elsewhere."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        asked: Asked,
+        candidates: Candidates,
+        responder: Responder,
+        record: StreamRecord | None,
+        spans: Trace,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            candidates: is told of a prefill engine that fails.
+            record: notes what the client is sent of a stream that another engine could go on with.
+        """
+        self._shared = shared
+        self._config = shared.config
+        self._asked = asked
+        self._candidates = candidates
+        self._responder = responder
+        self._record = record
+        self._spans = spans
+
+    async def make(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+        """Answer the client. Returns the response and the outcome for the metrics.
+
+        Raises:
+            EngineFailedError: the answering engine failed, or waits for a prefill engine that did.
+            ClientGoneError: there is nobody to answer any more.
+        """
+        request, circuit = self._asked.request, attempt.answering.circuit
+        circuit.sent()
+        try:
+            with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
+                if attempt.prefill is None or attempt.prefill.address is None:
+                    return await self._by_one(attempt)
+                return await self._by_pair(attempt, attempt.prefill)
+        finally:
+            circuit.given_up()
+
+    async def _by_one(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
+        engine = attempt.answering
+        call = self._call(
+            "decode", engine, self._asked.path, engine_bodies.alone(self._body(engine))
+        )
+        call = for_rank(call, engine, self._asked.request, self._shared.pool.prefixes)
+        async with self._answer(engine, call, None) as answer:
+            return await self._pass_on(answer, attempt)
+
+    async def _by_pair(
+        self, attempt: Attempt, prefill: BackendEngine
+    ) -> tuple[web.StreamResponse, str]:
+        asked, pool = self._asked, self._shared.pool
+        rank = rank_of_prefill(prefill, asked.request, pool.prefixes, asked.headers)
+        try:
+            plan = await self._handoff(attempt.answering, prefill, rank)
+        except NotTokenizedError as error:
+            return await self._responder.refuse(error), "client_error"
+        call = self._call("decode", attempt.answering, asked.path, plan.decode)
+        copy = PrefillCopy(
+            prefill,
+            self._call("prefill", prefill, plan.path, plan.prefill),
+            rank,
+            pool,
+            self._shared.connections,
+            self._shared.config,
+            asked.request.tokens,
+            attempt.fresh_tokens,
+            asked.request.hashes,
+            lambda: self._candidates.other_prefill(prefill),
+        )
+        copy.on_end = lambda failure: self._spans.end(
+            "prefill", "" if failure is None else failure.cause
+        )
+        lender = copy if plan.lends_logprobs else None
+        client_error = False
+        try:
+            async with copy, self._answer(attempt.answering, call, copy) as answer:
+                client_error = 400 <= answer.status < 500
+                return await self._pass_on(answer, attempt, lender)
+        finally:
+            # A request that is wrong in itself fails on both sides, which says nothing about P.
+            if copy.failure is not None and not client_error:
+                self._note_prefill(copy.engine, copy.failure)
+
+    async def _handoff(
+        self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
+    ) -> engine_bodies.Handoff:
+        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
+        asked, told = self._asked, as_told(prefill, rank)
+        if told.kind is (decode.kind or Kind.VLLM):
+            return engine_bodies.of_one_kind(self._body(decode), asked.path, told)
+        if asked.ids is None:
+            asked.ids = await prompt_ids(
+                self._shared.connections, decode, asked.body, asked.headers, self._config
+            )
+        return engine_bodies.of_two_kinds(self._body(decode), told, asked.ids)
+
+    def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A prefill engine failed its copy: the next attempt uses another one."""
+        self._candidates.prefill_failed(engine, failure)
+        self._shared.metrics.prefill_failures.labels(failure.cause).inc()
+        logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
+
+    def _body(self, engine: BackendEngine) -> dict[str, Any]:
+        """What the answering engine is asked, and for the ids that a resumption needs."""
+        if self._record is None or engine.kind is Kind.SGLANG:
+            return self._asked.body
+        return {**self._asked.body, **self._record.asks}
+
+    def _call(
+        self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
+    ) -> EngineCall:
+        headers = self._spans.begin(part, engine.url, self._asked.headers)
+        return EngineCall("POST", path, headers, encode(content))
+
+    @asynccontextmanager
+    async def _answer(
+        self, engine: BackendEngine, call: EngineCall, copy: PrefillCopy | None
+    ) -> AsyncIterator[Exchange]:
+        """The engine's answer, once it is one that the client should see."""
+        config = self._config
+        streams = self._asked.streams
+        first_byte_s = config.first_byte_timeout_s if streams else config.answer_timeout_s
+        timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
+        if copy is not None:
+            await asyncio.sleep(0)  # the copy goes out first: the decode engine waits for its KV
+        async with exchange(
+            self._shared.connections, engine, call, timeouts, config, copy
+        ) as answer:
+            await raise_for_status(answer)
+            yield answer
+
+    async def _pass_on(
+        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
+    ) -> tuple[web.StreamResponse, str]:
+        asked = self._asked
+
+        def served() -> None:
+            self._spans.answered()
+            attempt.answering.circuit.succeeded()
+            self._shared.pool.prefilled(attempt.answering, asked.request.hashes)
+            if asked.streams and attempt.expected_s is not None:
+                self._shared.came(asked.request, attempt.expected_s, asked.arrived)
+
+        return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
