@@ -28,7 +28,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
         task = asyncio.create_task(child.run())
         await until(lambda: len(tried) >= 2 or task.done(), "it is tried again")
         assert not task.done()
-        assert sockets() == before
+        assert sockets() <= before
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
