@@ -104,8 +104,7 @@ class UcxTransport(Transport):
     def connect(self, consumer: bytes) -> Link:
         address = read_address(consumer)
         try:
-            if self._workers.current.is_worn:
-                self._workers.renew_if_spent()
+            self._workers.renew_if_worn()
             worker = self._workers.current
             theirs = self._api.UCXAddress.create_from_buffer(address.worker)
             endpoint = self._api.UCXEndpoint.create_from_worker_address(worker.worker, theirs, True)

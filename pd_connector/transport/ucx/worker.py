@@ -4,7 +4,7 @@ where ucxx's would wait for messages whose sender has died, and frees what ucxx'
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,7 +113,9 @@ class UcxWorker:
         return True
 
     def arrived(self) -> list[Move]:
-        """Messages that have arrived, or failed, since the last call."""
+        """Messages that have arrived, or failed, since the last call. Memory of those that nobody waits for
+        is given back where they have ended."""
+        self._orphans = [move for move in self._orphans if not move.request.completed]
         ended = [move for move in self._arriving if move.request.completed]
         self._arriving = [move for move in self._arriving if not move.request.completed]
         return ended
@@ -123,21 +125,17 @@ class UcxWorker:
         self._orphans += [move for move in self._arriving if move.tag == tag]
         self._arriving = [move for move in self._arriving if move.tag != tag]
 
-    def cancel(self, writes: Iterable[Move]) -> None:
+    def cancel(self, writes: Collection[Move]) -> None:
         """Called before the endpoint of these is closed."""
         self._orphans += writes
-        self._is_kept |= self._has_orphans
+        self._is_kept |= not all(move.request.completed for move in writes)
 
     @property
     def is_worn(self) -> bool:
         """Whether there is something that only goes with this worker: sockets of failed dials, or memory
         for messages whose sender has died."""
-        return self.failed_dials >= _MOST_FAILED_DIALS or self._has_orphans
-
-    @property
-    def _has_orphans(self) -> bool:
-        self._orphans = [move for move in self._orphans if not move.request.completed]
-        return bool(self._orphans)
+        has_orphans = not all(move.request.completed for move in self._orphans)
+        return self.failed_dials >= _MOST_FAILED_DIALS or has_orphans
 
     def end(self) -> None:
         """Nobody needs this worker any more."""
@@ -147,7 +145,7 @@ class UcxWorker:
             while self.receive(0, 0, mask=0):
                 pass
         self.arrived()
-        if self._arriving or self._has_orphans or self._is_kept:
+        if self._arriving or self._orphans or self._is_kept:
             self._destroy()
 
     def _destroy(self) -> None:

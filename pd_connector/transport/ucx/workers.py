@@ -39,14 +39,17 @@ class UcxWorkers:
         return self._current
 
     def renew_if_spent(self) -> None:
-        """Make a new worker where UCX does not listen any more, or holds what goes only with its worker.
-        If there can be none now, the next call tries again."""
-        deaf = self._current.is_deaf
-        if deaf:
+        """Make a new worker where UCX does not listen any more, or the current one is worn."""
+        if self._current.is_deaf:
             logger.warning("ucx: its listening socket is closed (no descriptors?): begun again")
-        if deaf or self._current.is_worn:
-            with contextlib.suppress(Exception):
-                self._renew()
+            self._renew()
+        else:
+            self.renew_if_worn()
+
+    def renew_if_worn(self) -> None:
+        """Make a new worker where the current one holds what goes only with its worker."""
+        if self._current.is_worn:
+            self._renew()
 
     def progress(self) -> None:
         """Let UCX go on."""
@@ -70,10 +73,12 @@ class UcxWorkers:
         del self._current
 
     def _renew(self) -> None:
+        """If there can be no other worker now, the next call tries again."""
         old = self._current
-        old.forget_closed()
-        self._current = self._make()
-        if old.users:
-            self._spent.append(old)
-        else:
-            old.end()
+        with contextlib.suppress(Exception):
+            old.forget_closed()
+            self._current = self._make()
+            if old.users:
+                self._spent.append(old)
+            else:
+                old.end()

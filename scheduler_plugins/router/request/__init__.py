@@ -7,7 +7,7 @@
 | `asked` | what engines are asked for it, and policies told |
 | `turns`, `decision` | its wait at the front, and the engines of its next attempt |
 | `dispatch` | one attempt: what its engines are sent |
-| `responder` | an engine's answer on its way to the client |
+| `responder`, `aborts` | an engine's answer on its way to the client, and whether somebody wanted that it ended early |
 | `resume`, `tail` | what a client was sent of a stream, and how another engine goes on with it |
 | `shared` | what all requests have in common |
 """

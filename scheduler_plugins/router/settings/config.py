@@ -20,8 +20,8 @@ SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 """More are a mistake in typing, by which a machine's memory would run out."""
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
