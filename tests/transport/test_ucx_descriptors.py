@@ -8,7 +8,7 @@ import os
 import pytest
 from support.waits import until
 from transport_kinds import UCX
-from ucx_peers import SLOT_BYTES, UcxPeer, consume
+from ucx_peers import SLOT_BYTES, consume, peer
 
 from pd_connector.errors import TransportError
 from pd_connector.transport.base import Link, Transport
@@ -40,7 +40,7 @@ def test_a_consumer_that_had_no_descriptors_is_reached_again(kind: str) -> None:
 
     with (
         contextlib.closing(UcxTransport(SLOT_BYTES)) as producer,
-        UcxPeer(consume, producer.address()) as consumer,
+        peer(consume, producer.address()) as consumer,
     ):
         address = consumer.ask("address")
         assert address == consumer.ask("address"), "nothing is made anew without need"

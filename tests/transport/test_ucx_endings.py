@@ -2,15 +2,16 @@
 """How a transport over UCX ends when messages have not: of its own, or of a peer that has died."""
 
 import contextlib
-import multiprocessing
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
 from support.waits import until
 from transport_kinds import UCX
-from ucx_peers import SLOT_BYTES, UcxPeer, consume, produce
+from ucx_peers import SLOT_BYTES, consume, peer, produce
 
 from pd_connector.transport.base import Transport
 
@@ -33,7 +34,7 @@ def test_writes_that_are_cancelled_leave_nothing_behind(kind: str) -> None:
 
     with contextlib.closing(UcxTransport(SLOT_BYTES)) as expected:
         tag = expected.address()
-    with UcxPeer(consume, tag) as consumer:
+    with peer(consume, tag) as consumer:
         address = consumer.ask("address")
         before = close_one()
         assert max(close_one() for _ in range(3)) <= before
@@ -46,7 +47,7 @@ def _cut_off(transport: Transport, when_dismissed: bool) -> Iterator[None]:
     Args:
         when_dismissed: whether that came when nobody expected anything of the producer any more.
     """
-    with UcxPeer(produce, transport.address()) as producer:
+    with peer(produce, transport.address()) as producer:
         source = transport.expect(producer.ask("address"))
         producer.ask("send")
         until(lambda: transport.poll()[1], "the first message")
@@ -66,7 +67,7 @@ def _cut_off(transport: Transport, when_dismissed: bool) -> Iterator[None]:
 def _end_after_cuts(when_dismissed: bool, pipe: Connection) -> None:
     from pd_connector.transport.ucx import UcxTransport
 
-    for _ in range(3):
+    while pipe.recv():
         with (
             contextlib.closing(UcxTransport(SLOT_BYTES)) as transport,
             _cut_off(transport, when_dismissed),
@@ -79,19 +80,23 @@ def _end_after_cuts(when_dismissed: bool, pipe: Connection) -> None:
 def test_a_message_that_was_cut_off_neither_holds_up_the_end_nor_is_kept(
     kind: str, when_dismissed: bool
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_end_after_cuts, args=(when_dismissed, theirs))
-    process.start()
-    try:
-        open_files = []
-        for _ in range(3):
-            assert ours.poll(60.0), "the transport has ended"
-            open_files.append(ours.recv())
-        assert open_files[2] <= open_files[0], "ucxx keeps workers with half a message"
-    finally:
-        process.kill()
-        process.join()
+    with peer(_end_after_cuts, when_dismissed) as ending:  # or this process would hang
+        open_files = [ending.ask("end") for _ in range(3)]
+    assert open_files[2] <= open_files[0], "ucxx keeps workers with half a message"
+
+
+def test_memory_of_writes_that_were_cancelled_is_given_back(kind: str) -> None:
+    from pd_connector.transport.ucx import UcxTransport
+
+    with contextlib.closing(UcxTransport(SLOT_BYTES)) as producer:
+        with peer(consume, producer.address()) as consumer:
+            link = producer.connect(consumer.ask("address"))
+            producer.write(link, b"header", memoryview(bytes(SLOT_BYTES)), 0)
+            memory = weakref.ref(next(iter(producer._links[link].writes.values())).buffer)
+            producer.disconnect(link)
+        assert [one.ok for one in producer.poll()[0]] == [False]
+        gc.collect()
+        assert memory() is None
 
 
 def test_memory_of_a_message_that_was_cut_off_goes_with_the_next_session(kind: str) -> None:

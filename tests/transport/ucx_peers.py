@@ -3,10 +3,9 @@
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from support.descriptors import no_descriptors
 
@@ -14,32 +13,18 @@ SLOT_BYTES = 4 << 20
 
 
 class UcxPeer:
-    """A process that runs `consume` or `produce`, while inside the `with` block.
+    """A process that runs `live`, and ends when `peer` does.
 
     Args:
-        live: one of these.
-        address: of the other end.
+        live: is given `settings`, and the pipe over which it is asked.
     """
 
-    def __init__(self, live: Callable[[Connection], None], address: bytes) -> None:
+    def __init__(self, live: Callable[..., None], *settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=live, args=(theirs,), daemon=True)
+        self._process = context.Process(target=live, args=(*settings, theirs))
         self._process.start()
         theirs.close()
-        self._pipe.send(address)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-        self._pipe.close()
 
     def ask(self, what: str) -> Any:
         """Let it do something; returns what it answers."""
@@ -52,12 +37,22 @@ class UcxPeer:
         self._process.join()
 
 
-def consume(pipe: Connection) -> None:
-    """Expect a producer, for ever."""
+@contextlib.contextmanager
+def peer(live: Callable[..., None], *settings: Any) -> Iterator[UcxPeer]:
+    """See `UcxPeer`."""
+    started = UcxPeer(live, *settings)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def consume(producer: bytes, pipe: Connection) -> None:
+    """Expect the producer with this address, for ever."""
     from pd_connector.transport.ucx import UcxTransport
 
     transport = UcxTransport(SLOT_BYTES)
-    transport.expect(pipe.recv())
+    transport.expect(producer)
     starved = contextlib.ExitStack()
     while True:
         for _ in range(100):
@@ -75,12 +70,11 @@ def consume(pipe: Connection) -> None:
                 pipe.send(None)
 
 
-def produce(pipe: Connection) -> None:
-    """Send a message, and some of the bytes of another."""
+def produce(consumer: bytes, pipe: Connection) -> None:
+    """Send a message to the consumer with this address, and some of the bytes of another."""
     from pd_connector.transport.ucx import UcxTransport
 
     transport = UcxTransport(SLOT_BYTES)
-    address = pipe.recv()
     while True:
         transport.poll()
         if not pipe.poll(0.001):
@@ -89,7 +83,7 @@ def produce(pipe: Connection) -> None:
             case "address":
                 pipe.send(transport.address())
             case "send":
-                link = transport.connect(address)
+                link = transport.connect(consumer)
                 transport.write(link, b"header", memoryview(b"payload"), 0)
                 pipe.send(None)
             case "send some":

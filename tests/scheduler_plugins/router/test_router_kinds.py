@@ -386,6 +386,17 @@ def test_what_pairs_of_sglang_do_not_answer_is_refused_with_what_to_do(
     run(scenario())
 
 
+async def no_half_of_a_pair(w: World, fake: FakeEngine) -> FakeSglang:
+    """This engine of SGLang's, started again without `--disaggregation-mode`."""
+    assert isinstance(fake, FakeSglang)
+    fake.mode = "null"
+    await fake.die()
+    await w.down(fake)
+    await fake.start()
+    await w.up(fake)
+    return fake
+
+
 @pytest.mark.parametrize("prefill", ["s", "v"])
 def test_an_engine_of_sglangs_that_is_no_half_of_a_pair_answers_what_pairs_do_not(
     prefill: str,
@@ -394,13 +405,7 @@ def test_an_engine_of_sglangs_that_is_no_half_of_a_pair_answers_what_pairs_do_no
 
     async def scenario() -> None:
         async with world(prefill, "ss") as w:
-            alone = w.d[1]
-            assert isinstance(alone, FakeSglang)
-            alone.mode = "null"
-            await alone.die()
-            await w.down(alone)
-            await alone.start()
-            await w.up(alone)
+            alone = await no_half_of_a_pair(w, w.d[1])
             for _ in range(4):
                 assert (await w.complete()).json["served_by"] == "d0"
             reply = await w.complete(n=3)
@@ -421,13 +426,7 @@ def test_a_field_of_sglangs_waits_for_the_one_engine_that_knows_it() -> None:
 
     async def scenario() -> None:
         async with world("v", "s") as w:
-            alone = w.d[0]
-            assert isinstance(alone, FakeSglang)
-            alone.mode = "null"
-            await alone.die()
-            await w.down(alone)
-            await alone.start()
-            await w.up(alone)
+            alone = await no_half_of_a_pair(w, w.d[0])
             assert (await w.complete(regex="a+")).json["served_by"] == "d0"
             alone.behave = status(503, Retry_After="7")
             assert (await w.complete(regex="a+")).status == 429

@@ -3,7 +3,6 @@
 
 import gc
 import json
-import time
 from typing import Any
 
 import pytest
@@ -103,14 +102,16 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes, route: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["[1],", "1,", '{"a":1},', "[[[[1]]]],"])
-def test_a_body_of_endless_small_values_is_refused_before_it_is_read(part: str) -> None:
+def test_a_body_of_endless_small_values_is_refused_before_it_is_read(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """64 MiB of `[1],` took the router's only thread for eleven seconds, and a health check has five."""
     values = body.MOST_VALUES // sum(map(part.count, ",[{"))
     raw = '{"prompt": [%s 1]}' % (part * (values + 1))
-    began = time.process_time()
-    with pytest.raises(body.BadRequestError, match="too many values: 4,000,000 at most"):
-        body.parse(raw.encode(), body.COMPLETIONS)
-    assert time.process_time() - began < 0.5
+    with monkeypatch.context() as patched:
+        patched.setattr(body, "_decoded", lambda _: pytest.fail("it is read"))
+        with pytest.raises(body.BadRequestError, match="too many values: 4,000,000 at most"):
+            body.parse(raw.encode(), body.COMPLETIONS)
     picture = '{"messages": [{"role": "user", "content": "%s"}]}' % ("aA+/" * (8 << 20))
     assert body.parse(picture.encode(), body.CHAT)["messages"]
 
