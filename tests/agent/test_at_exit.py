@@ -4,8 +4,7 @@
 import os
 import subprocess
 import sys
-
-import support
+from pathlib import Path
 
 LEAVES_ONE_OPEN = """
 import atexit
@@ -32,11 +31,10 @@ print(threads[0].is_alive(), rank.agent._closing.is_set(), flush=True)
 
 
 def lines_of(script: str) -> list[str]:
-    tests = os.path.dirname(next(iter(support.__path__)))
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    }
+    tests = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", script]
+    environ = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=120, check=True
     )

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import uuid
 from hashlib import sha256
 from hmac import compare_digest
 
 from aiohttp import web
 from multidict import CIMultiDict
 
-from scheduler_plugins.router.client.answers import headers_to_engine
+from scheduler_plugins.router.client.answers import REQUEST_ID, headers_to_engine
 from scheduler_plugins.router.prompt.body import ONE_ENGINE
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -29,6 +30,11 @@ def may_enter(request: web.Request, key: str) -> bool:
     given = request.headers.get("Authorization") or f"Bearer {request.headers.get(ANTHROPICS, '')}"
     hashed = sha256(given.encode("utf-8", "replace")).digest()
     return compare_digest(hashed, sha256(f"Bearer {key}".encode()).digest())
+
+
+def id_of(request: web.Request) -> str:
+    """The client's own name of a request, or a new one."""
+    return request.headers.get(REQUEST_ID) or uuid.uuid4().hex
 
 
 def passed_headers(request: web.Request, request_id: str, config: RouterConfig) -> CIMultiDict[str]:

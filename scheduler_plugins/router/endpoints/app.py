@@ -4,7 +4,6 @@
 import asyncio
 import logging
 import math
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from scheduler_plugins.router.client.connections import (
     NoRoomError,
     Reservation,
 )
-from scheduler_plugins.router.client.doors import is_guarded, may_enter, passed_headers
+from scheduler_plugins.router.client.doors import id_of, is_guarded, may_enter, passed_headers
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.client.origins import marking, preflight
 from scheduler_plugins.router.endpoints.app_keys import (
@@ -208,7 +207,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def _complete(request: web.Request, room: Reservation) -> tuple[web.StreamResponse, str]:
     shared = request.app[SHARED]
-    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    request_id = id_of(request)
     try:
         limit_s = timeout_s(request.headers)
         parsed = body.parse(await _read(request, room), request.path)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoints that tell of the engines and of the router: the model list, health, metrics, the live page's events."""
 
-import uuid
 from contextlib import suppress
 from typing import Any
 
@@ -9,8 +8,8 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from scheduler_plugins.router.client.answers import REQUEST_ID, headers_to_client
-from scheduler_plugins.router.client.doors import passed_headers
+from scheduler_plugins.router.client.answers import headers_to_client
+from scheduler_plugins.router.client.doors import id_of, passed_headers
 from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, SHARED
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
@@ -30,32 +29,24 @@ PING = "/ping"
 
 async def models(request: web.Request) -> web.StreamResponse:
     """The model lists of the engines that are up, decode side first; each model once."""
-    shared = request.app[SHARED]
-    config = shared.config
-    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    call = EngineCall("GET", MODELS, passed_headers(request, request_id, config))
-    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
+    shared, request_id = request.app[SHARED], id_of(request)
     failed: dict[BackendEngine, EngineFailedError] = {}
     found: web.Response | None = None
     listed: dict[str, Any] = {}
-    for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
+    for engine in _up(shared.pool):
         if found is not None and engine.models <= listed.keys():
             continue  # it says nothing new
         try:
-            async with exchange(shared.connections, engine, call, timeouts, config) as answer:
-                if answer.status // 100 not in (2, 4):
-                    raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
-                content = await answer.read_all()
-                returned = headers_to_client(answer.headers, request_id)
-                response = web.Response(status=answer.status, headers=returned, body=content)
-                if answer.status != 200:
-                    return response
-                found = found or response
-                for one in _listed(content):
-                    listed.setdefault(one["id"], one)
+            response = await _told(request, engine, MODELS, request_id)
         except EngineFailedError as failure:
             shared.pool.report_failure(engine, failure)
             failed[engine] = failure
+            continue
+        if response.status != 200:
+            return response
+        found = found or response
+        for one in _listed(response.body):
+            listed.setdefault(one["id"], one)
     if found is not None:
         if len(listed) > len(_listed(found.body)):
             found.body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
@@ -66,7 +57,7 @@ async def models(request: web.Request) -> web.StreamResponse:
         else (engine, "down", engine.reason)
         for engine in shared.pool.engines
     ]
-    return unavailable(UnavailableError(engines), config, request_id)
+    return unavailable(UnavailableError(engines), shared.config, request_id)
 
 
 async def model(request: web.Request) -> web.StreamResponse:
@@ -84,31 +75,23 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 async def version(request: web.Request) -> web.StreamResponse:
     """The version of an engine that is up, decode side first."""
-    shared = request.app[SHARED]
-    config = shared.config
-    request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    call = EngineCall("GET", request.path, passed_headers(request, request_id, config))
-    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
-    for engine in shared.pool.up(Role.DECODE) + shared.pool.up(Role.PREFILL):
+    request_id = id_of(request)
+    for engine in _up(request.app[SHARED].pool):
         with suppress(EngineFailedError):
-            async with exchange(shared.connections, engine, call, timeouts, config) as answer:
-                content = await answer.read_all()
-                if answer.status // 100 in (2, 4):
-                    returned = headers_to_client(answer.headers, request_id)
-                    return web.Response(status=answer.status, headers=returned, body=content)
+            return await _told(request, engine, request.path, request_id)
     return error_response("no engine answers", "service_unavailable", 503)
 
 
 async def ping(request: web.Request) -> web.StreamResponse:
     """200 when at least one engine can serve, and nothing of which they are."""
-    return web.Response(status=200 if _serves(request.app[SHARED].pool) else 503)
+    return web.Response(status=200 if _up(request.app[SHARED].pool) else 503)
 
 
 async def health(request: web.Request) -> web.StreamResponse:
     """200 when at least one engine can serve, with the state of all."""
     pool = request.app[SHARED].pool
     decode, prefill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
-    serves = _serves(pool)
+    serves = bool(_up(pool))
     state = {
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
@@ -129,8 +112,25 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _serves(pool: Pool) -> bool:
-    return bool(pool.up(Role.DECODE) or pool.up(Role.PREFILL))
+def _up(pool: Pool) -> list[BackendEngine]:
+    """The engines that are up, decode side first."""
+    return pool.up(Role.DECODE) + pool.up(Role.PREFILL)
+
+
+async def _told(
+    request: web.Request, engine: BackendEngine, path: str, request_id: str
+) -> web.Response:
+    """What an engine answers to a client's question, its refusals included. Raises EngineFailedError."""
+    shared = request.app[SHARED]
+    config = shared.config
+    call = EngineCall("GET", path, passed_headers(request, request_id, config))
+    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
+    async with exchange(shared.connections, engine, call, timeouts, config) as answer:
+        if answer.status // 100 not in (2, 4):
+            raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
+        content = await answer.read_all()
+        returned = headers_to_client(answer.headers, request_id)
+        return web.Response(status=answer.status, headers=returned, body=content)
 
 
 def _listed(content: Any) -> list[dict[str, Any]]:
