@@ -29,6 +29,8 @@ MAX_SLOT_MIB = 4095
 """A transport says in 32 bits how many bytes come."""
 LEAST_S, MOST_S = 0.001, 1e6
 """Operating systems and libraries count time in milliseconds of 31 bits."""
+LEAST_SWITCH_MS, PYTHON_SWITCH_MS = 0.05, 5.0
+"""Below the one, threads mostly switch; the other is Python's own `sys.getswitchinterval()`."""
 MAX_MODEL_ID = 256
 """Characters of a `model_id`."""
 
@@ -119,6 +121,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seconds."""
     agent_timeout_s: float = 10.0
     """Silence of its own agent's thread after which an engine gives it up, in seconds."""
+    switch_interval_ms: float = 0.5
+    """How long another thread of the engine's process may keep Python's lock (GIL) while the connector's
+    own thread waits for it, in milliseconds. Python's own 5 would slow transfers beside an engine whose
+    loop is Python. It holds for the whole process, and is never raised."""
     address_file: str = ""
     """Where a vLLM engine writes its address when it has started, as the JSON object of `remote_*` fields
     that decode requests need: for whoever introduces engines to each other without a request."""
@@ -252,6 +258,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in self.__struct_fields__:
             if name.endswith("_s") and not LEAST_S <= getattr(self, name) <= MOST_S:
                 raise self._wrong(name, f"must be from {LEAST_S} to {MOST_S:.0f} seconds")
+        if not LEAST_SWITCH_MS <= self.switch_interval_ms <= PYTHON_SWITCH_MS:
+            wanted = f"must be from {LEAST_SWITCH_MS} to {PYTHON_SWITCH_MS:g}, Python's own"
+            raise self._wrong("switch_interval_ms", wanted)
         for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise self._wrong(

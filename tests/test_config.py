@@ -119,6 +119,10 @@ def test_an_unknown_codec_is_named_with_those_that_exist_and_how_to_add_one() ->
         ("transports", ["tcp", "shm", "tcp"]),
         ("session_timeout_s", 1.5),
         ("lease_s", 1.0),
+        ("switch_interval_ms", 0),
+        ("switch_interval_ms", 0.01),
+        ("switch_interval_ms", 5.1),
+        ("switch_interval_ms", float("nan")),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(key: str, value: object) -> None:

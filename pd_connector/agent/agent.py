@@ -18,7 +18,11 @@ from pd_connector.agent.loop import Loop
 from pd_connector.agent.owed import Outcome, OwedOutcomes
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.taken_back import TakenBack
-from pd_connector.agent.thread_priority import prefer_own_threads, prefer_short_slices
+from pd_connector.agent.thread_priority import (
+    prefer_own_threads,
+    prefer_short_slices,
+    prefer_short_turns,
+)
 from pd_connector.agent.turn_watch import TurnWatch
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError
@@ -244,6 +248,7 @@ class Agent:
     def _run(self) -> None:
         prefer_own_threads()
         prefer_short_slices()
+        prefer_short_turns(self._config.switch_interval_ms)
         self._cache.enter_thread()
         while not self._run_loop():
             self._restart()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Linux to favour the threads that move KV over engine threads that poll without pause."""
+"""Asks Linux and Python to favour the threads that move KV over engine threads that poll without pause."""
 
 import ctypes
 import os
 import platform
+import sys
 import threading
 from pathlib import Path
 
@@ -68,3 +69,14 @@ def prefer_own_threads() -> bool:
     except OSError:
         return False
     return True
+
+
+def prefer_short_turns(longest_ms: float) -> None:
+    """Let no other thread of this process keep Python's lock (GIL) for longer than this, in milliseconds, while
+    the agent waits for it.
+
+    Copies, sums and waits of the agent's thread are without the lock, and each ends with asking for it again. An
+    engine whose loop is Python gives it up after `sys.getswitchinterval()`, 5 ms by default, several times for each
+    chunk. It holds for all threads of the process; who has set less keeps that.
+    """
+    sys.setswitchinterval(min(sys.getswitchinterval(), longest_ms / 1000))

@@ -3,13 +3,22 @@
 
 import contextlib
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from support.agents import Ranks, ranks
 
-from pd_connector.agent.thread_priority import prefer_own_threads, prefer_short_slices
+from pd_connector.agent.thread_priority import (
+    prefer_own_threads,
+    prefer_short_slices,
+    prefer_short_turns,
+)
+
+__all__ = ["ranks"]
 
 
 def nice_of(thread: int | str) -> int:
@@ -53,3 +62,28 @@ def test_where_it_may_not_nothing_changes(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(os, "setpriority", refuse)
     assert asked_in_a_thread() == (False, nice_of(0))
+
+
+@pytest.fixture
+def pythons_own() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("pythons_own")
+def test_turns_are_made_shorter_and_never_longer():
+    for longest_ms, found_s in ((5.0, 0.005), (0.5, 0.0005), (2.0, 0.0005), (0.1, 0.0001)):
+        prefer_short_turns(longest_ms)
+        assert sys.getswitchinterval() == pytest.approx(found_s)
+
+
+@pytest.mark.usefixtures("pythons_own")
+@pytest.mark.parametrize(("setting_ms", "found_s"), [(5.0, 0.005), (0.5, 0.0005)])
+def test_an_agent_asks_for_what_its_config_says(ranks: Ranks, setting_ms: float, found_s: float):
+    producer, consumer = ranks.pair({"switch_interval_ms": setting_ms})
+    producer.offer("r", pages=(0,))
+    consumer.load(producer.source, "r", pages=(1,))
+    assert consumer.loaded("r").cause is None  # both threads have begun
+    assert sys.getswitchinterval() == pytest.approx(found_s)

@@ -18,7 +18,15 @@ from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender, Contenders
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
 from pd_connector.tools.cli.bench_chaos import chaos
-from pd_connector.tools.cli.bench_core import audit, codec, overhead, peers, reshard, wire
+from pd_connector.tools.cli.bench_core import (
+    audit,
+    beside,
+    codec,
+    overhead,
+    peers,
+    reshard,
+    wire,
+)
 from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.tools.cli.bench_serve import serve
 from pd_connector.tools.launch.netns import available
@@ -170,7 +178,7 @@ def handoff(
         raise typer.Exit(NOT_MEASURED)
 
 
-for _command in (serve, wire, reshard, codec, overhead, audit, peers, chaos):
+for _command in (serve, wire, beside, reshard, codec, overhead, audit, peers, chaos):
     app.command()(_command)
 
 

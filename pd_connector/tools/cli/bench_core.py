@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need no engine: `wire`, `reshard`, `codec`, `overhead`, `audit` and `peers`."""
+"""The benchmarks that need no engine: `wire`, `beside`, `reshard`, `codec`, `overhead`, `audit` and `peers`."""
 
 from __future__ import annotations
 
@@ -81,6 +81,28 @@ def wire(
     if not local:
         notes.append(f"link: {link_mbit:,.0f} Mbit/s each way, between two network namespaces")
     report(tables, notes, json)
+
+
+def beside(
+    mib: Annotated[int, typer.Option(min=1, help="KV to move, in MiB.")] = 128,
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each.")] = 7,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
+    json: Json = None,
+) -> None:
+    """Move KV between two processes that compute in Python, beside Python's own switch interval.
+
+    What `switch_interval_ms` does for transfers and costs the threads that compute, on one machine,
+    by shared memory and by TCP without a key.
+    """
+    from pd_connector.tools.bench.wire.beside import measure
+
+    if mib % STEP_MIB:
+        problem = f"{mib}: must be a multiple of {STEP_MIB}, whole pages"
+        raise typer.BadParameter(problem, param_hint="--mib")
+    stderr = Console(stderr=True)
+    with exit_codes(stderr), terminate_as_interrupt(), WirePair(mib * TOKENS_PER_MIB) as pair:
+        found = measure(pair, ("shm", "tcp"), runs, warm_ups, _say(stderr))
+    report([("Python's 5 ms", found.comparisons)], [noise_note(found.others_cores)], json)
 
 
 def reshard(

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
+from support.waits import until
 from typer.testing import CliRunner
 
 from pd_connector.codec import COMPILER, Elements
@@ -29,6 +31,7 @@ from pd_connector.tools.bench.wire.measure import (
     local_contender,
 )
 from pd_connector.tools.bench.wire.pair import WirePair, WireRun
+from pd_connector.tools.bench.wire.party import WireParty
 from pd_connector.tools.bench.wire.size import LAYERS, PAGE_BYTES, PAGE_TOKENS
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.cli import bench_core
@@ -230,3 +233,28 @@ def test_without_namespaces_the_machine_alone_can_be_measured(monkeypatch):
     result = CliRunner().invoke(command.app, ["wire"])
     assert result.exit_code == 2
     assert "--local" in result.output
+
+
+def test_transfers_beside_threads_that_compute_are_measured_both_ways(tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["beside", "--mib", "2", "--runs", "1", "--warm-ups", "0", "--json", str(file)]
+    result = CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = [row for row in json.loads(file.read_text()) if row["params"]["statistic"] == "median"]
+    seen = {(row["name"], row["params"]["transport"], row["params"]["beside"]) for row in rows}
+    assert len(rows) == len(seen) == 8
+    assert all(row["ours"] > 0 and row["baseline"] > 0 for row in rows)
+
+
+def test_the_interval_that_a_party_measures_with_is_the_one_it_was_told():
+    """What one contender's agent has set would else hold for the next one, too."""
+    before = sys.getswitchinterval()
+    party = WireParty("producer", TOKENS, "127.0.0.1")
+    try:
+        for told_ms in (0.5, 5.0, 0.5):
+            party.open("ours", {"transports": ["shm"], "switch_interval_ms": told_ms})
+            wanted = pytest.approx(told_ms / 1000)
+            until(lambda wanted=wanted: sys.getswitchinterval() == wanted, "the interval")
+            party.close()
+    finally:
+        sys.setswitchinterval(before)

@@ -106,6 +106,16 @@ class WirePair:
             raise BenchError(f"wrong KV has arrived: {problem}")
         return WireRun(seconds, cpu_s, descriptors)
 
+    def compute(self, kind: str) -> None:
+        """Let a thread of each side compute, from now on; see `Busy`."""
+        for party in (self._producer, self._consumer):
+            party.call("compute", kind=kind)
+
+    def computed(self) -> tuple[int, float]:
+        """Stop that; returns how many rounds both threads had, and their CPU seconds."""
+        found = [party.call("computed") for party in (self._producer, self._consumer)]
+        return sum(rounds for rounds, _ in found), sum(cpu_s for _, cpu_s in found)
+
     def close(self) -> None:
         """Undo `open`."""
         for party in (self._consumer, self._producer):
