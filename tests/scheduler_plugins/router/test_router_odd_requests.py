@@ -92,13 +92,25 @@ def test_a_header_that_is_given_twice_gives_no_class(order: tuple[str, str]) -> 
 
 @pytest.mark.parametrize("field", ["tools", "cache_salt", "prompt", "logit_bias"])
 def test_no_depth_of_nesting_is_too_much_for_one_part_of_the_router_alone(field: str) -> None:
+    """The deepest that can be read is Python's to say: some 990 in 3.11, 10,000 since 3.12."""
+
     async def scenario() -> None:
         async with World() as world:
-            seen = set()
-            for depth in range(850, 1000):
+
+            async def status(depth: int) -> int:
                 nested = "[" * depth + "]" * depth
                 body = f'{{"model": "m", "prompt": "x", "{field}": {nested}}}'
-                seen.add((await world.post(COMPLETIONS, body.encode())).status)
+                return (await world.post(COMPLETIONS, body.encode())).status
+
+            taken, refused = 100, 200
+            while await status(refused) == 200:
+                taken, refused = refused, 2 * refused
+            while refused - taken > 100:
+                middle = (taken + refused) // 2
+                taken, refused = (
+                    (middle, refused) if await status(middle) == 200 else (taken, middle)
+                )
+            seen = {await status(depth) for depth in range(taken - 100, refused + 10)}
             assert seen == {200, 400}
 
     run(scenario())
