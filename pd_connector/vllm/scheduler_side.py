@@ -145,7 +145,7 @@ class SchedulerSide:
         if self._uncomputable.waits(request_id, wanted if fetches else num_computed_tokens):
             return None, False
         if fetch is None or not fetches:
-            if fetch is not None and fetch.failed:
+            if fetch is not None and fetch.failed and request_id not in self._uncomputable:
                 self.recomputed.asked(request, fetch)
             return 0, False
         fetch.computed_tokens = num_computed_tokens
