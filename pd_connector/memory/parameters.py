@@ -2,6 +2,7 @@
 """Samples of a model's parameters as they are in memory."""
 
 import hashlib
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,10 +22,13 @@ class Loaded(NamedTuple):
     Attributes:
         sampled: of few samples, as releases before have it.
         fine: of more samples, which see parts of fused parameters: keys of a `qkv_proj`, single experts.
+        kernels: what multiplies by weights that are no parameters any more and have no samples: vLLM on a CPU
+            packs them for a kernel. Loaded anew, they have another one.
     """
 
     sampled: bytes = b""
     fine: bytes = b""
+    kernels: "tuple[weakref.ref[object], ...]" = ()
 
 
 def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
@@ -47,7 +51,16 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
         finer = digest.copy()
         _add(digest, coarse)
         _add(finer, fine)
-    return Loaded(digest.digest(), finer.digest())
+    return Loaded(digest.digest(), finer.digest(), _kernels(model))
+
+
+def _kernels(model: torch.nn.Module) -> "tuple[weakref.ref[object], ...]":
+    packed = [
+        module.cpu_linear
+        for module in model.modules()
+        if hasattr(module, "cpu_linear") and not module.weight.numel()
+    ]
+    return tuple(weakref.ref(kernel) for kernel in packed)
 
 
 def _add(digest: "hashlib.blake2b", samples: dict[torch.device, list[torch.Tensor]]) -> None:

@@ -116,6 +116,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self._scheduler is not None
         self._scheduler.unfilled.evict = gpu_block_pool.evict_blocks
+        self._scheduler.recomputed.free_pages = gpu_block_pool.get_num_free_blocks
 
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None

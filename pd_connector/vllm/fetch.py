@@ -33,6 +33,8 @@ class Fetch:
     wait: bool
     stage: Stage
     computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
+    failed: bool = False  # its load has failed: it is computed here
+    had_room: bool = False  # there was room for it when vLLM asked last, after its load had failed
 
     @property
     def waiting(self) -> bool:

@@ -26,6 +26,7 @@ from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.offers import Offers
+from pd_connector.vllm.recomputed import Recomputed
 from pd_connector.vllm.streaming import kept_pages
 from pd_connector.vllm.uncomputable import Uncomputable
 from pd_connector.vllm.unfilled import UnfilledPages
@@ -45,6 +46,7 @@ class SchedulerSide:
     Attributes:
         offers: the prompts that are computed here for other engines.
         unfilled: pages that other requests must not find in vLLM's prefix cache.
+        recomputed: requests whose load failed.
 
     Args:
         config: settings.
@@ -82,6 +84,7 @@ class SchedulerSide:
         self._fetches: dict[str, Fetch] = {}
         self._audits = Audits(config, windows, ranks)
         self.unfilled = UnfilledPages()
+        self.recomputed = Recomputed(windows.page_sizes)
         self.identity = RequestIdentity(adapters, processor)
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         self._commands: list[Command] = []
@@ -142,6 +145,8 @@ class SchedulerSide:
         if self._uncomputable.waits(request_id, wanted if fetches else num_computed_tokens):
             return None, False
         if fetch is None or not fetches:
+            if fetch is not None and fetch.failed and request_id not in self._uncomputable:
+                self.recomputed.asked(request, fetch)
             return 0, False
         fetch.computed_tokens = num_computed_tokens
         missing = wanted - num_computed_tokens
@@ -162,6 +167,7 @@ class SchedulerSide:
         if fetch is None:
             return
         if not fetch.waiting:
+            fetch.had_room = False
             self.unfilled.settle(request.request_id)
             return
         if num_external_tokens:
@@ -199,6 +205,7 @@ class SchedulerSide:
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             fetch.stage = Stage.OVER
+            fetch.failed = failed
             self.unfilled.load_ended(request_id, failed=failed)
 
     def workers_reported(self, activity: WorkerActivity) -> None:

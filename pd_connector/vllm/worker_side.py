@@ -17,6 +17,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.parameters import Loaded
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
@@ -55,6 +56,7 @@ class WorkerSide:
         self._agent: Agent | None = None
         self._address: RankAddress | None = None
         self._facts: ModelFacts | None = None
+        self._loaded = self._at_start = Loaded()
         self._next_compare = 0.0
         self._rank = int(vllm_config.parallel_config.rank)
         self._gauges: dict[str, float] = {}  # as the scheduler knows them
@@ -87,6 +89,7 @@ class WorkerSide:
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
         self._facts = model_facts(self._vllm_config, self._config, caches, shard)
+        self._loaded = self._at_start = loaded_weights(self._vllm_config)
         self._next_compare = time.monotonic() + _COMPARE_S
         self._agent = Agent(
             self._config,
@@ -214,27 +217,31 @@ class WorkerSide:
         """The operator has changed the weights while the engine served, and calls them so now."""
         if self._agent is None or self._facts is None:
             return
+        self._loaded = loaded_weights(self._vllm_config)
         self._change(self._as_loaded(self._facts, version=version))
 
     def _compare_weights(self) -> None:
         """Find out whether the weights are still those that peers were told of."""
         self._next_compare = time.monotonic() + _COMPARE_S
         facts = self._facts
-        if facts is None or not facts.loaded_fine:
+        if facts is None or not self._loaded.fine:
             return
-        changed = self._as_loaded(facts, updates=facts.updates + 1, version="")
-        if changed.loaded_fine == facts.loaded_fine:
+        loaded = loaded_weights(self._vllm_config)
+        if loaded == self._loaded:
             return
+        self._loaded = loaded
         logger.warning(
             "the weights have changed while this engine served: until both engines are told the "
             "version of their weights, KV passes only between ranks that hold the same part of the "
-            "model (docs/configuration.md#weights-that-change)"
+            "model and the same parameters, if all of these can be seen (docs/configuration.md#weights-that-change)"
         )
-        self._change(changed)
+        self._change(self._as_loaded(facts, updates=facts.updates + 1, version=""))
 
     def _as_loaded(self, facts: ModelFacts, **told: Any) -> ModelFacts:
-        """What is told of the model, with its parameters as they are in memory now."""
-        loaded = loaded_weights(self._vllm_config)
+        """What is told of the model, with its parameters as they are in memory now; nothing of them where some
+        that have no samples were loaded anew: they may be unlike although the others are alike."""
+        as_on_disk = self._loaded.kernels == self._at_start.kernels
+        loaded = self._loaded if as_on_disk else Loaded()
         return msgspec.structs.replace(
             facts, loaded=loaded.sampled, loaded_fine=loaded.fine, **told
         )

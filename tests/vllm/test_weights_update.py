@@ -66,7 +66,7 @@ def config(model):
 def worker(config):
     made = worker_side.WorkerSide(config, None, Config())
     made._agent = Recorder()
-    loaded = loaded_weights(config)
+    loaded = made._loaded = made._at_start = loaded_weights(config)
     made._facts = ModelFacts(b"config", loaded=loaded.sampled, loaded_fine=loaded.fine)
     made._next_compare = float("inf")
     return made
@@ -129,6 +129,41 @@ def test_a_version_that_the_operator_tells_is_told_to_peers(worker):
 
 
 def test_weights_that_a_load_balancer_moves_are_not_compared(config, model):
-    assert all(loaded_weights(config))
+    assert loaded_weights(config).fine
     config.parallel_config.enable_eplb = True
     assert not any(loaded_weights(config))
+
+
+def packed(model):
+    """vLLM on a CPU packs a weight for its kernel, and keeps it nowhere else."""
+    weight = model.projection.weight.detach().clone()
+    model.projection.cpu_linear = lambda x: x @ weight.t()
+    model.projection.weight = nn.Parameter(torch.empty(0))
+
+
+def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_anew(
+    worker, config, model
+):
+    packed(model)
+    worker._loaded = worker._at_start = loaded_weights(config)
+    worker.begin(StepCommands(compare_weights=True))
+    assert worker._agent.commands == []
+    model.projection.weight = nn.Parameter(torch.ones(8, 8))
+    packed(model)
+    worker.begin(StepCommands(compare_weights=True))
+    (changed,) = worker._agent.commands
+    assert changed.facts.updates == 1
+    assert not changed.facts.loaded_fine, "the rest may be alike where these are not"
+    packed(model)
+    worker.begin(StepCommands(compare_weights=True))
+    assert worker._agent.commands[-1].facts.updates == 2
+
+
+def test_where_those_stayed_the_others_are_compared(worker, config, model):
+    packed(model)
+    worker._loaded = worker._at_start = loaded_weights(config)
+    with torch.no_grad():
+        model.projection.bias.add_(1)
+    worker.begin(StepCommands(compare_weights=True))
+    (changed,) = worker._agent.commands
+    assert changed.facts.loaded_fine

@@ -50,6 +50,8 @@ class BackendEngine(Loaded):
     """What is wrong although it serves: no KV arrives there."""
     kind: Kind | None = None
     """Which engine it is; None until it has been asked."""
+    was_vllm: bool = False
+    """Whether it was vLLM's when it was asked last, also while it is down."""
     whole: bool = False
     """Whether it is SGLang's and no half of a pair: it computes its prompts, and takes nobody's KV."""
     model: str = ""

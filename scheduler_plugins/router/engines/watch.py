@@ -150,6 +150,7 @@ class EngineWatch:
                 engine.reason = f"it does not tell its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
+        engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
         side = Role.PREFILL if engine.hands_over else engine.role
         if facts is not None and facts.mode != side and not facts.whole:

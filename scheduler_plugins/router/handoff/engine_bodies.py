@@ -36,7 +36,29 @@ _GRAMMARS = (
     "structured_outputs",
 )
 _LOGIT_PROCESSORS = ("custom_logit_processor", "custom_params", "logits_processors", "watermark")
-_SGLANGS = ("custom_logit_processor", "ebnf", "json_schema", "lora_path", "regex", "watermark")
+_SGLANGS = (
+    "custom_logit_processor",
+    "ebnf",
+    "json_schema",
+    "lora_path",
+    "no_stop_trim",
+    "regex",
+    "stop_regex",
+    "watermark",
+)
+_VLLMS = (
+    "allowed_token_ids",
+    "bad_words",
+    "chat_template",
+    "documents",
+    "include_stop_str_in_output",
+    "repetition_detection",
+    "structured_outputs",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
+    "vllm_xargs",
+    "watermarking",
+)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop_token_ids")
 """Fields that shape the first token, and mean the same to both kinds. Penalties are left out: SGLang
 penalises what was generated, and nothing was when the first token is chosen."""
@@ -84,6 +106,8 @@ def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
         return "inputs"
     if request.get("input_ids") is not None or request.get("prompt_embeds") is not None:
         return "inputs"
+    if request.get("truncate_prompt_tokens") is not None:
+        return "truncated"  # ids from /tokenize are of the whole prompt
     if decode is Kind.VLLM:
         return None
     if any(request.get(name) is not None for name in _GRAMMARS) or _constrained(request):
@@ -103,6 +127,17 @@ def sglangs_own(request: Mapping[str, Any]) -> str:
     """Name of a field that only SGLang's engines know, and that changes the answer: vLLM's would leave it out
     without a word. Empty for none."""
     return next((name for name in _SGLANGS if request.get(name) is not None), "")
+
+
+def vllms_own(request: Mapping[str, Any]) -> bool:
+    """Whether it has a field that only vLLM's engines know, and that changes the answer: SGLang's would leave it out
+    without a word."""
+    if any(request.get(name) for name in _VLLMS):
+        return True
+    is_chat = "messages" in request
+    special = request.get("add_special_tokens")
+    unlike_default = special is not None and bool(special) is is_chat
+    return unlike_default or (is_chat and request.get("add_generation_prompt") is False)
 
 
 def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Handoff:

@@ -12,7 +12,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.handoff.engine_bodies import sglangs_own
+from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
 from scheduler_plugins.router.prompt.body import BadRequestError
 from scheduler_plugins.router.routing.attempt import (
@@ -42,6 +42,7 @@ class Candidates:
         self._pairing = Pairing(body, endpoint=endpoint)
         self._model = body.get("model")
         self._sglangs = sglangs_own(body)
+        self._vllms = not self._sglangs and vllms_own(body)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that live, and what they said last of a prompt whose KV had not come."""
         self._died = set[BackendEngine]()
@@ -60,7 +61,7 @@ class Candidates:
         """
         if self._accepted >= self._attempts:
             return None
-        besides = self._failed.keys() | self._of_other_models() | self._of_vllm()
+        besides = self._failed.keys() | self._others()
         decode = self._pool.up(Role.DECODE, besides)
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
@@ -77,6 +78,17 @@ class Candidates:
         others = {one for one in self._pool.engines if one.models and self._model not in one.models}
         serves = any(self._model in one.models for one in self._pool.engines) if others else False
         return others if serves else set()
+
+    def _others(self) -> set[BackendEngine]:
+        """Engines that are not asked, whatever becomes of the request."""
+        return self._of_other_models() | self._of_vllm() | self._of_sglang()
+
+    def _of_sglang(self) -> set[BackendEngine]:
+        """SGLang's engines that would answer, where vLLM's can and the request has a field that only those know."""
+        if not (self._vllms and any(one.was_vllm for one in self._pool.engines)):
+            return set()
+        sglangs = [one for one in self._pool.engines if one.kind is Kind.SGLANG]
+        return {one for one in sglangs if one.role is Role.DECODE or one.whole}
 
     def _of_vllm(self) -> set[BackendEngine]:
         """vLLM's engines, where SGLang's decode and the request has a field that only those know."""
@@ -160,7 +172,7 @@ class Candidates:
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
         """Every engine, and why it did not serve this request."""
         found = list[tuple[BackendEngine, str, str]]()
-        others = self._of_other_models() | self._of_vllm()
+        others = self._others()
         for engine in self._pool.engines:
             if failure := self._failed.get(engine) or self._without_kv.get(engine):
                 found.append((engine, failure.cause, str(failure)))
