@@ -112,6 +112,8 @@ class ClientRequest:
             try:
                 return await self._dispatch.make(attempt)
             except EngineFailedError as failure:
+                if self._responder.whole:
+                    return await self._responder.end(b""), "ok"
                 logger.warning(
                     "request %s: %s (%s) failed: %s",
                     self._asked.id,
