@@ -9,9 +9,21 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import DONE, FakeEngine, World, drop, forever, run, says, status, until
+from router_fakes import (
+    CONTEXT_TOKENS,
+    DONE,
+    FakeEngine,
+    World,
+    drop,
+    forever,
+    run,
+    says,
+    status,
+    until,
+)
 
-from scheduler_plugins.router.request.resume import StreamRecord, resumable
+from scheduler_plugins.router.request.resumable import resumable
+from scheduler_plugins.router.request.resume import StreamRecord
 
 PROMPT = [11, 12, 13]
 ANSWER = [
@@ -236,6 +248,47 @@ def test_a_stream_goes_on_though_one_side_has_no_room(full: str) -> None:
     run(scenario())
 
 
+def test_a_chat_without_a_limit_goes_on_up_to_the_end_of_the_context() -> None:
+    """vLLM reads a completion without `max_tokens`, or with `null`, as one of 16 tokens."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave, world.d[1].behave = Speaker(5), Speaker()
+            assert said(await asked(world, "/v1/chat/completions", CHAT)) == WHOLE
+            left = CONTEXT_TOKENS - len(PROMPT) - 5
+            assert world.d[1].bodies[-1]["max_tokens"] == left
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("told", [None, "4096"])
+def test_a_chat_without_a_limit_breaks_off_where_the_context_is_not_known(told: object) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            for engine in world.d:
+                engine.context_tokens = told
+                await engine.die()
+                await world.down(engine)
+                await engine.start()
+                await world.up(engine)
+            world.d[0].behave = world.d[1].behave = Speaker(5)
+            events = await asked(world, "/v1/chat/completions", CHAT)
+            assert events[-1]["error"]["type"] == "stream_interrupted"
+            assert said(events) == " ".join(ANSWER[:5]) + " "
+
+    run(scenario())
+
+
+def test_a_completion_knows_no_limit_of_chats() -> None:
+    """An engine that dies with tokens to come is not taken for one that owes the end alone."""
+    record = StreamRecord({**COMPLETION, "max_completion_tokens": 1}, "/v1/completions")
+    record.feed(event("a", [1], prompt_token_ids=[9]))
+    assert record.ending() is None
+    body = record.next_body()
+    assert body is not None
+    assert body["max_tokens"] == 19
+
+
 def test_a_client_that_asks_for_ids_gets_them() -> None:
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
@@ -334,7 +387,8 @@ told = st.tuples(
 def test_common_events_are_noted_as_others_are(
     events: list[bytes], chat: bool, together: bool
 ) -> None:
-    body, path = (CHAT, "/v1/chat/completions") if chat else (COMPLETION, "/v1/completions")
+    limited = {**CHAT, "max_tokens": 20}
+    body, path = (limited, "/v1/chat/completions") if chat else (COMPLETION, "/v1/completions")
     first = (chat_event if chat else event)("a", [1], prompt_token_ids=[9])
     quick, slow = StreamRecord(body, path), SlowRecord(body, path)
     for one in [first, b"".join(events)] if together else [first, *events]:
@@ -344,7 +398,7 @@ def test_common_events_are_noted_as_others_are(
 
 
 def test_calls_and_reasoning_are_not_continued() -> None:
-    record = StreamRecord(CHAT, "/v1/chat/completions")
+    record = StreamRecord({**CHAT, "max_tokens": 9}, "/v1/chat/completions")
     record.feed(event("a", [1], prompt_token_ids=[9]))
     assert record.next_body() is not None
     record.feed(b'data: {"choices":[{"delta":{"reasoning":"hm"},"token_ids":[2]}]}\n\n')
