@@ -13,11 +13,13 @@ from scheduler_plugins.router.prompt.body import why_not_disaggregated
 _NOT_RESUMABLE = (
     "logprobs",
     "top_logprobs",
+    "logprob_token_ids",
     "seed",
     "stop",
     "min_tokens",
     "presence_penalty",
     "frequency_penalty",
+    "repetition_detection",  # looks at what was generated, not at the prompt
     "tools",
     "functions",
     "response_format",

@@ -181,7 +181,15 @@ def test_engines_may_be_lost_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"seed": 7}, {"logprobs": 3}, {"stop": ["x"]}, {"presence_penalty": 1.0}, {"n": 2}],
+    [
+        {"seed": 7},
+        {"logprobs": 3},
+        {"logprob_token_ids": [1]},
+        {"stop": ["x"]},
+        {"presence_penalty": 1.0},
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
+        {"n": 2},
+    ],
 )
 def test_what_another_engine_could_not_do_alike_ends_with_an_error(more: dict[str, Any]) -> None:
     async def scenario() -> None:
