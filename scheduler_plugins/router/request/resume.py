@@ -20,7 +20,7 @@ from scheduler_plugins.router.prompt.body import CHAT
 
 _IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
 _TOKEN_IDS, _NO_PROMPT_IDS = b',"token_ids":[', b',"prompt_token_ids":null'
-_END = b"\n\n"
+_END, _OTHER_END = b"\n\n", b"\r\n\r\n"
 _TEXT = re.compile(rb'"(?:text|content)":"((?:[^"\\]|\\.)*)"')
 _OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!null|\[\]|"")')
 UNFINISHED_CHARACTER = "�"
@@ -89,6 +89,8 @@ class StreamRecord:
             alone = events.find(_END) == len(events) - len(_END)
             if alone and (bare := self._plain(events)) is not None:
                 return bare
+            # Only events that end as vLLM's do are told apart: others would be counted as one.
+            self._lost = self._lost or _OTHER_END in events
             parts = events.split(_END)
             return _END.join(self._noted(part) if part else part for part in parts)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):

@@ -327,6 +327,15 @@ def test_half_a_character_is_generated_again() -> None:
     assert body["prompt"] == [9, 1, 2, 3, 4]
 
 
+def test_events_that_are_not_told_apart_are_not_taken_for_one() -> None:
+    """The second one's tokens would be sent again."""
+    record = StreamRecord(COMPLETION, "/v1/completions")
+    record.feed(event("a", [1], prompt_token_ids=[9]))
+    assert record.next_body() is not None
+    record.feed((event("b", [2]) + event("c", [3])).replace(b"\n\n", b"\r\n\r\n"))
+    assert record.next_body() is None
+
+
 def test_text_that_looks_like_ids_reaches_the_client() -> None:
     record = StreamRecord(COMPLETION, "/v1/completions")
     text = ',"token_ids":[1,2],"finish_reason":"stop"'
