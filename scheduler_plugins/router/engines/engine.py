@@ -58,6 +58,8 @@ class BackendEngine(Loaded):
     """The name of its model, where it is a prefill engine."""
     models: frozenset[str] = frozenset()
     """Names of the models and adapters that it serves, as it told last; empty: it has not."""
+    context_tokens: int = 0
+    """Most tokens of a prompt and its answer together, as it told last; 0: it has not."""
     bootstrap_port: int | None = None
     """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
     down_since: float | None = None

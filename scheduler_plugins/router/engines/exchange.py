@@ -93,6 +93,8 @@ class Exchange:
         self._timeouts = timeouts
         self._config = config
         self._response: Answer | None = None
+        self._complete = False
+        self._scope: asyncio.Timeout | None = None
         self._waiting_since: float | None = asyncio.get_running_loop().time()
 
     @property
@@ -139,6 +141,12 @@ class Exchange:
             raise failure_of(error) from error
         finally:
             self._waiting_since = None
+
+    def complete(self) -> None:
+        """All that the client is to be sent has come: the engine is not given up any more, whatever it does now."""
+        self._complete = True
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(None)
 
     async def read_all(self) -> bytes:
         """The whole body. Raises EngineFailedError as `read` does."""
@@ -205,7 +213,7 @@ async def exchange(
     def look() -> None:
         nonlocal failure, timer
         timer.cancel()
-        if failure is not None:
+        if failure is not None or open_exchange._complete:
             return
         now = loop.time()
         failure = open_exchange.silence(now)
@@ -219,6 +227,7 @@ async def exchange(
     timer = loop.call_later(config.look_s, look)
     try:
         async with asyncio.timeout(None) as scope:
+            open_exchange._scope = scope
             if companion is not None:
                 companion.on_failure = look
             try:

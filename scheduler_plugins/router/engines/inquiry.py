@@ -36,6 +36,13 @@ class Handover(NamedTuple):
     bootstrap_port: int | None = None  # SGLang's
 
 
+class Models(NamedTuple):
+    """What an engine serves."""
+
+    names: frozenset[str]  # of its models and adapters
+    context_tokens: int  # most tokens of a prompt and its answer together; 0: it does not tell
+
+
 class Inquiry:
     """Asks one engine. Every method raises EngineFailedError where there is no answer to the question."""
 
@@ -61,10 +68,11 @@ class Inquiry:
             return None  # vLLM has no such page
         return sglang_facts(raw)
 
-    async def models(self) -> frozenset[str]:
-        """The names of its models and adapters."""
-        names = (_name(one) for one in await self._listed(BRIEF_S))
-        return frozenset(name for name in names if name is not None)
+    async def models(self) -> Models:
+        """Its models and adapters."""
+        listed = await self._listed(BRIEF_S)
+        names = frozenset(name for one in listed if (name := _name(one)) is not None)
+        return Models(names, max(map(_context_tokens, listed), default=0))
 
     async def report(self) -> Told | None:
         """Its load, as our scheduler reports it; None if that cannot be read."""
@@ -138,6 +146,12 @@ class Inquiry:
                 "status", f"{call.path} answered {response.status}: {said or '-'}"
             )
         return raw
+
+
+def _context_tokens(listed: object) -> int:
+    """The context's length of one model or adapter of a list; 0: it is not told (adapters have that of their model)."""
+    told = listed.get("max_model_len") if isinstance(listed, dict) else None
+    return told if type(told) is int else 0
 
 
 def _name(listed: object) -> str | None:

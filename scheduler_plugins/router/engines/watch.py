@@ -177,7 +177,7 @@ class EngineWatch:
             return
         self.models_at = now + MODELS_LOOK_S
         try:
-            self.engine.models = await self._ask.models()
+            self.engine.models, self.engine.context_tokens = await self._ask.models()
         except EngineFailedError as failure:
             logger.debug("%s: no list of models: %s", self.engine.url, failure)
 

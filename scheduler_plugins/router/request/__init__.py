@@ -8,6 +8,6 @@
 | `turns`, `decision` | its wait at the front, and the engines of its next attempt |
 | `dispatch` | one attempt: what its engines are sent |
 | `responder`, `aborts` | an engine's answer on its way to the client, and whether somebody wanted that it ended early |
-| `resume`, `tail` | what a client was sent of a stream, and how another engine goes on with it |
+| `resumable`, `resume`, `tail` | which streams can go on at another engine, what a client was sent of one, and how the other engine goes on with it |
 | `shared` | what all requests have in common |
 """

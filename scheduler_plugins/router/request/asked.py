@@ -80,7 +80,7 @@ class Asked:
         self.request = self.request._replace(
             tokens=len(rest["prompt"]),
             hashes=PromptKeys((), token_bytes(rest["prompt"])),
-            max_tokens=rest["max_tokens"] or self.request.max_tokens,
+            max_tokens=min(rest["max_tokens"], self.request.max_tokens),
         )
 
     def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:

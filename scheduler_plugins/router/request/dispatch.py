@@ -178,6 +178,8 @@ class Dispatch:
         self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
     ) -> tuple[web.StreamResponse, str]:
         asked = self._asked
+        if self._record is not None and not self._record.resumed:
+            self._record.context_tokens = attempt.answering.context_tokens
 
         def served() -> None:
             self._spans.answered()

@@ -20,7 +20,8 @@ from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
 from scheduler_plugins.router.request.responder import Responder
-from scheduler_plugins.router.request.resume import StreamRecord, resumable
+from scheduler_plugins.router.request.resumable import resumable
+from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.request.turns import wait_for_turn
@@ -112,6 +113,8 @@ class ClientRequest:
             try:
                 return await self._dispatch.make(attempt)
             except EngineFailedError as failure:
+                if self._responder.whole:
+                    return await self._responder.end(b""), "ok"
                 logger.warning(
                     "request %s: %s (%s) failed: %s",
                     self._asked.id,

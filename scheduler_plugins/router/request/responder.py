@@ -55,6 +55,8 @@ class Responder:
         end_mark: bool = True,
     ) -> None:
         self._wanted_abort = wanted_abort
+        self.whole = False
+        """Whether the client was sent all events of a stream, its end mark included."""
         self._withheld = b""  # an abort, and what came with it
         self._aborts_pass = not end_mark
         self._end_mark = end_mark
@@ -97,6 +99,7 @@ class Responder:
             served()
         if lender is not None and answer.status == 200:
             content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
+        answer.complete()
         response = web.Response(status=answer.status, headers=self._returned(answer), body=content)
         await self._client.begin(response)
         outcome = "ok" if answer.status < 400 else "client_error"
@@ -104,7 +107,8 @@ class Responder:
 
     async def end(self, events: bytes) -> web.StreamResponse:
         """End a stream whose engine was lost after its last token, with the events that it owed."""
-        await self._client.write(events)
+        if events:
+            await self._client.write(events)
         return await self._client.finish()
 
     async def refuse(self, error: NotTokenizedError) -> web.StreamResponse:
@@ -144,21 +148,24 @@ class Responder:
                     await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
                     self._metrics.first_token_s.labels(flow).observe(first_s)
+                self.whole = cutter.finished and failed is None
                 if events:
                     await client.write(events)
                 if failed is not None:
                     await client.write(await self._unless_wanted(failed, answer.engine, record))
+                    self.whole = cutter.finished
         left, failures = b"", list[EngineFailedError]()
 
         def take(chunk: bytes) -> bool:
             nonlocal left
-            left = cutter.feed(chunk)
-            if left:
-                left, failure = self._noted(left, record)
+            if events := cutter.feed(chunk):
+                events, failure = self._noted(events, record)
                 if failure is not None:
                     failures.append(failure)
-            if left and patch is not None:
-                left = patch.events(left)
+            if events and patch is not None:
+                events = patch.events(events)
+            left = events  # not before: what could not be noted is not sent
+            self.whole = cutter.finished and not failures
             if left and client.write_now(left):
                 left = b""
             return not left and not cutter.finished and not failures
@@ -179,6 +186,8 @@ class Responder:
             if failures:
                 failed = failures.pop()
                 await client.write(await self._unless_wanted(failed, answer.engine, record))
+                self.whole = cutter.finished
+        answer.complete()
         if cutter.finished:
             await _to_its_end(answer)
         rest = cutter.rest() if self._end_mark else cutter.held

@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 
 from scheduler_plugins.router.engines.exchange import EngineFailedError
-from scheduler_plugins.router.handoff.engine_bodies import has_inputs
-from scheduler_plugins.router.prompt.body import CHAT, why_not_disaggregated
+from scheduler_plugins.router.prompt.body import CHAT
 
 _IDS = re.compile(rb',"(prompt_token_ids|token_ids)":(null|\[[0-9, ]*\])')
 _TOKEN_IDS, _NO_PROMPT_IDS = b',"token_ids":[', b',"prompt_token_ids":null'
-_END = b"\n\n"
+_END, _OTHER_END = b"\n\n", b"\r\n\r\n"
 _TEXT = re.compile(rb'"(?:text|content)":"((?:[^"\\]|\\.)*)"')
 _OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!null|\[\]|"")')
 UNFINISHED_CHARACTER = "�"
@@ -29,26 +28,6 @@ _UNFINISHED = (UNFINISHED_CHARACTER.encode(), b"\\ufffd", b"\\uFFFD")
 _TAIL = 8
 """Last tokens that tell whether the text ends with a whole character."""
 
-# What a second engine could not do alike: it sees the tokens sent so far as a part of the prompt.
-_NOT_RESUMABLE = (
-    "logprobs",
-    "top_logprobs",
-    "seed",
-    "stop",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "tools",
-    "functions",
-    "response_format",
-    "structured_outputs",
-    "suffix",
-    "logits_processors",
-    "thinking_token_budget",
-    "bad_words",
-    "vllm_xargs",
-)
-_ZERO_IS_ASKED_FOR = ("seed", "logprobs")
 _DONE_TO_THE_PROMPT = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
 """Fields that made the prompt's tokens of its text. The ids of the rest are not to be treated so again."""
 _ONLY_IN_CHATS = frozenset(
@@ -69,20 +48,11 @@ _ONLY_IN_CHATS = frozenset(
 )
 
 
-def resumable(body: Mapping[str, Any]) -> bool:
-    """Whether another engine could go on with this request's stream: greedy, or sampled without a seed."""
-    if not body.get("stream") or why_not_disaggregated(body) is not None:
-        return False
-    if has_inputs(body) or any(type(body.get(name)) is int for name in _ZERO_IS_ASKED_FOR):
-        return False  # ids stand for text alone
-    return not any(body.get(name) for name in _NOT_RESUMABLE)
-
-
 class StreamRecord:
     """What a client has been sent of one stream, and what it takes to go on."""
 
     def __init__(self, body: Mapping[str, Any], path: str) -> None:
-        """`body`: the client's, of a request that is `resumable`."""
+        """`body`: the client's, of a request that is `resumable` (`resumable.py`)."""
         self._body = dict(body)
         self._chat = path == CHAT
         self._text_mark = b'"content":"' if self._chat else b'"text":"'
@@ -99,6 +69,8 @@ class StreamRecord:
         self._finished = False
         self._told_usage = False
         self._before = 0  # tokens that were sent before the engine that answers now
+        self.context_tokens = 0
+        """Most tokens of prompt and answer together at the engine that began; 0: not known."""
         self.resumed = 0
         """How often the stream went on elsewhere."""
 
@@ -117,6 +89,8 @@ class StreamRecord:
             alone = events.find(_END) == len(events) - len(_END)
             if alone and (bare := self._plain(events)) is not None:
                 return bare
+            # Only events that end as vLLM's do are told apart: others would be counted as one.
+            self._lost = self._lost or _OTHER_END in events
             parts = events.split(_END)
             return _END.join(self._noted(part) if part else part for part in parts)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
@@ -137,11 +111,11 @@ class StreamRecord:
             # A parser may have kept back what came, such as the mark that begins the reasoning: only a chat parses it.
             return dict(self._body)
         most = self._most
-        if most is not None and most <= len(self._sent):
+        if most is None or most <= len(self._sent):
             return None
         body = {name: value for name, value in self._body.items() if name not in _ONLY_IN_CHATS}
         body["prompt"] = [*prompt, *self._sent]
-        body["max_tokens"] = None if most is None else most - len(self._sent)
+        body["max_tokens"] = most - len(self._sent)
         for name in _DONE_TO_THE_PROMPT:
             body.pop(name, None)
         return body
@@ -185,9 +159,18 @@ class StreamRecord:
 
     @property
     def _most(self) -> int | None:
-        """Most tokens of the answer; None where the context's end is the limit."""
-        most: int | None = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
-        return _COMPLETIONS_DEFAULT if most is None and not self._chat else most
+        """Most tokens of the answer; None: that is not known.
+
+        A chat that names no limit ends with the context. A completion without one ends after a few tokens, in vLLM also
+        where it says `null`, so the one that goes on for a chat has to name what is left.
+        """
+        most: int | None = self._body.get("max_tokens")
+        if not self._chat:
+            return _COMPLETIONS_DEFAULT if most is None else most
+        most = self._body.get("max_completion_tokens") or most
+        if most is None and self.context_tokens and self._prompt is not None:
+            most = self.context_tokens - len(_ids(self._prompt) or ())
+        return most
 
     def resume(self) -> None:
         """Events come from another engine from now on: it was sent `next_body`."""

@@ -33,6 +33,7 @@ class EngineState(msgspec.Struct, frozen=True):
     whole: bool
     model: str
     models: frozenset[str]
+    context_tokens: int
     addresses: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
     down_since: float | None

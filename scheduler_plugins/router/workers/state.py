@@ -31,6 +31,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.whole,
         engine.model,
         engine.models,
+        engine.context_tokens,
         engine.addresses,
         engine.bootstrap_port,
         engine.down_since,
@@ -63,6 +64,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
     engine.models, engine.whole = state.models, state.whole
+    engine.context_tokens = state.context_tokens
     engine.addresses, engine.bootstrap_port = state.addresses, state.bootstrap_port
     engine.down_since, engine.refusing = state.down_since, state.refusing
     engine.costs, engine.told_costs = state.costs, state.told_costs

@@ -23,12 +23,15 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 Behaviour = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
+"""Ends a test that hangs; far more than the slowest one takes on a busy machine."""
+CONTEXT_TOKENS = 4096
 FAST = {
     "health_interval_s": 0.05,
-    "health_timeout_s": 2.0,
-    "connect_timeout_s": 5.0,
-    "probe_timeout_s": 5.0,
+    # Everything runs on one event loop: on a busy machine short limits would take all engines for dead at once.
+    "health_timeout_s": DEADLINE_S,
+    "connect_timeout_s": DEADLINE_S,
+    "probe_timeout_s": DEADLINE_S,
     "probe_retry_s": 0.2,
     "refusal_grace_s": 0.3,
     "port": 0,
@@ -184,6 +187,8 @@ class FakeEngine:
         self.model_root = ""
         self.model = "m"
         """The name of its model; it serves an adapter, too."""
+        self.context_tokens: Any = CONTEXT_TOKENS
+        """What it tells of its context's length; None: nothing."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
         """Its tokenizer; None: it has no `/tokenize`."""
         self.detokenize: Callable[[list[int]], str] | None = None
@@ -254,7 +259,9 @@ class FakeEngine:
         return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        base = {"id": self.model, "root": self.model_root}
+        base: dict[str, Any] = {"id": self.model, "root": self.model_root}
+        if self.context_tokens is not None:
+            base["max_model_len"] = self.context_tokens
         adapter = {"id": "adapter" if self.model == "m" else f"{self.model}-adapter"}
         return web.json_response(
             {"object": "list", "data": [base, {**adapter, "parent": self.model}]}

@@ -29,15 +29,17 @@ def event(token: int) -> bytes:
 class GivenUp:
     """An engine's answer that is given up just when some events have been taken from it."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, last: bytes = b"") -> None:
+        """`last`: the events that come just then."""
         self.status, self.headers = 200, {"Content-Type": "text/event-stream"}
         self._error = error
+        self._last = last or event(2) + event(3)
 
     async def read(self) -> bytes:
         return event(1)
 
     async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
-        take(event(2) + event(3))
+        take(self._last)
         raise self._error
 
 
@@ -84,5 +86,38 @@ def test_events_that_are_noted_are_sent_though_the_engine_is_given_up_then(
         assert body is not None
         assert body["prompt"] == [9, 1, 2, 3]
         assert [client.sent.count(f"word{token} ".encode()) for token in (1, 2, 3)] == [1, 1, 1]
+
+    run(scenario())
+
+
+def test_a_stream_that_is_given_up_with_its_end_mark_is_whole() -> None:
+    async def scenario() -> None:
+        client: Any = SlowClient()
+        answer: Any = GivenUp(EngineFailedError("died", "x"), event(2) + b"data: [DONE]\n\n")
+        responder = Responder(client, "r", Metrics(), 0.0, nobody)
+        record = StreamRecord(BODY, "/v1/completions")
+        with pytest.raises(EngineFailedError):
+            await responder.pass_on(answer, "flow", record=record)
+        assert responder.whole
+        assert client.sent.endswith(b"data: [DONE]\n\n")
+
+    run(scenario())
+
+
+def test_events_that_cannot_be_noted_are_not_sent() -> None:
+    """They would tell the second engine's name and the ids that nobody asked for."""
+
+    async def scenario() -> None:
+        client: Any = SlowClient()
+        wrong = b'data: {"choices":[{"text":"wrong","token_ids":[2]\n\n'
+        answer: Any = GivenUp(EngineFailedError("died", "x"), wrong)
+        record = StreamRecord(BODY, "/v1/completions")
+        record.feed(event(0))
+        record.resume()
+        responder = Responder(client, "r", Metrics(), 0.0, nobody)
+        with pytest.raises(EngineFailedError, match="no completion"):
+            await responder.pass_on(answer, "flow", record=record)
+        assert b"word1 " in client.sent
+        assert b"wrong" not in client.sent
 
     run(scenario())

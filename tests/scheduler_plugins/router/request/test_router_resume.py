@@ -9,9 +9,21 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import DONE, FakeEngine, World, drop, forever, run, says, status, until
+from router_fakes import (
+    CONTEXT_TOKENS,
+    DONE,
+    FakeEngine,
+    World,
+    drop,
+    forever,
+    run,
+    says,
+    status,
+    until,
+)
 
-from scheduler_plugins.router.request.resume import StreamRecord, resumable
+from scheduler_plugins.router.request.resumable import resumable
+from scheduler_plugins.router.request.resume import StreamRecord
 
 PROMPT = [11, 12, 13]
 ANSWER = [
@@ -169,7 +181,15 @@ def test_engines_may_be_lost_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"seed": 7}, {"logprobs": 3}, {"stop": ["x"]}, {"presence_penalty": 1.0}, {"n": 2}],
+    [
+        {"seed": 7},
+        {"logprobs": 3},
+        {"logprob_token_ids": [1]},
+        {"stop": ["x"]},
+        {"presence_penalty": 1.0},
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
+        {"n": 2},
+    ],
 )
 def test_what_another_engine_could_not_do_alike_ends_with_an_error(more: dict[str, Any]) -> None:
     async def scenario() -> None:
@@ -236,6 +256,47 @@ def test_a_stream_goes_on_though_one_side_has_no_room(full: str) -> None:
     run(scenario())
 
 
+def test_a_chat_without_a_limit_goes_on_up_to_the_end_of_the_context() -> None:
+    """vLLM reads a completion without `max_tokens`, or with `null`, as one of 16 tokens."""
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave, world.d[1].behave = Speaker(5), Speaker()
+            assert said(await asked(world, "/v1/chat/completions", CHAT)) == WHOLE
+            left = CONTEXT_TOKENS - len(PROMPT) - 5
+            assert world.d[1].bodies[-1]["max_tokens"] == left
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("told", [None, "4096"])
+def test_a_chat_without_a_limit_breaks_off_where_the_context_is_not_known(told: object) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            for engine in world.d:
+                engine.context_tokens = told
+                await engine.die()
+                await world.down(engine)
+                await engine.start()
+                await world.up(engine)
+            world.d[0].behave = world.d[1].behave = Speaker(5)
+            events = await asked(world, "/v1/chat/completions", CHAT)
+            assert events[-1]["error"]["type"] == "stream_interrupted"
+            assert said(events) == " ".join(ANSWER[:5]) + " "
+
+    run(scenario())
+
+
+def test_a_completion_knows_no_limit_of_chats() -> None:
+    """An engine that dies with tokens to come is not taken for one that owes the end alone."""
+    record = StreamRecord({**COMPLETION, "max_completion_tokens": 1}, "/v1/completions")
+    record.feed(event("a", [1], prompt_token_ids=[9]))
+    assert record.ending() is None
+    body = record.next_body()
+    assert body is not None
+    assert body["max_tokens"] == 19
+
+
 def test_a_client_that_asks_for_ids_gets_them() -> None:
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
@@ -264,6 +325,15 @@ def test_half_a_character_is_generated_again() -> None:
     body = record.next_body()
     assert body is not None
     assert body["prompt"] == [9, 1, 2, 3, 4]
+
+
+def test_events_that_are_not_told_apart_are_not_taken_for_one() -> None:
+    """The second one's tokens would be sent again."""
+    record = StreamRecord(COMPLETION, "/v1/completions")
+    record.feed(event("a", [1], prompt_token_ids=[9]))
+    assert record.next_body() is not None
+    record.feed((event("b", [2]) + event("c", [3])).replace(b"\n\n", b"\r\n\r\n"))
+    assert record.next_body() is None
 
 
 def test_text_that_looks_like_ids_reaches_the_client() -> None:
@@ -334,7 +404,8 @@ told = st.tuples(
 def test_common_events_are_noted_as_others_are(
     events: list[bytes], chat: bool, together: bool
 ) -> None:
-    body, path = (CHAT, "/v1/chat/completions") if chat else (COMPLETION, "/v1/completions")
+    limited = {**CHAT, "max_tokens": 20}
+    body, path = (limited, "/v1/chat/completions") if chat else (COMPLETION, "/v1/completions")
     first = (chat_event if chat else event)("a", [1], prompt_token_ids=[9])
     quick, slow = StreamRecord(body, path), SlowRecord(body, path)
     for one in [first, b"".join(events)] if together else [first, *events]:
@@ -344,7 +415,7 @@ def test_common_events_are_noted_as_others_are(
 
 
 def test_calls_and_reasoning_are_not_continued() -> None:
-    record = StreamRecord(CHAT, "/v1/chat/completions")
+    record = StreamRecord({**CHAT, "max_tokens": 9}, "/v1/chat/completions")
     record.feed(event("a", [1], prompt_token_ids=[9]))
     assert record.next_body() is not None
     record.feed(b'data: {"choices":[{"delta":{"reasoning":"hm"},"token_ids":[2]}]}\n\n')
