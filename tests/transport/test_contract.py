@@ -267,9 +267,10 @@ def test_closing_gives_back_every_descriptor_and_thread(kind: str) -> None:
         consumer.close()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    first = cycle()  # loads libraries, which keep a few for themselves
-    for _ in range(3):
-        assert cycle() == first
+    cycle()  # loads libraries, which keep a few for themselves
+    counts = [cycle() for _ in range(4)]
+    # Those of a test before may still end meanwhile: fewer than at first is no leak.
+    assert counts[-1] == tuple(map(min, zip(*counts, strict=True))), counts
 
 
 def test_sessions_that_come_and_go_leave_nothing_behind(make_end: MakeEnd) -> None:
