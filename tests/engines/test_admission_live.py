@@ -31,6 +31,7 @@ from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.prompt.body import CHAT
 from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.tokens.token_worker import tokenize
 
@@ -267,11 +268,13 @@ def test_the_routers_tokens_are_the_engines(engine: VllmEngine) -> None:
         assert token_list(tokenize(str(MODEL), {"prompt": prompt})) == theirs
 
 
-def streamed(engine: VllmEngine, body: dict[str, Any]) -> list[bytes]:
+def streamed(
+    engine: VllmEngine, body: dict[str, Any], path: str = "/v1/completions"
+) -> list[bytes]:
     """The events of a stream."""
     connection = HTTPConnection(engine.host, engine.port, timeout=120)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
     assert response.status == 200
     events = [one + b"\n\n" for one in response.read().split(b"\n\n") if one]
@@ -282,7 +285,11 @@ def streamed(engine: VllmEngine, body: dict[str, Any]) -> list[bytes]:
 def said(events: list[bytes]) -> str:
     """The text of the events."""
     data = [json.loads(event.removeprefix(b"data: ")) for event in events if b"[DONE]" not in event]
-    return "".join(choice["text"] for one in data for choice in one["choices"])
+    choices = [choice for one in data for choice in one["choices"]]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        for choice in choices
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 7, 20])
@@ -299,3 +306,26 @@ def test_a_stream_that_is_cut_goes_on_with_the_same_text(engine: VllmEngine, cut
     sent += [record.feed(event) for event in streamed(engine, {**rest, **record.asks})]
     assert said(sent) == said(streamed(engine, body))
     assert b"token_ids" not in b"".join(sent)
+
+
+def test_a_chat_without_a_limit_that_is_cut_goes_on_to_the_end_of_the_context(
+    engine: VllmEngine,
+) -> None:
+    """vLLM takes 16 tokens where a completion names no limit."""
+    connection = HTTPConnection(engine.host, engine.port, timeout=60)
+    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    [model] = json.loads(connection.getresponse().read())["data"]
+    connection.close()
+    # Most of the context is the prompt, a token each byte, so that the answer is short.
+    told = [{"role": "user", "content": "x" * (model["max_model_len"] - 100)}]
+    body = {"model": "tiny", "messages": told, "temperature": 0, "ignore_eos": True, "stream": True}
+    record = StreamRecord(body, CHAT)
+    record.context_tokens = model["max_model_len"]
+    events = streamed(engine, {**body, **record.asks}, CHAT)
+    sent = [record.feed(event) for event in events[:9]]
+    rest = record.next_body()
+    assert rest is not None
+    assert rest["max_tokens"] > 16
+    record.resume()
+    sent += [record.feed(event) for event in streamed(engine, {**rest, **record.asks})]
+    assert said(sent) == said(streamed(engine, body, CHAT))

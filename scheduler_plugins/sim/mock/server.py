@@ -42,6 +42,7 @@ from scheduler_plugins.sim.mock.settings import MockSettings
 from scheduler_plugins.sim.mock.transfers import KV, Transfers, transfer_s
 
 _DEFAULT_MAX_TOKENS = 16
+_CONTEXT_TOKENS = 1 << 20
 _SHUTDOWN_S = 0.5
 """Streams that are open at the end are cut off after this."""
 
@@ -129,7 +130,12 @@ class MockEngine:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self.settings.model, "object": "model", "owned_by": "mock"}
+        model = {
+            "id": self.settings.model,
+            "object": "model",
+            "owned_by": "mock",
+            "max_model_len": _CONTEXT_TOKENS,
+        }
         return web.json_response({"object": "list", "data": [model]})
 
     async def _described(self, request: web.Request) -> web.Response:
@@ -142,7 +148,9 @@ class MockEngine:
         body = await request.json()
         given = body.get("prompt")
         ids = text_ids(given.encode()) if isinstance(given, str) else token_ids(body)
-        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 1 << 20})
+        return web.json_response(
+            {"tokens": ids, "count": len(ids), "max_model_len": _CONTEXT_TOKENS}
+        )
 
     async def _metrics(self, request: web.Request) -> web.Response:
         used = (
