@@ -55,12 +55,13 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
 
 
 def _kernels(model: torch.nn.Module) -> "tuple[weakref.ref[object], ...]":
-    packed = [
-        module.cpu_linear
+    return tuple(
+        weakref.ref(module.cpu_linear)
         for module in model.modules()
-        if hasattr(module, "cpu_linear") and not module.weight.numel()
-    ]
-    return tuple(weakref.ref(kernel) for kernel in packed)
+        if hasattr(module, "cpu_linear")
+        and isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+        and not weight.numel()
+    )
 
 
 def _add(digest: "hashlib.blake2b", samples: dict[torch.device, list[torch.Tensor]]) -> None:
