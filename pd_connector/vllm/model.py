@@ -46,13 +46,18 @@ def identify_caches(vllm_config: "VllmConfig", names: list[str]) -> dict[str, Ca
 
 
 def model_facts(
-    vllm_config: "VllmConfig", config: Config, caches: Mapping[str, CacheId], shard: Shard
+    vllm_config: "VllmConfig",
+    config: Config,
+    caches: Mapping[str, CacheId],
+    shard: Shard,
+    loaded: Loaded,
 ) -> ModelFacts:
     """Everything that peers compare of the model of this rank.
 
     Args:
         caches: of this rank.
         shard: what it holds of the model.
+        loaded: its parameters in memory (`loaded_weights`).
     """
     model = vllm_config.model_config
     served = read_config(model)
@@ -68,7 +73,6 @@ def model_facts(
         )
     if dummy:
         weights = Weights(_made_up(seed))
-    loaded = loaded_weights(vllm_config)
     if weights is None:
         logger.warning(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)

@@ -88,8 +88,8 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        self._facts = model_facts(self._vllm_config, self._config, caches, shard)
         self._loaded = self._at_start = loaded_weights(self._vllm_config)
+        self._facts = model_facts(self._vllm_config, self._config, caches, shard, self._loaded)
         self._next_compare = time.monotonic() + _COMPARE_S
         self._agent = Agent(
             self._config,

@@ -30,6 +30,7 @@ class EngineState(msgspec.Struct, frozen=True):
     reason: str
     warning: str
     kind: Kind | None
+    was_vllm: bool
     whole: bool
     model: str
     models: frozenset[str]

@@ -28,6 +28,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.reason,
         engine.warning,
         engine.kind,
+        engine.was_vllm,
         engine.whole,
         engine.model,
         engine.models,
@@ -63,8 +64,8 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.starts += state.up and not engine.up
     engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
-    engine.models, engine.whole = state.models, state.whole
-    engine.context_tokens = state.context_tokens
+    engine.was_vllm, engine.whole = state.was_vllm, state.whole
+    engine.models, engine.context_tokens = state.models, state.context_tokens
     engine.addresses, engine.bootstrap_port = state.addresses, state.bootstrap_port
     engine.down_since, engine.refusing = state.down_since, state.refusing
     engine.costs, engine.told_costs = state.costs, state.told_costs

@@ -5,7 +5,7 @@ do; with `switch_interval_ms` as it comes, and with Python's own.
 Both ways are measured in turn, run by run, in the same two processes. What has arrived is verified.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pd_connector.config import PYTHON_SWITCH_MS, Config
@@ -13,9 +13,8 @@ from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.bench.wire.busy import KINDS
+from pd_connector.tools.bench.wire.measure import Say
 from pd_connector.tools.bench.wire.pair import WirePair
-
-Say = Callable[[str], None]
 
 OURS_MS = Config().switch_interval_ms
 

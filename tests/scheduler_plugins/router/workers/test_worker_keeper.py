@@ -94,3 +94,22 @@ def test_a_worker_gives_up_what_it_has_at_an_engine_that_has_left() -> None:
             link.close()
 
     run(scenario())
+
+
+def test_a_worker_knows_which_engines_a_request_is_for_as_the_keeper_does() -> None:
+    """Without `was_vllm` its SGLang engines answered requests with fields that only vLLM knows."""
+
+    async def scenario() -> None:
+        async with kept() as keeper:
+            link, _ = socket.socketpair()
+            counts = SharedCounts(keeper._memory.map, 1)
+            pool = MirrorPool(await link_to_keeper(link), counts, Metrics())
+            keeper.pool.engines[1].context_tokens = 4096
+            pool.use(keeper._engines())
+            for theirs, ours in zip(pool.engines, keeper.pool.engines, strict=True):
+                assert ours.was_vllm
+                for name in ("kind", "was_vllm", "whole", "models", "context_tokens"):
+                    assert getattr(theirs, name) == getattr(ours, name), name
+            link.close()
+
+    run(scenario())
