@@ -110,9 +110,13 @@ def cluster(contenders: Sequence[Contender], speed: float) -> Iterator[Cluster]:
 
 
 def measure(
-    contender: Contender, requests: Sequence[Sent], windows: Sequence[Window], speed: float
+    contender: Contender,
+    requests: Sequence[Sent],
+    windows: Sequence[Window],
+    speed: float,
+    say: Say,
 ) -> Measured:
-    """One run of one router.
+    """One run of one router. `say` is told how far it is.
 
     Raises:
         BenchError: more than one in a hundred requests failed.
@@ -120,8 +124,11 @@ def measure(
     told: dict[int, Future[Found]] = {}
     with ThreadPoolExecutor(1) as asking, cluster([contender], speed) as running:
         edges = {edge for window in windows for edge in (window.first, window.end)}
+        tenth = max(1, len(requests) // 10)
 
         def note(number: int) -> None:
+            if number and number % tenth == 0:
+                say(f"{contender.name}: {number:,} of {len(requests):,} requests sent")
             if number in edges:
                 told[number] = asking.submit(found, running.prefill)
 
@@ -148,10 +155,12 @@ def rotate(
 ) -> dict[str, list[Measured]]:
     """Every router once in each rotation, by its name; who begins changes."""
     results: dict[str, list[Measured]] = {one.name: [] for one in contenders}
+    runs, run_s = rotations * len(contenders), requests[-1].at_s / speed
+    say(f"{runs} runs of {run_s / 60:.1f} minutes each")
     for number in range(rotations):
         for at in range(len(contenders)):
             one = contenders[(number + at) % len(contenders)]
-            results[one.name].append(run := measure(one, requests, windows, speed))
+            results[one.name].append(run := measure(one, requests, windows, speed, say))
             for window in windows:
                 mean, p99 = times(run, window)
                 say(

@@ -69,7 +69,9 @@ def test_a_short_live_run_serves_everything_and_finds_what_was_cached(trace: Pat
     recorded = scaled.read(trace, 40)
     window = Window(0, len(recorded))
     ours = Ours(OURS, prefill=1, decode=1)
-    run = rotations.measure(ours, scaled.sent(recorded), [window], speed=1.0)
+    said: list[str] = []
+    run = rotations.measure(ours, scaled.sent(recorded), [window], 1.0, said.append)
+    assert said == [f"{OURS}: {sent} of 40 requests sent" for sent in range(4, 40, 4)]
     assert [one.tokens for one in run.outcomes] == [one.max_tokens for one in recorded]
     assert all(one.ttft_s > 0 for one in run.outcomes)
     assert run.hits[window] > 0.1
