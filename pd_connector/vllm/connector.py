@@ -179,7 +179,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called with every step, as a rule before pages of preempted requests are overwritten
-        (`worker_side.revokes_late`)."""
+        (`runner.revokes_late`)."""
         assert self._worker is not None
         assert isinstance(kv_connector_metadata, StepCommands)
         self._worker.take_back(kv_connector_metadata)

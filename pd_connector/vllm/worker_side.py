@@ -3,8 +3,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,14 +13,12 @@ from pd_connector.agent.commands import ChangeModel, Computed
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.parameters import Loaded
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache, engine_shards
-from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.messages import (
     AuditReport,
     Prefill,
@@ -31,7 +27,8 @@ from pd_connector.vllm.messages import (
     WorkerActivity,
 )
 from pd_connector.vllm.metrics import PDStats
-from pd_connector.vllm.model import identify_caches, loaded_weights, model_facts
+from pd_connector.vllm.model import identify_caches, loaded_weights, model_facts, schema2_model
+from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -270,65 +267,7 @@ def gather_ranks(own: Peer) -> list[Peer]:
     return ranks
 
 
-def hooks_tell_layers(vllm_config: "VllmConfig", caches: Mapping[str, CacheId]) -> bool:
-    """Whether `save_kv_layer` is called when a step has computed a layer's KV of all its requests.
-
-    Otherwise KV streams step by step. Where layers have several caches, vLLM does not tell which of them is
-    done. With `--enable-dbo` or `--ubatch-size` it computes a batch in parts, and each calls for itself.
-    """
-    single = all(cache.label.endswith("/attention") for cache in caches.values())
-    return single and not getattr(vllm_config.parallel_config, "use_ubatching", False)
-
-
-def revokes_late(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether vLLM may overwrite pages of a preempted request before it calls a hook.
-
-    Its second model runner zeroes pages and copies shared ones (`update_requests`) before it calls
-    `handle_preemptions` (`pre_forward`); the first one calls that before both. Pages are zeroed if
-    the cache needs it, and copied in caches of several groups only.
-    """
-    changes = kv_cache_config.needs_kv_cache_zeroing or len(kv_cache_config.kv_cache_groups) > 1
-    return bool(vllm_config.use_v2_model_runner and changes)
-
-
-def in_lockstep(vllm_config: "VllmConfig") -> bool:
-    """Whether data-parallel ranks compute each step together, as those of a mixture of experts do.
-
-    A rank that has nothing to compute joins in with a dummy batch, right after its own empty step: all
-    others would wait for a pause in it.
-    """
-    parallel = vllm_config.parallel_config
-    return bool(parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe)
-
-
 def _report(outcome: Finished) -> AuditReport:
     counterparts = outcome.comparison.counterparts if outcome.comparison else ()
     engines = tuple(sorted({one.engine_id for one in counterparts}))
     return AuditReport(outcome.request, outcome.cause, engines, outcome.detail)
-
-
-def schema2_model(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the model that vLLM serves, for peers of schema 2."""
-    model = vllm_config.model_config
-    config: dict[str, Any] = model.hf_config.to_dict()
-    config["served_dtype"] = str(model.dtype)
-    config["served_quantization"] = str(model.quantization)
-    if vllm_config.load_config.load_format == "dummy":
-        return schema2_fingerprint(config, None, seed=model.seed)
-    folder = _checkpoint_folder(model.model, model.revision)
-    if folder is None:
-        config["served_name"] = f"{model.model}@{model.revision}"
-    return schema2_fingerprint(config, folder)
-
-
-def _checkpoint_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:  # a file, a repository with a quantisation, an object store
-        return None
-    return Path(found).parent if isinstance(found, str) else None

@@ -25,7 +25,8 @@ from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.messages import StepCommands
-from pd_connector.vllm.worker_side import WorkerSide, hooks_tell_layers
+from pd_connector.vllm.runner import hooks_tell_layers
+from pd_connector.vllm.worker_side import WorkerSide
 from support.vllm_steps import SteppedEngine
 
 DIM = 2

@@ -12,7 +12,7 @@ from support.vllm_computing import ComputingEngine, answered, until_over
 
 from pd_connector.protocol.params import decode_params, prefill_params
 from pd_connector.vllm.layers import CacheId
-from pd_connector.vllm.worker_side import hooks_tell_layers
+from pd_connector.vllm.runner import hooks_tell_layers
 
 OPTIONS: dict[str, Any] = {"budget": 4096, "blocks": 400, "defer_pages": False}
 

@@ -31,7 +31,8 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.vllm.connector import PDConnector
 from pd_connector.vllm.messages import StepCommands
-from pd_connector.vllm.worker_side import WorkerSide, revokes_late
+from pd_connector.vllm.runner import revokes_late
+from pd_connector.vllm.worker_side import WorkerSide
 
 __all__ = ["ranks"]
 
