@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk on its way to a consumer, and the way that it takes."""
+"""Chunks on their way to consumers, and the way that they take."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 from pd_connector.transport.base import Transport
@@ -31,3 +31,73 @@ class InFlight(NamedTuple):
     deadline: float
     most: float = float("inf")  # such chunks that its session may have at a time
     in_order: bool = False  # it arrives after the chunks that were written to its session before it
+
+
+class Underway:
+    """All chunks of a producer that are on their way."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        """`stall_timeout_s`: a session of which no chunk has arrived for so long is stuck."""
+        self.chunks: dict[Key, InFlight] = {}
+        self._stall_timeout_s = stall_timeout_s
+        self._full: set[bytes] = set()
+        # Sessions with a chunk in order, since the last `timed_out`.
+        self._arrived: set[bytes] = set()
+        self._moving_until: dict[bytes, float] = {}  # sessions whose chunks in order arrive
+
+    @property
+    def full(self) -> Collection[bytes]:
+        """Sessions that have as many chunks under way as they may."""
+        return self._full
+
+    def begin(self, key: Key, chunk: InFlight) -> None:
+        """Note a chunk that is under way from now on."""
+        self.chunks[key] = chunk
+        if self._is_full(chunk.session):
+            self._full.add(chunk.session)
+
+    def ended(self, key: Key) -> InFlight | None:
+        """A chunk has arrived, or certainly will not; None if it was not under way."""
+        chunk = self.chunks.pop(key, None)
+        if chunk is None:
+            return None
+        if chunk.in_order:
+            self._arrived.add(chunk.session)
+        if not self._is_full(chunk.session):
+            self._full.discard(chunk.session)
+        return chunk
+
+    def offered_to(self, session: bytes, offer: int) -> bool:
+        """Whether the session has this offer."""
+        chunk = self.chunks.get((OFFERED, offer))
+        return chunk is not None and chunk.session == session
+
+    def offers_to(self, session: bytes) -> list[Key]:
+        """Chunks that the session has been offered and not read."""
+        return [k for k, one in self.chunks.items() if one.session == session and k[0] == OFFERED]
+
+    def timed_out(self, now: float) -> set[bytes]:
+        """Sessions with a chunk that was not moved within `stall_timeout_s`. Chunks that arrive in
+        order wait for those before them, and that may take longer over a slow link: they are late if
+        none of their session has arrived for so long."""
+        until = now + self._stall_timeout_s
+        moving = {s: end for s, end in self._moving_until.items() if end > now}
+        self._moving_until = moving | dict.fromkeys(self._arrived, until)
+        self._arrived.clear()
+        return {
+            chunk.session
+            for chunk in self.chunks.values()
+            if chunk.deadline <= now
+            and not (chunk.in_order and chunk.session in self._moving_until)
+        }
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless the full sessions are those with as many chunks under way as they may have."""
+        sessions = {chunk.session for chunk in self.chunks.values()}
+        full = {session for session in sessions if self._is_full(session)}
+        if full != self._full:
+            raise RuntimeError(f"backpressured {self._full}, wanted {full}")
+
+    def _is_full(self, session: bytes) -> bool:
+        chunks = [chunk for chunk in self.chunks.values() if chunk.session == session]
+        return any(len(chunks) >= chunk.most for chunk in chunks)

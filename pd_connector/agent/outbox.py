@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from pd_connector.agent.in_flight import OFFERED, InFlight, Key, SendPath
+from pd_connector.agent.in_flight import OFFERED, InFlight, Key, SendPath, Underway
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.kv.checksum import checksum
@@ -31,7 +31,11 @@ of gathering; and a consumer that takes nothing holds no more slots than these."
 
 
 class Outbox:
-    """Used by the agent's thread only. Owns the send slots."""
+    """Used by the agent's thread only. Owns the send slots.
+
+    Attributes:
+        underway: chunks that have been posted and have not ended.
+    """
 
     def __init__(
         self, config: Config, epoch: int, cache: PagedCache, sending: Slab, gate: PageGate
@@ -41,20 +45,15 @@ class Outbox:
         self._cache = cache
         self._sending = sending
         self._gate = gate
-        self._in_flight: dict[Key, InFlight] = {}
+        self.underway = Underway(config.stall_timeout_s)
         self._offers = itertools.count()
-        self._backpressured: set[bytes] = set()
-        self._arrived: set[bytes] = (
-            set()
-        )  # sessions with a chunk in order, since the last `timed_out`
-        self._moving_until: dict[bytes, float] = {}  # sessions whose chunks in order arrive
         self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
 
     @property
     def busy(self) -> bool:
         """Whether chunks are under way."""
-        return bool(self._in_flight)
+        return bool(self.underway.chunks)
 
     @property
     def held(self) -> int:
@@ -69,7 +68,7 @@ class Outbox:
     def backpressured(self) -> Collection[bytes]:
         """Sessions that have as many chunks under way as they may. They get no more until one of them
         has ended."""
-        return self._backpressured
+        return self.underway.full
 
     def fence(self, request: str, fence: Any) -> None:
         """The request's pages are gathered after the work that `fence` stands for, which computes
@@ -132,65 +131,22 @@ class Outbox:
 
     def ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
-        chunk = self._in_flight.pop(key, None)
-        if chunk is None:
-            return None
-        if chunk.send_slot is not None:
+        chunk = self.underway.ended(key)
+        if chunk is not None and chunk.send_slot is not None:
             self._free_slots.append(chunk.send_slot)
-        if chunk.in_order:
-            self._arrived.add(chunk.session)
-        if not self._is_full(chunk.session):
-            self._backpressured.discard(chunk.session)
         return chunk
-
-    def offered_to(self, session: bytes, offer: int) -> bool:
-        """Whether the session has this offer."""
-        chunk = self._in_flight.get((OFFERED, offer))
-        return chunk is not None and chunk.session == session
-
-    def offers_to(self, session: bytes) -> list[Key]:
-        """Chunks that the session has been offered and not read."""
-        return [k for k, m in self._in_flight.items() if m.session == session and k[0] == OFFERED]
-
-    def timed_out(self, now: float) -> set[bytes]:
-        """Sessions with a chunk that was not moved within `stall_timeout_s`. Chunks that arrive in
-        order wait for those before them, and that may take longer over a slow link: they are late if
-        none of their session has arrived for so long."""
-        until = now + self._config.stall_timeout_s
-        moving = {s: end for s, end in self._moving_until.items() if end > now}
-        self._moving_until = moving | dict.fromkeys(self._arrived, until)
-        self._arrived.clear()
-        return {
-            chunk.session
-            for chunk in self._in_flight.values()
-            if chunk.deadline <= now
-            and not (chunk.in_order and chunk.session in self._moving_until)
-        }
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every send slot is free or under way exactly once, and the
         backpressured sessions are those with as many chunks under way as they may have."""
-        in_flight = [c.send_slot for c in self._in_flight.values() if c.send_slot is not None]
+        chunks = self.underway.chunks.values()
+        in_flight = [c.send_slot for c in chunks if c.send_slot is not None]
         if sorted([*self._free_slots, *in_flight]) != list(range(self._sending.slots)):
             raise RuntimeError(
                 f"send slots: {sorted(self._free_slots)} free and {sorted(in_flight)} under way, "
                 f"wanted each of 0-{self._sending.slots - 1} once"
             )
-        sessions = {chunk.session for chunk in self._in_flight.values()}
-        full = {session for session in sessions if self._is_full(session)}
-        if full != set(self._backpressured):
-            raise RuntimeError(f"backpressured {self._backpressured}, wanted {full}")
-
-    def _is_full(self, session: bytes) -> bool:
-        """Whether the session has as many chunks under way as it may have."""
-        chunks = [chunk for chunk in self._in_flight.values() if chunk.session == session]
-        return any(len(chunks) >= chunk.most for chunk in chunks)
-
-    def _begin(self, key: Key, chunk: InFlight) -> None:
-        """Note a chunk that is under way from now on."""
-        self._in_flight[key] = chunk
-        if self._is_full(chunk.session):
-            self._backpressured.add(chunk.session)
+        self.underway.check_integrity()
 
     def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
         """That of a gathered chunk; empty if its transport authenticates every byte."""
@@ -269,7 +225,7 @@ class Outbox:
         chunk = self._chunk(send, send_slot, nbytes, now)
         if path.transport.sends_from is not None:
             chunk = chunk._replace(most=_MOST_WRITES, in_order=True)
-        self._begin((path.transport.name, token), chunk)
+        self.underway.begin((path.transport.name, token), chunk)
 
     def _offer_slot(
         self, send: Send, payload: Payload, found: bytes, send_slot: int, now: float
@@ -303,7 +259,7 @@ class Outbox:
     def _offer(self, chunk: InFlight) -> int:
         """Note an offer; returns its number."""
         offer = next(self._offers)
-        self._begin((OFFERED, offer), chunk._replace(most=_MOST_OFFERS))
+        self.underway.begin((OFFERED, offer), chunk._replace(most=_MOST_OFFERS))
         return offer
 
     def _chunk(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> InFlight:

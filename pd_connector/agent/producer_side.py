@@ -188,7 +188,7 @@ class ProducerSide:
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
-        for sender in self._outbox.timed_out(now):
+        for sender in self._outbox.underway.timed_out(now):
             if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
                 self._reject(sender, Cause.STALLED, detail, now)
@@ -231,7 +231,7 @@ class ProducerSide:
             case messages.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
-                if self._outbox.offered_to(sender, message.offer):
+                if self._outbox.underway.offered_to(sender, message.offer):
                     self._sender.ended((OFFERED, message.offer), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
@@ -269,7 +269,7 @@ class ProducerSide:
             return
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
-        for key in self._outbox.offers_to(sender):
+        for key in self._outbox.underway.offers_to(sender):
             # If it still reads there, its checksum will be wrong.
             self._sender.ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)

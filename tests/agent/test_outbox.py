@@ -109,10 +109,14 @@ def test_a_write_that_waits_behind_others_which_arrive_is_not_late():
         bench.post(b"one", 0.0)
     bench.post(b"two", 0.0)
     bench.arrive(0)
-    assert bench.outbox.timed_out(9.0) == set()
-    assert bench.outbox.timed_out(10.0) == {b"two"}, "another session's chunks do not count for it"
-    assert bench.outbox.timed_out(18.9) == {b"two"}
-    assert bench.outbox.timed_out(19.0) == {b"one", b"two"}, "nothing more of it has arrived"
+    assert bench.outbox.underway.timed_out(9.0) == set()
+    assert bench.outbox.underway.timed_out(10.0) == {b"two"}, (
+        "another session's chunks do not count for it"
+    )
+    assert bench.outbox.underway.timed_out(18.9) == {b"two"}
+    assert bench.outbox.underway.timed_out(19.0) == {b"one", b"two"}, (
+        "nothing more of it has arrived"
+    )
 
 
 @pytest.mark.parametrize("own_slots", [True, False])
@@ -122,5 +126,5 @@ def test_where_chunks_arrive_in_any_order_each_has_its_deadline(own_slots: bool)
     bench.post(b"one", 0.0)
     bench.post(b"one", 0.0)
     bench.arrive(1)
-    assert bench.outbox.timed_out(5.0) == set()
-    assert bench.outbox.timed_out(10.0) == (set() if own_slots else {b"one"})
+    assert bench.outbox.underway.timed_out(5.0) == set()
+    assert bench.outbox.underway.timed_out(10.0) == (set() if own_slots else {b"one"})
