@@ -160,6 +160,8 @@ def handoff(
     if (engine, local) not in _LINE_UPS:
         raise typer.BadParameter(f"{engine}: measured over a link only", param_hint="--local")
     line_up = _LINE_UPS[engine, local]
+    if line_up is vllm.LINK and link_mbit >= vllm.FAST_MBIT:
+        line_up = vllm.FAST_LINK
     bench = HandoffBench(
         line_up,
         _chosen(ours, line_up.ours, line_up.default),

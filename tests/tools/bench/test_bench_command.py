@@ -82,6 +82,18 @@ def test_without_arguments_all_four_are_compared_over_the_link(invoke):
     assert (plan.link_mbit, list(plan.prompt_tokens)) == (1000.0, [512, 2048, 3500])
 
 
+@pytest.mark.parametrize(
+    ("mbit", "raw", "int8", "streamed"),
+    [("1000", 0.97, 0.55, 0.30), ("9999", 0.97, 0.55, 0.30), ("10000", 0.60, 0.50, 0.10)],
+)
+def test_a_fast_link_has_bars_of_its_own(invoke, mbit, raw, int8, streamed):
+    names = ("raw", "int8", "int8+overlap")
+    invoke(outcome(), "--link-mbit", mbit, *(word for name in names for word in ("--ours", name)))
+    (plan,) = invoke.asked
+    bars = [one.bar(vllm.BASELINE.name, 3500) for one in plan.ours]
+    assert bars == [raw, int8, streamed]
+
+
 def test_on_one_machine_each_transport_gets_a_pair_of_its_own(invoke):
     invoke(outcome(comparison(9.0, 10.0)), "--local", "--ours", "tcp", "--ours", "nixl")
     (plan,) = invoke.asked

@@ -28,6 +28,12 @@ _RAW: Bars = {0: 0.97}
 _HALF: Bars = {0: 0.65, 2048: 0.55}
 _STREAMED: Bars = {2048: 0.30}
 
+FAST_MBIT = 10_000.0
+"""From this rate of the link on other bars hold: processors are slower than the link there, and a codec gains less."""
+_RAW_FAST: Bars = {0: 1.0, 3500: 0.60}
+_INT8_FAST: Bars = {0: 1.0, 3500: 0.50}
+_STREAMED_FAST: Bars = {0: 0.10}
+
 
 def _over_link(codec: str, overlap: str, bars: Bars) -> Contender:
     streams = overlap != "off"
@@ -138,19 +144,22 @@ def _problem() -> str:
     return ""
 
 
-_FIXED = by_name(
-    _over_link("raw", "off", _RAW),
-    _over_link("fp8_e4m3", "off", _HALF),
-    _over_link("int8", "off", _HALF),
-    _over_link("raw", "auto", _STREAMED),
-    _over_link("fp8_e4m3", "auto", _STREAMED),
-    _over_link("int8", "auto", _STREAMED),
-)
-_OVER_LINK = by_name(*_FIXED.values(), _over_link("auto", "off", {}))
+def _link(raw: Bars, fp8: Bars, int8: Bars, streamed: Bars) -> LineUp:
+    codecs = {"raw": raw, "fp8_e4m3": fp8, "int8": int8}
+    fixed = [_over_link(codec, "off", bars) for codec, bars in codecs.items()]
+    fixed += [_over_link(codec, "auto", streamed) for codec in codecs]
+    ours = by_name(*fixed, _over_link("auto", "off", {}))
+    default = [one.name for one in fixed]
+    return LineUp("vllm", by_name(BASELINE), ours, default, VllmPair.of, _problem, True)
+
+
 _LOCAL = by_name(*map(_on_one_machine, ("shm", "tcp", "nixl")))
 
-LINK = LineUp("vllm", by_name(BASELINE), _OVER_LINK, tuple(_FIXED), VllmPair.of, _problem, True)
+LINK = _link(_RAW, _HALF, _HALF, _STREAMED)
 """Over a link between two namespaces."""
+
+FAST_LINK = _link(_RAW_FAST, {}, _INT8_FAST, _STREAMED_FAST)
+"""The same from `FAST_MBIT` on."""
 
 LOCAL = LineUp("vllm", by_name(BASELINE), _LOCAL, ("shm",), VllmPair.of, _problem, False)
 """On one machine."""
