@@ -475,13 +475,16 @@ def test_what_pairs_of_sglang_answer_as_one_engine_goes_to_them(asked: dict[str,
     run(scenario())
 
 
-def test_an_engine_that_computes_no_prompt_is_not_asked_alone() -> None:
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_half_of_a_pair_is_not_asked_alone(side: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with world("s", "s") as w:
-            await w.p[0].die()
-            await w.down(w.p[0])
+            dead, left = (w.p[0], w.d[0]) if side == "prefill" else (w.d[0], w.p[0])
+            await dead.die()
+            await w.down(dead)
             assert (await w.complete()).status == 503
-            assert not w.d[0].bodies
+            assert not left.bodies
+            assert "none of those is left" in caplog.text, "no retry was refused: none was tried"
 
     run(scenario())
 
