@@ -74,6 +74,8 @@ class PrefillCopy:
         """
         self.engine = engine
         self.failure: EngineFailedError | None = None
+        self.top_logprobs = -1
+        """How many of the likeliest first tokens the client wants to see; -1: no log probabilities."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
         self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
@@ -177,7 +179,7 @@ class PrefillCopy:
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         if ABORTED in raw:
             raise ended_early()
-        self._answer = first_logprobs(answer)
+        self._answer = first_logprobs(answer, max(0, self.top_logprobs))
         self._count_hits(answer)
         self.engine.circuit.succeeded()
         seen = body.address_in(answer)
