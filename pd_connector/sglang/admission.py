@@ -77,11 +77,14 @@ def host_problem(host: Any) -> str:
 
 def tokens_problem(tokens: Sequence[int], vocabulary: int) -> str:
     """Why no engine can compute this prompt; empty where it can. SGLang looks each token up in the model's
-    table without asking whether it is there, and the engine ends.
+    table without asking whether it is there, and the engine ends. So does a prefill engine that has no KV to give
+    back: SGLang refuses an empty prompt only where it is not in a list of several.
 
     Args:
         vocabulary: the first number that is no token of the model's.
     """
+    if not len(tokens):
+        return "the prompt is empty: there is no KV of it to hand over"
     ids = np.asarray(tokens)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if not wrong.size:

@@ -114,6 +114,15 @@ def test_tokens_that_are_none_of_the_models_are_refused(role: str, token: int) -
     assert bool(queue.told) == (role == "prefill"), "a decode engine of another kind is told"
 
 
+@both
+def test_a_prompt_without_a_token_is_refused(role: str) -> None:
+    """SGLang refuses it itself only where a request has one prompt, not in a list of them; the prefill engine
+    has then no KV to give back, and ends."""
+    queue = Queue(role)
+    assert "the prompt is empty" in queue.refusal(request([]))
+    assert bool(queue.told) == (role == "prefill"), "a decode engine of another kind is told"
+
+
 def test_what_sglang_puts_in_place_of_images_is_no_token() -> None:
     queue, asked = Queue("prefill"), request([1, 1 << 30, 2])
     asked.multimodal_inputs = SimpleNamespace()  # type: ignore[assignment]

@@ -84,14 +84,14 @@ class Handoff(NamedTuple):
     Attributes:
         path: of the prefill engine's request; the decode engine's is the client's.
         prefill, decode: the bodies.
-        lends_logprobs: the first token's log probabilities are in the prefill engine's answer, and
-            belong into the decode engine's.
+        lends_logprobs: the first token's log probabilities are in the prefill engine's answer, and belong into the
+            decode engine's, with so many of the likeliest tokens; -1: they do not.
     """
 
     path: str
     prefill: dict[str, Any]
     decode: dict[str, Any]
-    lends_logprobs: bool = False
+    lends_logprobs: int = -1
 
 
 def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
@@ -187,7 +187,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             "kv_transfer_params": prefill_params(str(room)),
         },
         {**_clean(request), **bootstrap},
-        lends_logprobs=wanted >= 0,
+        lends_logprobs=wanted,
     )
 
 

@@ -6,7 +6,6 @@ likely that token was, but it tells whoever asked for the completion.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _DATA = b"data: "
@@ -18,22 +17,28 @@ class FirstLogprobs(NamedTuple):
 
     Attributes:
         chosen: its log probability.
-        top: the likeliest tokens' texts and log probabilities, as many as were asked for.
+        top: the likeliest tokens' texts and log probabilities, as many as were asked for, the likeliest first.
     """
 
     chosen: float
     top: dict[str, float]
 
 
-def first_logprobs(answer: object) -> FirstLogprobs | None:
-    """What a completion of one token says; None where it has no log probabilities."""
+def first_logprobs(answer: object, count: int) -> FirstLogprobs | None:
+    """What a completion of one token says; None where it has no log probabilities.
+
+    Args:
+        count: likeliest tokens that were asked for. vLLM tells the chosen one, too, if it is none of them.
+    """
     try:
         found = answer["choices"][0]["logprobs"]  # type: ignore[index]
         chosen = float(found["token_logprobs"][0])
         top = dict((found.get("top_logprobs") or [None])[0] or {})
+        values = {str(token): float(value) for token, value in top.items()}
     except (KeyError, IndexError, TypeError, ValueError):
         return None
-    return FirstLogprobs(chosen, {str(token): float(value) for token, value in top.items()})
+    ranked = sorted(values.items(), key=lambda pair: pair[1], reverse=True)
+    return FirstLogprobs(chosen, dict(ranked[:count]))
 
 
 class FirstTokenPatch:
@@ -89,18 +94,15 @@ class FirstTokenPatch:
         if entry.get("top_logprobs"):
             entry["top_logprobs"] = [
                 {"token": token, "bytes": list(token.encode()), "logprob": value}
-                for token, value in self._ranked(len(entry["top_logprobs"])).items()
+                for token, value in self._found.top.items()
             ]
 
     def _patch_completion(self, logprobs: dict[str, Any]) -> None:
         logprobs["token_logprobs"][0] = self._found.chosen
         top = logprobs.get("top_logprobs")
         if top and top[0]:
-            top[0] = self._ranked(len(top[0]))
-
-    def _ranked(self, count: int) -> Mapping[str, float]:
-        ranked = sorted(self._found.top.items(), key=lambda pair: pair[1], reverse=True)
-        return dict(ranked[:count])
+            # Not as many as there are: SGLang has one dummy token there so often, and its texts are the keys.
+            top[0] = self._found.top
 
 
 def _encoded(answer: object) -> bytes:

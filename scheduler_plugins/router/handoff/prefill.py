@@ -46,8 +46,8 @@ def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
 class PrefillCopy:
     """A request running on a prefill engine for as long as the `async with` block.
 
-    Leaving the block cancels what still runs, and waits until it is gone. The KV goes to the decode
-    engine by itself; no more of its answer is used than `first_logprobs`.
+    Leaving the block cancels what still runs. The KV goes to the decode engine by itself; no more of its answer
+    is used than `first_logprobs`.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class PrefillCopy:
         """
         self.engine = engine
         self.failure: EngineFailedError | None = None
+        self.top_logprobs = -1
+        """How many of the likeliest first tokens the client wants to see; -1: no log probabilities."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
         self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
@@ -110,7 +112,10 @@ class PrefillCopy:
         trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if error is not None:  # its failure counts: whoever asks next looks at it
+            await asyncio.gather(self._task, return_exceptions=True)
+        # Nothing is waited for behind an answer that is whole: the client may close its connection then, as those do
+        # that send one request, which cancels this task, and would be taken for a client that has left.
         self.engine.circuit.given_up()
         self._ended()  # a task that was cancelled before its first step has not said so
         if error is None and self.failure is None:
@@ -174,7 +179,7 @@ class PrefillCopy:
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         if ABORTED in raw:
             raise ended_early()
-        self._answer = first_logprobs(answer)
+        self._answer = first_logprobs(answer, max(0, self.top_logprobs))
         self._count_hits(answer)
         self.engine.circuit.succeeded()
         seen = body.address_in(answer)

@@ -55,10 +55,11 @@ async def prompt_ids(
         EngineFailedError: it does not answer, or not with ids.
     """
     prompt = request.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+        prompt = prompt[0]  # the only one of a list
+        request = {**request, "prompt": prompt}
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
-    if isinstance(prompt, list):
-        request = {**request, "prompt": prompt[0]}
     asked = body.encode(tokenize_body(request, engine.kind or Kind.VLLM))
     call = EngineCall("POST", TOKENIZE, headers, asked)
     timeouts = ResponseTimeouts(config.first_byte_timeout_s, config.idle_timeout_s)

@@ -115,7 +115,8 @@ class Dispatch:
         copy.on_end = lambda failure: self._spans.end(
             "prefill", "" if failure is None else failure.cause
         )
-        lender = copy if plan.lends_logprobs else None
+        copy.top_logprobs = plan.lends_logprobs
+        lender = copy if plan.lends_logprobs >= 0 else None
         client_error = False
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:

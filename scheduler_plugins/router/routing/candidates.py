@@ -181,10 +181,15 @@ class Candidates:
             elif engine.up and engine.draining:
                 found.append((engine, "draining", "it drains, or is to leave"))
             elif engine.up:
-                why = f"{self._attempts} engines had failed (setting attempts)"
-                tried = self._accepted >= self._attempts
-                left = f"not tried: {why if tried else 'the retry budget was used up'}"
-                found.append((engine, "not_tried", left))
+                found.append((engine, "not_tried", f"not tried: {self._untried()}"))
             else:
                 found.append((engine, "down", engine.reason))
         return found
+
+    def _untried(self) -> str:
+        """Why an engine that is up was not asked."""
+        if self._accepted >= self._attempts:
+            return f"{self._attempts} engines had failed (setting attempts)"
+        if self.able(begun=True) is not None:
+            return "the retry budget was used up"
+        return "it answers together with an engine of the other side, and none of those is left"

@@ -23,6 +23,7 @@ from router_fakes import (
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.exchange import UnreachableError
+from scheduler_plugins.router.handoff.prefill import PrefillCopy
 
 
 @pytest.mark.parametrize(
@@ -467,6 +468,40 @@ def test_a_client_that_leaves_takes_both_requests_with_it(when: str) -> None:
             )
             await world.idle()
             assert await world.metric("requests_total", outcome="client_gone") == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_with_its_whole_answer_was_served(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends one request closes its connection at once, while the prefill copy is being let go."""
+    run_copy = PrefillCopy._run
+
+    async def slow_to_go(copy: PrefillCopy) -> None:
+        try:
+            await run_copy(copy)
+        finally:
+            await asyncio.sleep(0.3)
+
+    monkeypatch.setattr(PrefillCopy, "_run", slow_to_go)
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.p[0].behave = hang
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True)
+            ) as client:
+                asked = {"prompt": "a", "stream": streams}
+                async with client.post(
+                    f"http://127.0.0.1:{world.port}/v1/completions", json=asked
+                ) as response:
+                    assert response.status == 200
+                    await response.read()
+            await world.idle()
+            assert await world.metric("requests_total", outcome="ok") == 1
+            assert await world.metric("requests_total", outcome="client_gone") == 0
 
     run(scenario())
 

@@ -198,10 +198,11 @@ def test_of_replicas_the_one_is_named_that_sglang_gives_the_room_to() -> None:
         assert plan.decode["kv_transfer_params"]["remote_engine_id"] == f"replica-{replica}"
 
 
-def test_a_prompt_of_ids_is_not_tokenised() -> None:
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]], ids=["alone", "in a list"])
+def test_a_prompt_of_ids_is_not_tokenised(prompt: list[Any]) -> None:
     async def scenario() -> None:
         async with world("v", "s") as w:
-            await w.complete(prompt=[1, 2, 3])
+            assert (await w.complete(prompt=prompt)).status == 200
             assert w.p[0].bodies[0]["prompt"] == [1, 2, 3]
             assert not w.d[0].tokenized
 
@@ -258,6 +259,22 @@ def test_the_first_logprob_is_the_one_of_the_engine_that_chose_the_token(streams
             assert w.p[0].bodies[0]["logprobs"] == 1
             if streams:
                 assert reply.events[1:] == [choice(text="c"), "[DONE]"]
+
+    run(scenario())
+
+
+def test_as_many_first_tokens_are_told_as_were_asked_for() -> None:
+    """SGLang has one dummy token in their place, so often; vLLM tells the chosen one beside the likeliest."""
+    told = {"x": -3.0, "a": -0.25, "c": -2.5, "b": -2.0}
+    first = {"tokens": ["x"], "token_logprobs": [-3.0], "top_logprobs": [told]}
+
+    async def scenario() -> None:
+        async with world("v", "s") as w:
+            w.p[0].behave = answers(choice(text="x", logprobs=first))
+            w.d[0].behave = answers(choice(text="xb", logprobs=LOGPROBS))
+            got = (await w.complete(logprobs=3)).json["choices"][0]["logprobs"]
+            assert got["token_logprobs"] == [-3.0, -0.5]
+            assert got["top_logprobs"] == [{"a": -0.25, "b": -2.0, "c": -2.5}, {}]
 
     run(scenario())
 
@@ -475,13 +492,16 @@ def test_what_pairs_of_sglang_answer_as_one_engine_goes_to_them(asked: dict[str,
     run(scenario())
 
 
-def test_an_engine_that_computes_no_prompt_is_not_asked_alone() -> None:
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_half_of_a_pair_is_not_asked_alone(side: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with world("s", "s") as w:
-            await w.p[0].die()
-            await w.down(w.p[0])
+            dead, left = (w.p[0], w.d[0]) if side == "prefill" else (w.d[0], w.p[0])
+            await dead.die()
+            await w.down(dead)
             assert (await w.complete()).status == 503
-            assert not w.d[0].bodies
+            assert not left.bodies
+            assert "none of those is left" in caplog.text, "no retry was refused: none was tried"
 
     run(scenario())
 
