@@ -185,7 +185,7 @@ class ConsumerSide:
                 self._cache.scatter_next(following.payload)
             give_up = partial(self._give_up, arrival, now)
             with confined(self._telemetry, "taking in a chunk", give_up):
-                self._arrived(*arrival[:4], now, authentic=arrival.authentic)
+                self._arrived(*arrival[:4], now, verified=arrival.verified)
         self._cache.settle()
 
     def _give_up(self, arrival: Landed, now: float) -> None:
@@ -212,7 +212,7 @@ class ConsumerSide:
         problem: str,
         now: float,
         *,
-        authentic: bool = False,
+        verified: bool = False,
     ) -> None:
         try:
             header = decode_header(data)
@@ -225,7 +225,7 @@ class ConsumerSide:
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
         actions = self._consumer.landed(
-            header, slot, payload, now, problem=problem, authentic=authentic
+            header, slot, payload, now, problem=problem, verified=verified
         )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)

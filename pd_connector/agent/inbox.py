@@ -65,7 +65,7 @@ class ChunkPages(Destination):
 
     def filled_as(self, place: PlaceChunk) -> bool:
         """Whether all of this chunk, and no other one, was written into these pages."""
-        same = self._place._replace(payload=None, authentic=True)
+        same = self._place._replace(payload=None, verified=True)
         return self._filled == self.nbytes and same == place._replace(payload=None)
 
 
@@ -145,7 +145,7 @@ class Inbox:
                     self._cache.scatter(*where)
                 else:
                     distances = self._cache.compare(*where)
-                if place.authentic and not place.header.checksum:
+                if place.verified and not place.header.checksum:
                     # Its transport has checked every byte, and nobody else can write them.
                     found = b""
                 else:
@@ -162,7 +162,7 @@ class Inbox:
     def destination(
         self, place: PlaceChunk, awaited: Callable[[PlaceChunk], bool]
     ) -> Destination | None:
-        """The pages of a chunk that arrives over a transport that authenticates; None where it has to
+        """The pages of a chunk that arrives over a transport that verifies it; None where it has to
         be scattered, or compared, or summed when it is complete.
 
         Args:

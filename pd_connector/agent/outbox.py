@@ -149,8 +149,8 @@ class Outbox:
         self.underway.check_integrity()
 
     def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
-        """That of a gathered chunk; empty if its transport authenticates every byte."""
-        if path.transport.authenticates and not path.read:
+        """That of a gathered chunk; empty if its transport verifies every byte."""
+        if path.transport.verifies(path.link) and not path.read:
             return b""
         assert isinstance(payload, memoryview)  # what lies on a device was summed there
         return checksum(payload, send.route.rules.sums_digest)
@@ -158,7 +158,7 @@ class Outbox:
     def _fill(
         self, send: Send, path: SendPath, confirm: Callable[[], None]
     ) -> tuple[int, Payload, Callable[[], int] | None]:
-        """Gather a chunk into a send slot; returns the slot and the payload in it. Or encrypt it into
+        """Gather a chunk into a send slot; returns the slot and the payload in it. Or seal it into
         the slot; returns also what starts the write then.
 
         It is never gathered straight into the landing slot: a producer that was given up may still
@@ -167,7 +167,7 @@ class Outbox:
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
             slot, fence = self._slots(path).slot(send_slot), self._fences.get(send.request)
-            if (begin := self._encrypt(send, path, slot)) is not None:
+            if (begin := self._seal(send, path, slot)) is not None:
                 payload = slot[: send.chunk.nbytes(send.route)]
             else:
                 payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
@@ -177,11 +177,11 @@ class Outbox:
             raise
         return send_slot, payload, begin
 
-    def _encrypt(self, send: Send, path: SendPath, slot: Payload) -> Callable[[], int] | None:
-        """Encrypt a chunk of whole pages into a send slot, from where it lies; returns what starts the
+    def _seal(self, send: Send, path: SendPath, slot: Payload) -> Callable[[], int] | None:
+        """Seal a chunk of whole pages into a send slot, from where it lies; returns what starts the
         write, or None where it has to be gathered. A write that is never started ends the
         connection: numbers of records are missing then."""
-        if path.read or not path.transport.authenticates or not isinstance(slot, memoryview):
+        if path.read or not path.transport.verifies(path.link) or not isinstance(slot, memoryview):
             return None
         pieces = self._pieces(send)
         if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:

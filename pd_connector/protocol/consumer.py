@@ -240,7 +240,7 @@ class Consumer:
         now: float,
         *,
         problem: str = "",
-        authentic: bool = False,
+        verified: bool = False,
     ) -> list[Action]:
         """A chunk has landed. Its bytes are used only if its header fits the plan.
 
@@ -251,11 +251,9 @@ class Consumer:
             payload: the bytes in the slot; or the producer's pages, from which they can be read; or
                 where they are already.
             problem: why the chunk will not come, if so.
-            authentic: as in `transport.base.Landed`.
+            verified: as in `transport.base.Landed`.
         """
-        return self._landings.landed(
-            header, slot, payload, now, problem=problem, authentic=authentic
-        )
+        return self._landings.landed(header, slot, payload, now, problem=problem, verified=verified)
 
     def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
         """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:

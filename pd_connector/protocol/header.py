@@ -19,7 +19,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
         identity: fingerprint of the tokens whose KV this is.
         codec: name of the route's codec.
         nbytes: bytes of the payload.
-        checksum: of the payload. It may be empty over a transport that authenticates every byte, and
+        checksum: of the payload. It may be empty over a transport that verifies every byte, and
             over no other.
     """
 

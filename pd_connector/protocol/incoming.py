@@ -69,7 +69,7 @@ class PlaceChunk(NamedTuple):
     # Here, or in the producer's memory, or in its pages already; None: still to come.
     payload: Payload | Pieces | Destination | None
     request: str  # whose pages they are
-    authentic: bool = False  # the transport has verified that the producer sent these bytes
+    verified: bool = False  # as in `transport.base.Landed`
     comparison: Comparison | None = None  # to which it is added, in place of being written
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:

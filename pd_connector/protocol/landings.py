@@ -46,11 +46,11 @@ class Landings:
         now: float,
         *,
         problem: str,
-        authentic: bool,
+        verified: bool,
     ) -> list[Action]:
         """See `Consumer.landed`."""
         incoming = self._transfers.get(header.transfer)
-        place = self._place(header, slot, payload, authentic=authentic)
+        place = self._place(header, slot, payload, verified=verified)
         if incoming is None or place is None:
             return []
         if problem:
@@ -62,7 +62,7 @@ class Landings:
 
     def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
         """See `Consumer.expected`."""
-        place = self._place(header, slot, None, authentic=False)
+        place = self._place(header, slot, None, verified=False)
         return None if place is None or place.problem(self._wanted(place)) else place
 
     def awaits(self, place: PlaceChunk) -> bool:
@@ -83,7 +83,7 @@ class Landings:
         slot: int,
         payload: Payload | Pieces | Destination | None,
         *,
-        authentic: bool,
+        verified: bool,
     ) -> PlaceChunk | None:
         """Where a chunk belongs; None if nobody waits for it."""
         incoming = self._transfers.get(header.transfer)
@@ -106,7 +106,7 @@ class Landings:
             slot=slot,
             payload=payload,
             request=incoming.load.request,
-            authentic=authentic,
+            verified=verified,
             comparison=incoming.comparison,
         )
 

@@ -41,22 +41,23 @@ class Landed(NamedTuple):
             Those of a read may lie in the producer's send slot; they are valid until the producer is
             told that they were taken. A `Destination` is what `destinations` has named: they lie there.
         problem: why a read failed, for the log; its payload is empty then.
-        authentic: the transport has verified, by keys that only the peer has, that these are the
-            bytes that the peer sent; and nobody but this process can write where they lie.
+        verified: the transport has verified, by a cipher's tags or, where no key is set, by
+            checksums, that these are the bytes that the peer sent; and nobody but this process can
+            write where they lie.
     """
 
     header: bytes
     slot: int
     payload: Payload | Destination
     problem: str = ""
-    authentic: bool = False
+    verified: bool = False
 
 
 Destinations = Callable[[bytes, int, int], Destination | None]
 """Takes header, landing slot and length of a chunk that arrives; says where it belongs, if that is known."""
 
 LEAST_PIECE_BYTES = 16 << 10
-"""Memory in smaller pieces is encrypted and decrypted by way of a slot: each piece costs microseconds."""
+"""Memory in smaller pieces is sealed and opened by way of a slot: each piece costs microseconds."""
 
 
 class Transport(abc.ABC):
@@ -76,14 +77,12 @@ class Transport(abc.ABC):
     move host memory only."""
     label: str = ""
     """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
-    authenticates: bool = False
-    """Whether everything it delivers is `authentic`. Chunks need no checksum then."""
     destinations: Destinations | None = None
-    """Set by the consumer. A transport that decrypts may ask it where a chunk belongs, and decrypt each part
-    of it there as it arrives. What it wrote there is authentic only if `Landed` is."""
+    """Set by the consumer. A transport that `verifies` may ask it where a chunk belongs, and copy or decrypt
+    each part of it there as it arrives. What it wrote there counts only if `Landed` is `verified`."""
     sends_from: Slab | None = None
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
-    `authenticates` needs them: memory that no peer can write. Such a transport delivers the chunks of
+    `verifies` needs them: memory that no peer can write. Such a transport delivers the chunks of
     one link in the order of their writes."""
 
     @abc.abstractmethod
@@ -99,6 +98,10 @@ class Transport(abc.ABC):
         """Slots in device memory that chunks for this consumer are gathered into, to be written or read;
         None where they pass through host memory."""
         return None
+
+    def verifies(self, link: Link) -> bool:
+        """Whether everything that this consumer is sent is `verified` there. Chunks need no checksum then."""
+        return False
 
     @abc.abstractmethod
     def disconnect(self, link: Link) -> None:
@@ -135,7 +138,7 @@ class Transport(abc.ABC):
     def prepare(
         self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
     ) -> Callable[[], int] | None:
-        """Read a payload that lies in pieces, and encrypt it into `into`, before the call returns.
+        """Read a payload that lies in pieces, and seal it into `into`, before the call returns.
 
         Returns:
             What starts the write (see `write`) and returns its token; call it at once, or never. None

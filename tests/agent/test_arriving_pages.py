@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that are decrypted into pages while they arrive: only while the pages are their load's."""
+"""Chunks that are opened into pages while they arrive: only while the pages are their load's."""
 
 import contextlib
 import socket
@@ -29,6 +29,7 @@ from pd_connector.transport.base import Transport
 from pd_connector.transport.tcp import TcpTransport
 
 SEALED = LONG | {"transports": ("tcp",), "key": KEY}
+each_seal = pytest.mark.parametrize("key", [KEY, ""], ids=["key", "sums"])
 WIDE = {"geometry": geometry_of(page_size=16, key_dim=64, value_dim=64), "pages": 48}
 """A page of one layer is one piece of 16 KiB."""
 FROM, INTO = range(20), range(24, 44)
@@ -81,11 +82,13 @@ def forbidden(*_: Any) -> None:
     raise AssertionError("the chunk was copied")
 
 
+@each_seal
 def test_whole_pages_are_neither_gathered_nor_scattered_nor_summed(
     ranks: Ranks,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    key: str,
 ) -> None:
-    producer, consumer = ranks.pair(SEALED, **WIDE)
+    producer, consumer = ranks.pair(SEALED | {"key": key}, **WIDE)
     producer.offer("first", INTO)  # what is sent before the connection stands is gathered
     consumer.load(producer.source, "first", INTO)
     assert consumer.loaded("first").cause is None
@@ -99,14 +102,31 @@ def test_whole_pages_are_neither_gathered_nor_scattered_nor_summed(
     assert_pages(producer, FROM, consumer, INTO)
 
 
-@pytest.mark.parametrize("change", [{"key": ""}, {"codec": "int8"}])
-def test_what_is_not_authenticated_or_is_coded_is_copied(
+def of_before(transport: Transport) -> Transport:
+    """Without a key its records have no tags."""
+    if isinstance(transport, TcpTransport):
+        transport._address = msgspec.structs.replace(transport._address, sums=False)
+    return transport
+
+
+@each_seal
+@pytest.mark.parametrize("change", ["codec", "producer of before", "consumer of before"])
+def test_what_has_no_tags_or_is_coded_is_copied(
     ranks: Ranks,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, str],
+    key: str,
+    change: str,
 ) -> None:
-    monkeypatch.setattr(inbox.ChunkPages, "memory", forbidden)
-    producer, consumer = ranks.pair(SEALED | change, **WIDE)
+    copied = change == "codec" or not key
+    if copied:
+        monkeypatch.setattr(inbox.ChunkPages, "memory", forbidden)
+    settings = SEALED | {"key": key} | ({"codec": "int8"} if change == "codec" else {})
+    sides = []
+    for number, side in enumerate(("producer", "consumer")):
+        wrap = {"wrap": of_before} if change == f"{side} of before" else {}
+        roles = {"produces": side == "producer", "consumes": side == "consumer"}
+        sides.append(ranks(settings, seed=number, **wrap, **roles, **WIDE))
+    producer, consumer = sides
     producer.offer("t", FROM)
     consumer.load(producer.source, "t", INTO)
     assert consumer.loaded("t").cause is None

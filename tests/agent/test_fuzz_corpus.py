@@ -19,10 +19,13 @@ each_mode = pytest.mark.parametrize(
 
 
 @each_mode
-def test_nothing_is_raised_held_or_lost_whatever_a_peer_sends(keyed: bool, greeted: bool) -> None:
+@pytest.mark.parametrize("sums", [True, False], ids=["", "peers of before"])
+def test_nothing_is_raised_held_or_lost_whatever_a_peer_sends(
+    keyed: bool, greeted: bool, sums: bool
+) -> None:
     scripts = read_corpus(mode(keyed=keyed, greeted=greeted))
     assert scripts
-    with Targets(keyed=keyed, greeted=greeted) as targets:
+    with Targets(keyed=keyed, greeted=greeted, sums=sums) as targets:
         assert growth(targets, scripts) == 0
 
 

@@ -70,7 +70,7 @@ def test_a_gather_that_fails_gives_its_slot_back():
         transport=SimpleNamespace(
             copies=False,
             sends_from=None,
-            authenticates=False,
+            verifies=lambda link: False,
             device_slots=lambda link: None,
         ),
         link=0,

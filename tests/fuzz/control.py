@@ -300,8 +300,8 @@ class ControlTarget:
                 data = encode_header(right)
         except MalformedMessageError:
             pass
-        authentic = transport.authenticates
-        transport.landed.append(Landed(data, slot, payload, authentic=authentic))
+        verified = transport.verifies(0)
+        transport.landed.append(Landed(data, slot, payload, verified=verified))
 
     def _believe(self, data: bytes) -> None:
         """Pages that are offered with this message have the checksum that its header says."""
@@ -332,7 +332,6 @@ class StillTransport(Transport):
         self.one_sided = inner.one_sided  # type: ignore[misc]
         self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
-        self.authenticates = inner.authenticates
         self.sends_from = inner.sends_from
         self.found = b""
         self.landed: list[Landed] = []
@@ -353,6 +352,9 @@ class StillTransport(Transport):
 
     def connect(self, consumer: bytes) -> Link:
         return self.expect(consumer)
+
+    def verifies(self, link: Link) -> bool:
+        return self.name == "tcp2"
 
     def disconnect(self, link: Link) -> None:
         for token in [token for token, to in self._writes.items() if to == link]:

@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Callable
 from unittest import mock
 
 from fuzz.script import Kind, Step
@@ -16,7 +17,7 @@ from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.consumer_half import ConsumerHalf
 from pd_connector.transport.tcp import transport as transport_module
 from pd_connector.transport.tcp.address import TcpAddress, read_address
-from pd_connector.transport.tcp.cipher import Handshake, Opener, Sealer, dial_code
+from pd_connector.transport.tcp.cipher import Handshake, dial_code
 from pd_connector.transport.tcp.frames import (
     ANSWER_BYTES,
     DIAL_BYTES,
@@ -26,6 +27,7 @@ from pd_connector.transport.tcp.frames import (
     read_answer,
     read_dial,
 )
+from pd_connector.transport.tcp.sealing import Opener, Sealer
 from pd_connector.transport.tcp.transport import TcpTransport
 
 SLOTS, SLOT_BYTES = 2, 1 << 14
@@ -40,11 +42,12 @@ class TcpTarget:
     Args:
         shared: secret of all engines; empty without a key.
         greeted: whether both connections stand when the first step comes.
+        sums: whether, without a key, the script's records have checksums.
     """
 
     kinds = frozenset(range(Kind.DIAL, Kind.LISTENER_RECORD + 1)) | {Kind.TIME_PASSES}
 
-    def __init__(self, shared: bytes, *, greeted: bool) -> None:
+    def __init__(self, shared: bytes, *, greeted: bool, sums: bool) -> None:
         self._shared = shared
         self._greeted = greeted
         self._clock = _Clock()
@@ -59,9 +62,11 @@ class TcpTarget:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(1.0)
         ends = SLOTS, SLOT_BYTES, self._ours.fast_aes
-        self._consumer = TcpAddress("127.0.0.1", 9, b"c" * 16, b"s" * 32, *ends)
         port = self._server.getsockname()[1]
-        self._producer = TcpAddress("127.0.0.1", port, b"p" * 16, b"s" * 32, *ends)
+        self._consumer, self._producer = (
+            TcpAddress("127.0.0.1", at, name * 16, b"s" * 32, *ends, sums=sums)
+            for at, name in ((9, b"c"), (port, b"p"))
+        )
 
     def begin(self) -> None:
         """Nothing is dialled before a step needs it."""
@@ -151,7 +156,7 @@ class TcpTarget:
                 self._turn()
                 nonce, _ = read_answer(_receive(self._dialler, ANSWER_BYTES))
                 ends = self._shared, self._consumer, self._ours, dial, nonce
-                self._to_producer = self._sealer(Handshake(*ends).dialler_ciphers())
+                self._to_producer = self._sealer(Handshake(*ends), Handshake.dialler_seals)
                 self._send(self._dialler, _record(self._to_producer, GREET, b""))
                 self._turn()
         return self._dialler
@@ -167,12 +172,14 @@ class TcpTarget:
                 ends = self._shared, self._ours, self._producer, dial, _NONCE
                 handshake = Handshake(*ends)
                 self._send(self._listener, handshake.answer())
-                self._to_consumer = self._sealer(handshake.listener_ciphers())
+                self._to_consumer = self._sealer(handshake, Handshake.listener_seals)
                 self._turn()
         return self._listener
 
-    def _sealer(self, ciphers: tuple[Sealer, Opener]) -> Sealer | None:
-        return ciphers[0] if self._shared else None
+    def _sealer(
+        self, handshake: Handshake, seals: Callable[[Handshake], tuple[Sealer, Opener]]
+    ) -> Sealer | None:
+        return seals(handshake)[0] if handshake.sealed else None
 
     def _write(self, number: int) -> None:
         """So that there is something to acknowledge."""

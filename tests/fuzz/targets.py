@@ -18,13 +18,14 @@ class Targets:
     Args:
         keyed: whether the engines have a key.
         greeted: whether handshakes have been finished when a script begins.
+        sums: whether, without a key, records over tcp have checksums.
     """
 
-    def __init__(self, *, keyed: bool, greeted: bool) -> None:
+    def __init__(self, *, keyed: bool, greeted: bool, sums: bool = True) -> None:
         key = KEY if keyed else ""
         self._all = (
             ControlTarget(key, greeted=greeted),
-            TcpTarget(key.encode(), greeted=greeted),
+            TcpTarget(key.encode(), greeted=greeted, sums=sums),
             ShmTarget(greeted=greeted),
             ParamsTarget(key),
         )

@@ -154,10 +154,10 @@ class FaultTransport(WrappingTransport):
                 copy = bytearray(landed.payload)
                 if not landed.problem:
                     copy[offset] ^= 0xFF
-                self._landed.add(landed._replace(payload=memoryview(copy), authentic=False))
+                self._landed.add(landed._replace(payload=memoryview(copy), verified=False))
             case Truncate(nbytes):
                 part = landed.payload[:nbytes]
-                self._landed.add(landed._replace(payload=part, authentic=False))
+                self._landed.add(landed._replace(payload=part, verified=False))
             case Fail():
                 problem = f"injected: landing {number} fails"
                 self._landed.add(landed._replace(payload=memoryview(b""), problem=problem))

@@ -321,22 +321,22 @@ def test_payloads_are_not_readable_on_the_wire_when_a_key_is_set(
 
 @pytest.mark.parametrize("tells", [False, True])
 def test_a_consumer_that_opens_small_records_only_gets_small_ones(
-    kind: str, make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, tells: bool
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch, tells: bool
 ) -> None:
     """It is of a version that does not say so. If it said what newer ones say, it would get records
     that it refuses."""
     monkeypatch.setattr(receiving, "RECORD_BYTES", LEAST_RECORD_BYTES)
     nbytes = 3 * LEAST_RECORD_BYTES
     producer, consumer = make_end(slot_bytes=nbytes), make_end(slot_bytes=nbytes)
-    fields = _fields(consumer)
-    theirs = msgspec.msgpack.encode(fields if tells else fields[:-1])
-    assert read_address(theirs).record_bytes > LEAST_RECORD_BYTES or not tells
+    silent = msgspec.msgpack.encode(_fields(consumer)[:-2])
+    said = read_address(consumer.transport.address() if tells else silent).record_bytes
+    assert said > LEAST_RECORD_BYTES or not tells
+    theirs = _address(consumer, record_bytes=said)
     link = producer.transport.connect(theirs)
     consumer.transport.expect(producer.transport.address())
     producer.send(link, b"", b"x" * nbytes, slot=0)
     drive(producer, consumer, until=lambda: bool(producer.written))
-    arrives = kind == "tcp" or not tells
-    assert (producer.written[0].ok, len(consumer.landed)) == (arrives, arrives)
+    assert (producer.written[0].ok, len(consumer.landed)) == (not tells, not tells)
 
 
 def test_a_peer_that_opens_next_to_nothing_is_refused(make_end: MakeEnd) -> None:
@@ -360,16 +360,24 @@ def test_the_cipher_is_what_both_processors_are_fast_at(
     assert set(made) == ({all(fast)} if kind == "tcp+key" else set())
 
 
-def test_what_lands_is_authentic_only_with_a_key(kind: str, make_end: MakeEnd) -> None:
+@pytest.mark.parametrize("old", ["", "producer", "consumer"])
+def test_what_lands_is_verified_where_records_have_tags(
+    kind: str, make_end: MakeEnd, old: str
+) -> None:
+    """Without a key a peer of a version before gives them none."""
     producer, consumer = make_end(), make_end()
+    for name, end in (("producer", producer), ("consumer", consumer)):
+        address = end.transport._address
+        end.transport._address = msgspec.structs.replace(address, sums=old != name)
     link, _ = meet(producer, consumer)
     producer.send(link, b"", b"payload", slot=0)
     landed: list[bool] = []
     while not landed:
         producer.poll()
-        landed += [arrival.authentic for arrival in consumer.transport.poll()[1]]
-    assert landed == [kind == "tcp+key"]
-    assert producer.transport.authenticates == (kind == "tcp+key")
+        landed += [arrival.verified for arrival in consumer.transport.poll()[1]]
+    verified = kind == "tcp+key" or not old
+    assert landed == [verified]
+    assert producer.transport.verifies(link) == verified
 
 
 def test_more_chunks_at_once_than_landing_slots_wait_for_each_other(make_end: MakeEnd) -> None:

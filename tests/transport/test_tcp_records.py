@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, TcpAddress
-from pd_connector.transport.tcp.cipher import Handshake, Opener, Sealer
+from pd_connector.transport.tcp.cipher import Handshake
 from pd_connector.transport.tcp.frames import (
     ACK,
     CHUNK,
@@ -33,6 +34,7 @@ from pd_connector.transport.tcp.frames import (
 )
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Arrived, Event, Receiving
+from pd_connector.transport.tcp.sealing import Opener, Sealer
 from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import ChunkWrite, Sending
 
@@ -41,7 +43,7 @@ SHARED = b"a shared secret"
 
 
 def address(name: bytes) -> TcpAddress:
-    return TcpAddress("127.0.0.1", 1, name * 16, os.urandom(32), 1, 1, True)
+    return TcpAddress("127.0.0.1", 1, name * 16, os.urandom(32), 1, 1, True, sums=True)
 
 
 DIALLER, LISTENER = address(b"d"), address(b"l")
@@ -55,6 +57,16 @@ def handshake(
     )
     dial = DialFrame(DIALLER.identity, LISTENER.identity, nonce)
     return Handshake(shared, dialler, listener, dial, bytes(32))
+
+
+SEALS: dict[str, dict[str, Any]] = {
+    "AES": {},
+    "ChaCha20": {"fast_aes": False},
+    "sums": {"shared": b""},
+}
+"""What records are sealed by, and the `handshake` of which that comes."""
+each_seal = pytest.mark.parametrize("seal", SEALS)
+in_parts = pytest.mark.parametrize("seal", ["AES", "sums"])
 
 
 class Line:
@@ -132,14 +144,14 @@ def chunk(token: int, payload: bytes) -> ChunkWrite:
 FIRST, SECOND = os.urandom(SLOT_BYTES), os.urandom(1000)
 
 
-@pytest.mark.parametrize("cipher", ["AES", "ChaCha20", ""])
+@pytest.mark.parametrize("seal", [*SEALS, ""])
 @pytest.mark.parametrize("nbytes", [0, 1, RECORD_BYTES, RECORD_BYTES + 1, SLOT_BYTES])
 def test_chunks_arrive_however_the_bytes_are_cut(
-    line: Callable[..., Line], cipher: str, nbytes: int
+    line: Callable[..., Line], seal: str, nbytes: int
 ) -> None:
-    one = handshake(fast_aes=cipher == "AES")
-    sealer = one.listener_ciphers()[0] if cipher else None
-    receiver = line(one.dialler_ciphers()[1] if cipher else None)
+    one = handshake(**SEALS.get(seal, {}))
+    sealer = one.listener_seals()[0] if seal else None
+    receiver = line(one.dialler_seals()[1] if seal else None)
     payload = FIRST[:nbytes]
     sent = b"".join(records(sealer, [chunk(1, payload), chunk(2, SECOND)]))
     cuts = [*range(0, 200, 7), len(sent) // 2, len(sent)]
@@ -177,15 +189,15 @@ TAMPERED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("fast_aes", [True, False])
+@each_seal
 @pytest.mark.parametrize("name", TAMPERED)
 def test_what_was_tampered_with_does_not_open(
-    line: Callable[..., Line], name: str, fast_aes: bool
+    line: Callable[..., Line], name: str, seal: str
 ) -> None:
-    one = handshake(fast_aes=fast_aes)
-    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST), chunk(2, SECOND)])
+    one = handshake(**SEALS[seal])
+    sent = records(one.listener_seals()[0], [chunk(1, FIRST), chunk(2, SECOND)])
     assert len(sent) == 5
-    receiver = line(one.dialler_ciphers()[1])
+    receiver = line(one.dialler_seals()[1])
     arrived: list[tuple[int, bytes]] = []
 
     def take_all() -> None:
@@ -201,7 +213,7 @@ def test_what_was_tampered_with_does_not_open(
         assert payload == (FIRST, SECOND)[token - 1]
 
 
-def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> None:
+def test_without_tags_a_changed_bit_is_delivered(line: Callable[..., Line]) -> None:
     """The harm with the guard off: this is what the checksum is for then."""
     sent = records(None, [chunk(1, FIRST)])
     (event,) = line(None).take(b"".join([sent[0], flipped(sent[1], 1000)]))
@@ -212,19 +224,19 @@ def test_without_a_key_a_changed_bit_is_delivered(line: Callable[..., Line]) -> 
 
 def test_records_of_another_connection_or_direction_do_not_open(line: Callable[..., Line]) -> None:
     sealed = {
-        "another nonce": handshake(nonce=b"n" * 32).listener_ciphers()[0],
-        "another key": handshake(b"another").listener_ciphers()[0],
-        "our own": handshake().dialler_ciphers()[0],
+        "another nonce": handshake(nonce=b"n" * 32).listener_seals()[0],
+        "another key": handshake(b"another").listener_seals()[0],
+        "our own": handshake().dialler_seals()[0],
     }
     for sealer in sealed.values():
         with pytest.raises(FrameError, match="does not open"):
-            line(handshake().dialler_ciphers()[1]).take(records(sealer, [chunk(1, SECOND)])[0])
+            line(handshake().dialler_seals()[1]).take(records(sealer, [chunk(1, SECOND)])[0])
 
 
 def test_a_chunk_that_is_cut_off_is_not_delivered(line: Callable[..., Line]) -> None:
     one = handshake()
-    sent = b"".join(records(one.listener_ciphers()[0], [chunk(1, FIRST)]))
-    receiver = line(one.dialler_ciphers()[1])
+    sent = b"".join(records(one.listener_seals()[0], [chunk(1, FIRST)]))
+    receiver = line(one.dialler_seals()[1])
     assert receiver.take(sent[:-1]) == []
     receiver.near.close()
     with pytest.raises(ConnectionResetError):
@@ -261,9 +273,12 @@ def test_what_no_peer_says_ends_the_connection(line: Callable[..., Line], name: 
         line(None, chunks=chunks).take(data)
 
 
-def test_random_bytes_never_land_under_a_key(line: Callable[..., Line]) -> None:
+@each_seal
+def test_random_bytes_never_land_where_records_have_tags(
+    line: Callable[..., Line], seal: str
+) -> None:
     for _ in range(200):
-        receiver = line(handshake().dialler_ciphers()[1])
+        receiver = line(handshake(**SEALS[seal]).dialler_seals()[1])
         try:
             assert receiver.take(os.urandom(500)) == []
         except FrameError:
@@ -275,7 +290,7 @@ def test_random_bytes_never_land_under_a_key(line: Callable[..., Line]) -> None:
 def test_a_chunk_counts_as_sent_when_its_last_byte_is() -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
-    sending = Sending(near, handshake().listener_ciphers()[0], Segments(), RECORD_BYTES)
+    sending = Sending(near, handshake().listener_seals()[0], Segments(), RECORD_BYTES)
     sending.queue(chunk(1, FIRST))
     sending.queue(chunk(2, SECOND))
     sending.pump()
@@ -323,15 +338,16 @@ class Pages(Destination):
         yield () if self.taken_back else list(self.pieces.buffers(start, stop))
 
 
+@in_parts
 @pytest.mark.parametrize("pieces", [1, RECORD_BYTES // PIECE, SLOT_BYTES // PIECE])
 def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
-    line: Callable[..., Line], pieces: int
+    line: Callable[..., Line], pieces: int, seal: str
 ) -> None:
-    one, nbytes = handshake(), pieces * PIECE
-    receiver = line(one.dialler_ciphers()[1])
+    one, nbytes = handshake(**SEALS[seal]), pieces * PIECE
+    receiver = line(one.dialler_seals()[1])
     pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: Pages(nbytes, PIECE)}
     receiver.landing.destinations = lambda header, slot, nbytes: pages[slot]
-    sending = Sending(receiver.near, one.listener_ciphers()[0], Segments(), RECORD_BYTES)
+    sending = Sending(receiver.near, one.listener_seals()[0], Segments(), RECORD_BYTES)
     payload, events = FIRST[:nbytes], list[Event]()
     slots = []
     for token in (1, 2):
@@ -341,7 +357,7 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
         head = ChunkHead(token, nbytes, token, b"header")
         sending.queue(sending.seal(head, source, slots[-1]))
         memory[:] = 0
-        assert bytes(slots[-1]) != payload
+        assert (bytes(slots[-1]) == payload) == (seal == "sums")
     sending.say(PING)
     assert not sending.can_seal, "its number would come before that of the ping"
     sending.queue(ChunkWrite(ChunkHead(3, nbytes, 3, b""), memoryview(payload)))
@@ -361,14 +377,15 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
     assert receiver.landing.take() is None, "only the second chunk lies in landing memory"
 
 
+@in_parts
 @pytest.mark.parametrize("tampered", [False, True])
 def test_pages_that_are_taken_back_are_not_written_and_the_rest_is_still_verified(
-    line: Callable[..., Line], tampered: bool
+    line: Callable[..., Line], tampered: bool, seal: str
 ) -> None:
-    one = handshake()
-    receiver, pages = line(one.dialler_ciphers()[1]), Pages(SLOT_BYTES, 1 << 14)
+    one = handshake(**SEALS[seal])
+    receiver, pages = line(one.dialler_seals()[1]), Pages(SLOT_BYTES, 1 << 14)
     receiver.landing.destinations = lambda *_: pages
-    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST), chunk(2, SECOND)])
+    sent = records(one.listener_seals()[0], [chunk(1, FIRST), chunk(2, SECOND)])
     assert receiver.take(b"".join(sent[:2])) == []
     pages.taken_back = True
     if tampered:
@@ -382,13 +399,14 @@ def test_pages_that_are_taken_back_are_not_written_and_the_rest_is_still_verifie
     assert got == FIRST[:RECORD_BYTES] + bytes(SLOT_BYTES - RECORD_BYTES)
 
 
+@in_parts
 def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
-    line: Callable[..., Line],
+    line: Callable[..., Line], seal: str
 ) -> None:
     """The numbers of its records have been used."""
-    one = handshake()
-    receiver = line(one.dialler_ciphers()[1])
-    sending = Sending(receiver.near, one.listener_ciphers()[0], Segments(), RECORD_BYTES)
+    one = handshake(**SEALS[seal])
+    receiver = line(one.dialler_seals()[1])
+    sending = Sending(receiver.near, one.listener_seals()[0], Segments(), RECORD_BYTES)
     _, pieces = in_pieces(FIRST[:PIECE])
     slot = memoryview(bytearray(PIECE))
     left_out = sending.seal(ChunkHead(1, PIECE, 0, b""), pieces, slot)
@@ -400,13 +418,14 @@ def test_a_sealed_chunk_is_not_withdrawn_and_a_gap_ends_the_connection(
         receiver.receiving.receive()
 
 
+@in_parts
 def test_a_record_that_was_changed_on_its_way_does_not_open_into_pages(
-    line: Callable[..., Line],
+    line: Callable[..., Line], seal: str
 ) -> None:
-    one = handshake()
-    receiver = line(one.dialler_ciphers()[1])
+    one = handshake(**SEALS[seal])
+    receiver = line(one.dialler_seals()[1])
     receiver.landing.destinations = lambda *_: Pages(SLOT_BYTES, 1 << 14)
-    sent = records(one.listener_ciphers()[0], [chunk(1, FIRST)])
+    sent = records(one.listener_seals()[0], [chunk(1, FIRST)])
     with pytest.raises(FrameError, match="does not open"):
         receiver.take(b"".join([sent[0], flipped(sent[1], 9), *sent[2:]]))
 
@@ -416,10 +435,11 @@ def test_a_dial_is_read_as_it_was_written() -> None:
     assert read_dial(dial.encode() + b"c" * 32) == (dial, b"c" * 32)
 
 
-def test_acknowledgements_pass(line: Callable[..., Line]) -> None:
-    one = handshake()
-    sealer = one.dialler_ciphers()[0]
-    receiver = line(one.listener_ciphers()[1], chunks=False)
+@each_seal
+def test_acknowledgements_pass(line: Callable[..., Line], seal: str) -> None:
+    one = handshake(**SEALS[seal])
+    sealer = one.dialler_seals()[0]
+    receiver = line(one.listener_seals()[1], chunks=False)
     said = b"".join(
         sealer.record(kind, body)
         for kind, body in ((GREET, b""), (ACK, token_body(7)), (PING, b""), (ACK, token_body(8)))
@@ -432,7 +452,7 @@ def test_acknowledgements_pass(line: Callable[..., Line]) -> None:
 def test_records_are_as_large_as_the_peer_opens(in_pieces_: bool) -> None:
     """A peer that does not say opens 512 KiB, and ends the connection for more."""
     for limit in (LEAST_RECORD_BYTES, RECORD_BYTES):
-        sealer = handshake().listener_ciphers()[0]
+        sealer = handshake().listener_seals()[0]
         if not in_pieces_:
             sizes = [
                 len(r) - PREFIX_BYTES - TAG_BYTES for r in records(sealer, [chunk(1, FIRST)], limit)
@@ -455,9 +475,9 @@ def test_a_segment_is_shared_by_connections_and_not_by_chunks_under_way(
     segments = Segments()
     receivers = []
     for each in (one, two):
-        receivers.append(line(each.dialler_ciphers()[1]))
+        receivers.append(line(each.dialler_seals()[1]))
         receivers[-1].receiving._segments = segments
-    sent = [records(each.listener_ciphers()[0], [chunk(1, FIRST)]) for each in (one, two)]
+    sent = [records(each.listener_seals()[0], [chunk(1, FIRST)]) for each in (one, two)]
     for receiver, theirs in zip(receivers, sent, strict=True):  # both within their first record
         assert receiver.take(theirs[0] + theirs[1][:-9]) == []
     for receiver, theirs in zip(receivers, sent, strict=True):

@@ -5,7 +5,9 @@ In the order in which a reader meets them:
 
     address.py     what a peer must know: a numeric address, and a secret for the keys
     frames.py      every frame on the wire, with its limits
-    cipher.py      keys of one connection, and the records they seal
+    sealing.py     what makes a record one that opens only as the peer's next one
+    cipher.py      keys of one connection, and how they seal its records
+    sums.py        records with a checksum, where no key is set
     segments.py    memory of sealed records on their way
     sending.py     from a send slot to the socket
     receiving.py   from the socket into landing memory (landing.py)

@@ -27,6 +27,7 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
         slot_bytes: the size of each.
         fast_aes: whether its processor has instructions for AES-GCM.
         record_bytes: the largest body of a sealed record that it opens.
+        sums: whether, where no key is set, it seals and opens records with checksums.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
@@ -39,6 +40,7 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     record_bytes: Annotated[int, msgspec.Meta(ge=LEAST_RECORD_BYTES, lt=1 << 32)] = (
         LEAST_RECORD_BYTES
     )
+    sums: bool = False
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of one connection, and the records they seal.
+"""Keys of one connection, and how they seal its records.
 
 All keys are derived (HKDF, RFC 5869) from the shared key of the engines, if there is one, and the
 secrets of both transports, which have only ever passed over the encrypted control channel. Both
@@ -22,21 +22,18 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.frames import DialFrame, FrameError, answer, prefix
+from pd_connector.transport.tcp.sealing import NOT_NEXT, Opener, Sealer
+from pd_connector.transport.tcp.sums import SumOpener, SumSealer
 
 _KEY_BYTES = 32
 _RECORD_NONCE_BYTES = 12
-_NOT_NEXT = "a record that does not open: not the peer's next one"
 _CPUINFO = Path("/proc/cpuinfo")
 _AES_FLAGS = (" aes ", " pclmulqdq "), (" aes ", " pmull ")
 """Names in /proc/cpuinfo, on x86 and on ARM, of AES and of GCM's carry-less multiplication."""
 
 
-class Sealer:
-    """Seals the records of one direction of one connection.
-
-    Attributes:
-        in_parts: whether a record's body can be sealed part by part (`seal_parts`).
-    """
+class AeadSealer:
+    """A `Sealer`: encrypts. Only AES-GCM can be given a body in parts."""
 
     def __init__(self, key: bytes, aes: bool) -> None:
         self.in_parts = aes
@@ -45,16 +42,9 @@ class Sealer:
         self._records = 0
 
     def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
-        """Write body, encrypted, and tag into `out`, which is TAG_BYTES longer than the body. The
-        record's prefix `head` is authenticated with it."""
         self._aead.encrypt_into(self._next(), body, head, out)
 
     def seal_parts(self, head: bytes, parts: Iterable[Any], out: memoryview) -> bytes:
-        """Like `seal`, for a body that lies in parts (contiguous buffers); returns the tag.
-
-        Args:
-            out: as long as the body.
-        """
         context = Cipher(self._key, modes.GCM(self._next())).encryptor()
         context.authenticate_additional_data(head)
         at = 0
@@ -64,7 +54,6 @@ class Sealer:
         return context.tag
 
     def record(self, kind: int, body: bytes) -> bytes:
-        """A whole small record."""
         head = prefix(kind, len(body))
         return head + self._aead.encrypt(self._next(), body, head)
 
@@ -73,12 +62,8 @@ class Sealer:
         return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
 
 
-class Opener:
-    """Opens the records of one direction of one connection.
-
-    Attributes:
-        in_parts: whether a record's body can be opened part by part (`open_parts`).
-    """
+class AeadOpener:
+    """An `Opener`: decrypts."""
 
     def __init__(self, key: bytes, aes: bool) -> None:
         self.in_parts = aes
@@ -87,22 +72,12 @@ class Opener:
         self._records = 0
 
     def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
-        """Decrypt into `out`, which is TAG_BYTES shorter than `sealed`.
-
-        Raises FrameError if this is not the record that the peer sealed next; `out` is undefined
-        then.
-        """
         try:
             self._aead.decrypt_into(self._next(), sealed, head, out)
         except InvalidTag:
-            raise FrameError(_NOT_NEXT) from None
+            raise FrameError(NOT_NEXT) from None
 
     def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
-        """Like `open`, into memory that lies in parts; they are as long as the body together, or
-        there are none: the record is only counted then.
-
-        Raises FrameError as `open` does; the parts are undefined then.
-        """
         nonce = self._next()
         at = 0
         context = None
@@ -116,7 +91,7 @@ class Opener:
         try:
             context.finalize_with_tag(bytes(sealed[at:]))
         except InvalidTag:
-            raise FrameError(_NOT_NEXT) from None
+            raise FrameError(NOT_NEXT) from None
 
     def _next(self) -> bytes:
         self._records += 1
@@ -137,6 +112,9 @@ class Handshake:
         listener: who answers.
         dial: the dialler's frame.
         nonce: the listener's.
+
+    Attributes:
+        sealed: see `seals_records`.
     """
 
     def __init__(
@@ -152,7 +130,9 @@ class Handshake:
         self._answer_key = keys[:_KEY_BYTES]
         self._to_dialler, self._to_listener = keys[_KEY_BYTES:-_KEY_BYTES], keys[-_KEY_BYTES:]
         self._nonce = nonce
+        self._encrypts = bool(shared)
         self._aes = dialler.fast_aes and listener.fast_aes
+        self.sealed = seals_records(shared, dialler, listener)
 
     def answer_code(self) -> bytes:
         """The listener's proof."""
@@ -162,11 +142,22 @@ class Handshake:
         """The listener's frame."""
         return answer(self._nonce, self.answer_code())
 
-    def dialler_ciphers(self) -> tuple[Sealer, Opener]:
-        return Sealer(self._to_listener, self._aes), Opener(self._to_dialler, self._aes)
+    def dialler_seals(self) -> tuple[Sealer, Opener]:
+        """How the dialler seals its records, and opens the listener's; only if `sealed`."""
+        return self._seals(self._to_listener, self._to_dialler)
 
-    def listener_ciphers(self) -> tuple[Sealer, Opener]:
-        return Sealer(self._to_dialler, self._aes), Opener(self._to_listener, self._aes)
+    def listener_seals(self) -> tuple[Sealer, Opener]:
+        return self._seals(self._to_dialler, self._to_listener)
+
+    def _seals(self, outward: bytes, inward: bytes) -> tuple[Sealer, Opener]:
+        if self._encrypts:
+            return AeadSealer(outward, self._aes), AeadOpener(inward, self._aes)
+        return SumSealer(), SumOpener()
+
+
+def seals_records(shared: bytes, one: TcpAddress, other: TcpAddress) -> bool:
+    """Whether records between these two have tags."""
+    return bool(shared) or (one.sums and other.sums)
 
 
 def same(code: bytes, other: bytes) -> bool:

@@ -5,10 +5,10 @@ import socket
 from typing import NamedTuple
 
 from pd_connector.transport.keepalive import keep_alive
-from pd_connector.transport.tcp.cipher import Opener, Sealer
 from pd_connector.transport.tcp.frames import PING, RECORD_BYTES, FrameError
 from pd_connector.transport.tcp.landing import Landing
 from pd_connector.transport.tcp.receiving import Event, Receiving
+from pd_connector.transport.tcp.sealing import Opener, Sealer
 from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import Sending
 from pd_connector.transport.tcp.watch import Owner, Watch
@@ -37,9 +37,12 @@ class Connection:
     """Its socket is non-blocking and watched on behalf of `owner`.
 
     Args:
-        ciphers: of this side; None for plaintext.
+        seals: of this side's records, and of the peer's; None where they have no tags.
         landing: where chunks land; None on the side that sends them.
         record_bytes: the largest sealed body that the peer opens.
+
+    Attributes:
+        sealed: whether records have tags.
     """
 
     def __init__(
@@ -47,12 +50,13 @@ class Connection:
         sock: socket.socket,
         common: Common,
         owner: Owner,
-        ciphers: tuple[Sealer, Opener] | None,
+        seals: tuple[Sealer, Opener] | None,
         landing: Landing | None,
         record_bytes: int,
         now: float,
     ) -> None:
-        sealer, opener = ciphers or (None, None)
+        self.sealed = seals is not None
+        sealer, opener = seals or (None, None)
         self.sending = Sending(sock, sealer, common.segments, min(record_bytes, RECORD_BYTES))
         self._receiving = Receiving(sock, opener, landing, common.segments)
         self._sock = sock

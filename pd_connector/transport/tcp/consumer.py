@@ -11,7 +11,7 @@ from pd_connector.errors import TransportError
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import Written, check_fits
 from pd_connector.transport.tcp.address import TcpAddress
-from pd_connector.transport.tcp.cipher import Handshake
+from pd_connector.transport.tcp.cipher import Handshake, seals_records
 from pd_connector.transport.tcp.connection import BrokenError, Common, Connection
 from pd_connector.transport.tcp.frames import NONCE_BYTES, ChunkHead, DialFrame
 from pd_connector.transport.tcp.listening import HANDSHAKE_S
@@ -66,6 +66,11 @@ class ConsumerPeer:
         self._connection: Connection | None = None
         self._early = False  # it has greeted, and no link was there to be opened
         self._candidates: dict[_Candidate, None] = {}
+
+    @property
+    def verifies(self) -> bool:
+        """Whether all that is written to it is verified there by the tags of its records."""
+        return seals_records(self._shared, self.address, self._listener)
 
     @property
     def links(self) -> int:
@@ -129,12 +134,12 @@ class ConsumerPeer:
             self._common.watch.close_socket(sock)
             return
         candidate = _Candidate(self, now + HANDSHAKE_S)
-        ciphers = handshake.listener_ciphers() if self._shared else None
+        seals = handshake.listener_seals() if handshake.sealed else None
         candidate.connection = Connection(
             sock,
             self._common,
             candidate,
-            ciphers,
+            seals,
             None,
             self.address.record_bytes,
             now,

@@ -3,7 +3,7 @@
 
 A connection begins with two frames of fixed size, in clear: the dialler's `DialFrame` and the
 listener's answer, each with a code that proves knowledge of the secrets. Then records follow, both
-ways: a prefix of 8 bytes, a body and, where a key is set, the body's tag. A sealed body is no
+ways: a prefix of 8 bytes, a body and, where it is sealed, its tag (`sealing.py`). A sealed body is no
 larger than what its receiver has said that it opens (`TcpAddress.record_bytes`).
 
     GREET  dialler   a session expects to be written to; the first proves that the dialler is live

@@ -160,12 +160,12 @@ class ProducerPeer:
         handshake = Handshake(self._shared, self._dialler, self.address, self._dial, nonce)
         if not same(code, handshake.answer_code()):
             raise FrameError("the producer does not know the secret")
-        ciphers = handshake.dialler_ciphers() if self._shared else None
+        seals = handshake.dialler_seals() if handshake.sealed else None
         self._connection = Connection(
             sock,
             self._common,
             self,
-            ciphers,
+            seals,
             self._landing,
             self.address.record_bytes,
             now,
@@ -191,9 +191,8 @@ class ProducerPeer:
         for event in events:
             if isinstance(event, Arrived):
                 head = event.head
-                self._landed(
-                    Landed(head.header, head.slot, event.payload, authentic=bool(self._shared))
-                )
+                verified = connection.sealed
+                self._landed(Landed(head.header, head.slot, event.payload, verified=verified))
                 connection.sending.say(ACK, token_body(head.token))
         if events:
             self._send(connection, now)

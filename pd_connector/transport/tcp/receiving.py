@@ -8,7 +8,6 @@ import termios
 from typing import NamedTuple
 
 from pd_connector.memory.destination import Destination
-from pd_connector.transport.tcp.cipher import Opener
 from pd_connector.transport.tcp.frames import (
     ACK,
     CHUNK,
@@ -26,6 +25,7 @@ from pd_connector.transport.tcp.frames import (
     read_token,
 )
 from pd_connector.transport.tcp.landing import Landing
+from pd_connector.transport.tcp.sealing import Opener
 from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import BUDGET_BYTES
 
@@ -64,7 +64,7 @@ class Receiving:
     chunk's `Destination`.
 
     Args:
-        opener: opens every record; None for plaintext.
+        opener: opens every record; None where they have no tags.
         landing: where chunks land; None where none are taken.
     """
 

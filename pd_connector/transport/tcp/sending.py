@@ -6,7 +6,6 @@ from collections import deque
 from typing import NamedTuple
 
 from pd_connector.memory.pieces import Pieces
-from pd_connector.transport.tcp.cipher import Sealer
 from pd_connector.transport.tcp.frames import (
     CHUNK,
     DATA,
@@ -15,6 +14,7 @@ from pd_connector.transport.tcp.frames import (
     ChunkHead,
     prefix,
 )
+from pd_connector.transport.tcp.sealing import Sealer
 from pd_connector.transport.tcp.segments import Segments
 
 BUDGET_BYTES = 4 << 20
@@ -22,7 +22,7 @@ BUDGET_BYTES = 4 << 20
 
 
 class ChunkWrite(NamedTuple):
-    """One write. The payload is read until it has been sent, and copied nowhere but encrypted."""
+    """One write. The payload is read until it has been sent, and copied nowhere but sealed."""
 
     head: ChunkHead
     payload: memoryview
@@ -43,7 +43,7 @@ class Sending:
     where they are until their turn.
 
     Args:
-        sealer: seals every record; None for plaintext.
+        sealer: seals every record; None where they have no tags.
         record_bytes: the largest sealed body that the peer opens.
     """
 
@@ -86,7 +86,7 @@ class Sending:
         """Seal a chunk that lies in pieces, to be queued next; call it only if `can_seal`.
 
         Args:
-            into: memory for its encrypted bytes, unchanged until they have been sent.
+            into: memory for its sealed bytes, unchanged until they have been sent.
         """
         assert self._sealer is not None
         frames: list[memoryview] = []

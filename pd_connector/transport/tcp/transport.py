@@ -71,7 +71,6 @@ class TcpTransport(Transport):
         pace: Pace = Pace(1.0, 5.0),  # noqa: B008
     ) -> None:
         self.sends_from = sending
-        self.authenticates = bool(shared)
         self._shared = shared
         self._permits = permits
         self._landing = Landing(landing)
@@ -102,6 +101,7 @@ class TcpTransport(Transport):
             landing.slot_bytes,
             fast_aes(),
             RECORD_BYTES,
+            True,
         )
         self._listening.open(shared, self._address)
 
@@ -122,6 +122,10 @@ class TcpTransport(Transport):
         self._links[link] = known
         self._listening.connected(address.identity, time.monotonic())
         return link
+
+    def verifies(self, link: Link) -> bool:
+        assert isinstance(link, int)
+        return link in self._links and self._links[link].verifies
 
     def disconnect(self, link: Link) -> None:
         assert isinstance(link, int)

@@ -134,12 +134,12 @@ class TamperingTransport(WrappingTransport):
                 return [landed, landed]
             case Fault.TRUNCATE:
                 half = payload[: len(payload) // 2]
-                return [landed._replace(payload=half, authentic=False)]
+                return [landed._replace(payload=half, verified=False)]
             case Fault.CORRUPT:
                 copy = bytearray(bytes(payload))
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)
-                return [landed._replace(payload=memoryview(copy), authentic=False)]
+                return [landed._replace(payload=memoryview(copy), verified=False)]
             case _:
                 return [self._mislabelled(landed)]
 

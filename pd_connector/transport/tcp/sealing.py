@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a record one that opens only as the peer's next one, unchanged: its tag.
+
+Ciphers do (`cipher.py`), and where no key is set, checksums (`sums.py`).
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+NOT_NEXT = "a record that does not open: not the peer's next one"
+
+
+class Sealer(Protocol):
+    """Seals the records of one direction of one connection.
+
+    Attributes:
+        in_parts: whether a record's body can be sealed part by part (`seal_parts`).
+    """
+
+    in_parts: bool
+
+    def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
+        """Write the sealed body and its tag into `out`, which is TAG_BYTES longer than the body. The
+        record's prefix `head` is authenticated with it."""
+
+    def seal_parts(self, head: bytes, parts: Iterable[Any], out: memoryview) -> bytes:
+        """Like `seal`, for a body that lies in parts (contiguous buffers); returns the tag.
+
+        Args:
+            out: as long as the body.
+        """
+
+    def record(self, kind: int, body: bytes) -> bytes:
+        """A whole small record."""
+
+
+class Opener(Protocol):
+    """Opens the records of one direction of one connection.
+
+    Attributes:
+        in_parts: whether a record's body can be opened part by part (`open_parts`).
+    """
+
+    in_parts: bool
+
+    def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
+        """Open into `out`, which is TAG_BYTES shorter than `sealed`.
+
+        Raises FrameError if this is not the record that the peer sealed next; `out` is undefined
+        then.
+        """
+
+    def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
+        """Like `open`, into memory that lies in parts; they are as long as the body together, or
+        there are none: the record is only counted then.
+
+        Raises FrameError as `open` does; the parts are undefined then.
+        """
