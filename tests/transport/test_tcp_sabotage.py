@@ -22,7 +22,7 @@ from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import LEAST_PIECE_BYTES
 from pd_connector.transport.tcp import TcpTransport
-from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES
+from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, read_address
 from pd_connector.transport.tcp.connection import Pace
 from pd_connector.transport.tcp.landing import Landing
 
@@ -195,12 +195,12 @@ def sabotaged(make_end: MakeEnd) -> Iterator[Callable[[int], tuple[Load, Saboteu
         chance = random.Random(seed)
         options = {"slots": SLOTS, "slot_bytes": CHUNK_BYTES, "pace": PACE}
         producer, consumer = make_end(**options), make_end(**options)
-        fields = msgspec.msgpack.decode(producer.transport.address())
-        saboteurs.append(Saboteur(fields[1], chance))
-        fields[1] = saboteurs[-1].port
-        theirs = msgspec.msgpack.decode(consumer.transport.address())[:-1]  # small records
-        link = producer.transport.connect(msgspec.msgpack.encode(theirs))
-        consumer.transport.expect(msgspec.msgpack.encode(fields))
+        ours, theirs = (read_address(end.transport.address()) for end in (producer, consumer))
+        saboteurs.append(Saboteur(ours.port, chance))
+        ours = msgspec.structs.replace(ours, port=saboteurs[-1].port)
+        theirs = msgspec.structs.replace(theirs, record_bytes=LEAST_RECORD_BYTES)
+        link = producer.transport.connect(theirs.encode())
+        consumer.transport.expect(ours.encode())
         return Load(producer, consumer, link, chance), saboteurs[-1]
 
     yield make
