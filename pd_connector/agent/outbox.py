@@ -150,7 +150,7 @@ class Outbox:
 
     def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
         """That of a gathered chunk; empty if its transport verifies every byte."""
-        if path.transport.verifies(path.link) and not path.read:
+        if path.transport.verifies and not path.read:
             return b""
         assert isinstance(payload, memoryview)  # what lies on a device was summed there
         return checksum(payload, send.route.rules.sums_digest)
@@ -181,13 +181,13 @@ class Outbox:
         """Seal a chunk of whole pages into a send slot, from where it lies; returns what starts the
         write, or None where it has to be gathered. A write that is never started ends the
         connection: numbers of records are missing then."""
-        if path.read or not path.transport.verifies(path.link) or not isinstance(slot, memoryview):
+        if path.read or not path.transport.prepares or not isinstance(slot, memoryview):
             return None
         pieces = self._pieces(send)
         if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
             return None
         payload = slot[: pieces.nbytes]
-        header = self._header(send, pieces.nbytes, self._checksum(send, payload, path))
+        header = self._header(send, pieces.nbytes, b"")
         return path.transport.prepare(path.link, header, pieces, send.slot, payload)
 
     def _slots(self, path: SendPath) -> Slab | DeviceSlab:

@@ -77,12 +77,16 @@ class Transport(abc.ABC):
     move host memory only."""
     label: str = ""
     """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
+    verifies: bool = False
+    """Whether everything it delivers is `verified`. Chunks need no checksum then."""
+    prepares: bool = False
+    """Whether there are writes that it can `prepare`; these need none either."""
     destinations: Destinations | None = None
-    """Set by the consumer. A transport that `verifies` may ask it where a chunk belongs, and copy or decrypt
+    """Set by the consumer. A transport that `prepares` may ask it where a chunk belongs, and copy or decrypt
     each part of it there as it arrives. What it wrote there counts only if `Landed` is `verified`."""
     sends_from: Slab | None = None
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
-    `verifies` needs them: memory that no peer can write. Such a transport delivers the chunks of
+    `verifies` and `prepares` need them: memory that no peer can write. Such a transport delivers the chunks of
     one link in the order of their writes."""
 
     @abc.abstractmethod
@@ -98,10 +102,6 @@ class Transport(abc.ABC):
         """Slots in device memory that chunks for this consumer are gathered into, to be written or read;
         None where they pass through host memory."""
         return None
-
-    def verifies(self, link: Link) -> bool:
-        """Whether everything that this consumer is sent is `verified` there. Chunks need no checksum then."""
-        return False
 
     @abc.abstractmethod
     def disconnect(self, link: Link) -> None:
@@ -138,7 +138,8 @@ class Transport(abc.ABC):
     def prepare(
         self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
     ) -> Callable[[], int] | None:
-        """Read a payload that lies in pieces, and seal it into `into`, before the call returns.
+        """Read a payload that lies in pieces, and seal it into `into`, before the call returns. It will be
+        `verified` where it lands.
 
         Returns:
             What starts the write (see `write`) and returns its token; call it at once, or never. None

@@ -161,6 +161,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
         (with_header(identity=b"other"), Cause.CHUNK_MISMATCH),
         (with_header(first_token=1), Cause.CHUNK_MISMATCH),
         (with_header(codec="int8"), Cause.CHUNK_MISMATCH),
+        (with_header(checksum=b""), Cause.CHECKSUM),
         (with_header(transfer="another"), Cause.STALLED),
         (with_header(sequence=2**60), Cause.STALLED),
         (lambda h, p, s: (b"\xc1 no header", p, s), Cause.STALLED),
@@ -168,7 +169,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
         (swallowed, Cause.STALLED),
     ],
     ids=[
-        *("shorter", "longer", "epoch", "identity", "range", "codec", "transfer"),
+        *("shorter", "longer", "epoch", "identity", "range", "codec", "checksum", "transfer"),
         *("sequence", "no header", "slot", "lost"),
     ],
 )

@@ -70,7 +70,8 @@ def test_a_gather_that_fails_gives_its_slot_back():
         transport=SimpleNamespace(
             copies=False,
             sends_from=None,
-            verifies=lambda link: False,
+            verifies=False,
+            prepares=False,
             device_slots=lambda link: None,
         ),
         link=0,

@@ -40,6 +40,8 @@ class Wire:
 
     name = "wire"
     copies = False
+    verifies = False
+    prepares = False
 
     def __init__(self, sends_from: Slab | None) -> None:
         self.sends_from = sends_from
@@ -47,9 +49,6 @@ class Wire:
 
     def device_slots(self, link: object) -> None:
         return None
-
-    def verifies(self, link: object) -> bool:
-        return False
 
     def write(self, link: object, header: bytes, payload: memoryview, slot: int) -> int:
         return next(self._tokens)

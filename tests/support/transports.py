@@ -23,14 +23,12 @@ class MeddlingTransport(WrappingTransport):
         super().__init__(inner)
         # What is meddled with here is found by its checksum, and gathered into a slot first.
         self.copies = False  # type: ignore[misc]
+        self.verifies = False
         self.sends_from = None
         self._meddle = meddle
         self._ends = ends
         self._swallowed: dict[int, Link] = {}
         self._written: list[Written] = []
-
-    def verifies(self, link: Link) -> bool:
-        return False
 
     def disconnect(self, link: Link) -> None:
         self.inner.disconnect(link)

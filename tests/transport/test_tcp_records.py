@@ -16,8 +16,10 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake
+from pd_connector.transport.tcp.events import Arrived, Event
 from pd_connector.transport.tcp.frames import (
     ACK,
+    BARE,
     CHUNK,
     DATA,
     GREET,
@@ -33,7 +35,7 @@ from pd_connector.transport.tcp.frames import (
     token_body,
 )
 from pd_connector.transport.tcp.landing import Landing
-from pd_connector.transport.tcp.receiving import Arrived, Event, Receiving
+from pd_connector.transport.tcp.receiving import Receiving
 from pd_connector.transport.tcp.sealing import Opener, Sealer
 from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import ChunkWrite, Sending
@@ -118,7 +120,12 @@ def records(
         end.setblocking(False)
     sending = Sending(near, sealer, Segments(), record_bytes)
     for chunk in chunks:
-        sending.queue(chunk)
+        if sealer is not None and sealer.in_clear:  # else its parts would have no tags
+            _, pieces = in_pieces(bytes(chunk.payload), max(1, len(chunk.payload)))
+            into = memoryview(bytearray(len(chunk.payload)))
+            sending.queue(sending.seal(chunk.head, pieces, into))
+        else:
+            sending.queue(chunk)
     data = b""
     while sending.busy:
         sending.pump()
@@ -220,6 +227,65 @@ def test_without_tags_a_changed_bit_is_delivered(line: Callable[..., Line]) -> N
     assert isinstance(event, Arrived)
     assert isinstance(event.payload, memoryview)
     assert bytes(event.payload) != FIRST
+
+
+def bare(head: ChunkHead, payload: bytes, sealer: Sealer) -> bytes:
+    """A chunk as it passes without tags."""
+    return sealer.record(CHUNK, head.encode()) + prefix(BARE, len(payload)) + payload
+
+
+def test_where_tags_are_sums_a_gathered_chunk_passes_as_it_is_and_is_not_verified(
+    line: Callable[..., Line],
+) -> None:
+    """It has a checksum of its own, and is copied nowhere."""
+    one = handshake(**SEALS["sums"])
+    receiver, sealer = line(one.dialler_seals()[1]), one.listener_seals()[0]
+    sending = Sending(receiver.near, sealer, Segments(), RECORD_BYTES)
+    near = chunk(1, SECOND)
+    sending.queue(near)
+    sending.pump()
+    _, pieces = in_pieces(SECOND, len(SECOND))
+    sending.queue(sending.seal(chunk(2, SECOND).head, pieces, memoryview(bytearray(len(SECOND)))))
+    sending.queue(chunk(3, FIRST))
+    found: list[tuple[int, bytes, bool]] = []
+    while len(found) < 3:
+        sending.pump()
+        _, events = receiver.receiving.receive()
+        for event in events:
+            assert isinstance(event, Arrived)
+            assert isinstance(event.payload, memoryview)
+            found.append((event.head.token, bytes(event.payload), event.verified))
+            receiver.landing.recycle()
+    assert found == [(1, SECOND, False), (2, SECOND, True), (3, FIRST, False)]
+
+
+def test_one_part_without_a_tag_and_the_chunk_is_not_verified(line: Callable[..., Line]) -> None:
+    one = handshake(**SEALS["sums"])
+    sealed = records(one.listener_seals()[0], [chunk(1, FIRST)])
+    part = FIRST[RECORD_BYTES:]
+    receiver = line(one.dialler_seals()[1])
+    assert receiver.take(b"".join(sealed[:2])) == []
+    (event,) = receiver.take(prefix(BARE, len(part)) + part)
+    assert isinstance(event, Arrived)
+    assert isinstance(event.payload, memoryview)
+    assert (bytes(event.payload), event.verified) == (FIRST, False)
+
+
+def test_under_a_key_nothing_passes_without_a_tag(line: Callable[..., Line]) -> None:
+    one = handshake()
+    receiver = line(one.dialler_seals()[1])
+    with pytest.raises(FrameError, match="a record of kind 6"):
+        receiver.take(bare(chunk(1, SECOND).head, SECOND, one.listener_seals()[0]))
+
+
+def test_what_has_neither_tag_nor_checksum_is_not_written_into_pages(
+    line: Callable[..., Line],
+) -> None:
+    one = handshake(**SEALS["sums"])
+    receiver = line(one.dialler_seals()[1])
+    receiver.landing.destinations = lambda *_: Pages(SLOT_BYTES, 1 << 14)
+    with pytest.raises(FrameError, match="without a tag"):
+        receiver.take(bare(chunk(1, FIRST).head, FIRST, one.listener_seals()[0]))
 
 
 def test_records_of_another_connection_or_direction_do_not_open(line: Callable[..., Line]) -> None:
@@ -345,7 +411,8 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
 ) -> None:
     one, nbytes = handshake(**SEALS[seal]), pieces * PIECE
     receiver = line(one.dialler_seals()[1])
-    pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: Pages(nbytes, PIECE)}
+    bare = seal == "sums"  # what is gathered has no tags then, and lands where it can be summed
+    pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: None if bare else Pages(nbytes, PIECE)}
     receiver.landing.destinations = lambda header, slot, nbytes: pages[slot]
     sending = Sending(receiver.near, one.listener_seals()[0], Segments(), RECORD_BYTES)
     payload, events = FIRST[:nbytes], list[Event]()
@@ -373,8 +440,8 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
         else:
             assert isinstance(event.payload, memoryview)
             assert bytes(event.payload) == payload
-    assert receiver.landing.take() is not None
-    assert receiver.landing.take() is None, "only the second chunk lies in landing memory"
+    free = [receiver.landing.take() for _ in range(2)]
+    assert free.count(None) == (2 if bare else 1), "other chunks do not lie in landing memory"
 
 
 @in_parts

@@ -130,6 +130,7 @@ class Load:
         self.under_way: dict[int, tuple[int, int]] = {}  # by token: number, and send slot
         self._free = list(range(SLOTS))
         self._slots: dict[int, int] = {}  # the source's number of a chunk
+        self._sealed: set[int] = set()
         self.landed: dict[int, int] = {}
         self.acknowledged: set[int] = set()
         self.written = 0
@@ -153,6 +154,7 @@ class Load:
                 into[:] = payload.data
                 token = transport.write(self.link, header, into, slot)
             else:
+                self._sealed.add(number)
                 token = begin()
             self.under_way[token] = number, slot
 
@@ -174,9 +176,10 @@ class Load:
                 assert bytes(arrival.payload) == wanted.tobytes()
 
     def _destination(self, header: bytes, slot: int, nbytes: int) -> Destination | None:
-        """Half of the chunks are opened into pages."""
+        """Half of the chunks with tags are opened into pages."""
         assert nbytes == CHUNK_BYTES
-        return Pages() if self._chance.random() < 0.5 else None
+        tags = self.consumer.transport.verifies or int(header) in self._sealed
+        return Pages() if tags and self._chance.random() < 0.5 else None
 
     def _source(self, slot: int) -> np.ndarray:
         return self._sources[slot * CHUNK_BYTES :][:CHUNK_BYTES]

@@ -10,7 +10,7 @@ In the order in which a reader meets them:
     sums.py        records with a checksum, where no key is set
     segments.py    memory of sealed records on their way
     sending.py     from a send slot to the socket
-    receiving.py   from the socket into landing memory (landing.py)
+    receiving.py   from the socket into landing memory (landing.py), and what came of it (events.py)
     connection.py  one connection that stands: both of these, heartbeats, acknowledgements
     listening.py   the port of a producer, and connections that are not authenticated yet
     consumer.py    a producer's view of one consumer: its links, and the writes to it

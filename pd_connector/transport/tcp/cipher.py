@@ -35,6 +35,8 @@ _AES_FLAGS = (" aes ", " pclmulqdq "), (" aes ", " pmull ")
 class AeadSealer:
     """A `Sealer`: encrypts. Only AES-GCM can be given a body in parts."""
 
+    in_clear = False
+
     def __init__(self, key: bytes, aes: bool) -> None:
         self.in_parts = aes
         self._aead = _aead(key, aes)
@@ -64,6 +66,8 @@ class AeadSealer:
 
 class AeadOpener:
     """An `Opener`: decrypts."""
+
+    in_clear = False
 
     def __init__(self, key: bytes, aes: bool) -> None:
         self.in_parts = aes
@@ -114,7 +118,7 @@ class Handshake:
         nonce: the listener's.
 
     Attributes:
-        sealed: see `seals_records`.
+        sealed: whether records have tags.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class Handshake:
         self._nonce = nonce
         self._encrypts = bool(shared)
         self._aes = dialler.fast_aes and listener.fast_aes
-        self.sealed = seals_records(shared, dialler, listener)
+        self.sealed = self._encrypts or (dialler.sums and listener.sums)
 
     def answer_code(self) -> bytes:
         """The listener's proof."""
@@ -153,11 +157,6 @@ class Handshake:
         if self._encrypts:
             return AeadSealer(outward, self._aes), AeadOpener(inward, self._aes)
         return SumSealer(), SumOpener()
-
-
-def seals_records(shared: bytes, one: TcpAddress, other: TcpAddress) -> bool:
-    """Whether records between these two have tags."""
-    return bool(shared) or (one.sums and other.sums)
 
 
 def same(code: bytes, other: bytes) -> bool:

@@ -5,9 +5,10 @@ import socket
 from typing import NamedTuple
 
 from pd_connector.transport.keepalive import keep_alive
+from pd_connector.transport.tcp.events import Event
 from pd_connector.transport.tcp.frames import PING, RECORD_BYTES, FrameError
 from pd_connector.transport.tcp.landing import Landing
-from pd_connector.transport.tcp.receiving import Event, Receiving
+from pd_connector.transport.tcp.receiving import Receiving
 from pd_connector.transport.tcp.sealing import Opener, Sealer
 from pd_connector.transport.tcp.segments import Segments
 from pd_connector.transport.tcp.sending import Sending
@@ -40,9 +41,6 @@ class Connection:
         seals: of this side's records, and of the peer's; None where they have no tags.
         landing: where chunks land; None on the side that sends them.
         record_bytes: the largest sealed body that the peer opens.
-
-    Attributes:
-        sealed: whether records have tags.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Connection:
         record_bytes: int,
         now: float,
     ) -> None:
-        self.sealed = seals is not None
         sealer, opener = seals or (None, None)
         self.sending = Sending(sock, sealer, common.segments, min(record_bytes, RECORD_BYTES))
         self._receiving = Receiving(sock, opener, landing, common.segments)

@@ -11,11 +11,11 @@ from pd_connector.errors import TransportError
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.base import Written, check_fits
 from pd_connector.transport.tcp.address import TcpAddress
-from pd_connector.transport.tcp.cipher import Handshake, seals_records
+from pd_connector.transport.tcp.cipher import Handshake
 from pd_connector.transport.tcp.connection import BrokenError, Common, Connection
+from pd_connector.transport.tcp.events import Acked, Greeted
 from pd_connector.transport.tcp.frames import NONCE_BYTES, ChunkHead, DialFrame
 from pd_connector.transport.tcp.listening import HANDSHAKE_S
-from pd_connector.transport.tcp.receiving import Acked, Greeted
 from pd_connector.transport.tcp.sending import ChunkWrite, SealedWrite
 
 logger = logging.getLogger("pd_connector.transport.tcp")
@@ -66,11 +66,6 @@ class ConsumerPeer:
         self._connection: Connection | None = None
         self._early = False  # it has greeted, and no link was there to be opened
         self._candidates: dict[_Candidate, None] = {}
-
-    @property
-    def verifies(self) -> bool:
-        """Whether all that is written to it is verified there by the tags of its records."""
-        return seals_records(self._shared, self.address, self._listener)
 
     @property
     def links(self) -> int:

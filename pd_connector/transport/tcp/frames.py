@@ -10,6 +10,7 @@ larger than what its receiver has said that it opens (`TcpAddress.record_bytes`)
     PING   both      nothing else was said for a heartbeat
     CHUNK  listener  a chunk begins: token, bytes, slot, header
     DATA   listener  its payload, or the next part of it; nothing comes between
+    BARE   listener  the same without a tag, where others have one that does not encrypt
     ACK    dialler   the chunk with this token has landed completely
 """
 
@@ -26,7 +27,7 @@ TAG_BYTES = 16
 DIAL_BYTES = len(MAGIC) + 2 * IDENTITY_BYTES + NONCE_BYTES + MAC_BYTES
 ANSWER_BYTES = len(MAGIC) + NONCE_BYTES + MAC_BYTES
 
-GREET, PING, CHUNK, DATA, ACK = range(1, 6)
+GREET, PING, CHUNK, DATA, ACK, BARE = range(1, 7)
 
 RECORD_BYTES = 2 << 20
 """The largest sealed body that is sent and opened here. A record is opened when it is complete, while the
@@ -46,6 +47,7 @@ _BODY_LIMITS = {
     PING: (0, 0),
     CHUNK: (_CHUNK.size, MAX_CHUNK_BYTES),
     DATA: (1, (1 << 32) - 1),
+    BARE: (1, (1 << 32) - 1),
     ACK: (_TOKEN.size, _TOKEN.size),
 }
 

@@ -10,6 +10,7 @@ from pd_connector.transport.base import Landed
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import Handshake, dial_code, same
 from pd_connector.transport.tcp.connection import BrokenError, Common, Connection, tune
+from pd_connector.transport.tcp.events import Arrived
 from pd_connector.transport.tcp.frames import (
     ACK,
     ANSWER_BYTES,
@@ -21,7 +22,6 @@ from pd_connector.transport.tcp.frames import (
     token_body,
 )
 from pd_connector.transport.tcp.landing import Landing
-from pd_connector.transport.tcp.receiving import Arrived
 
 logger = logging.getLogger("pd_connector.transport.tcp")
 
@@ -191,8 +191,7 @@ class ProducerPeer:
         for event in events:
             if isinstance(event, Arrived):
                 head = event.head
-                verified = connection.sealed
-                self._landed(Landed(head.header, head.slot, event.payload, verified=verified))
+                self._landed(Landed(head.header, head.slot, event.payload, verified=event.verified))
                 connection.sending.say(ACK, token_body(head.token))
         if events:
             self._send(connection, now)

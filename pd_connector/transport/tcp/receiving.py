@@ -8,8 +8,10 @@ import termios
 from typing import NamedTuple
 
 from pd_connector.memory.destination import Destination
+from pd_connector.transport.tcp.events import Acked, Arrived, Event, Greeted
 from pd_connector.transport.tcp.frames import (
     ACK,
+    BARE,
     CHUNK,
     DATA,
     GREET,
@@ -36,30 +38,28 @@ _LOW_WATER_BYTES = RECORD_BYTES + TAG_BYTES + PREFIX_BYTES
 as much as a copy of some hundred KiB."""
 
 
-class Greeted(NamedTuple):
-    """The peer expects to be written to."""
+class _Record(NamedTuple):
+    """What a prefix says of the record that follows."""
 
+    kind: int
+    nbytes: int  # of its body
+    tag_bytes: int
 
-class Acked(NamedTuple):
-    """The chunk with this token has landed at the peer."""
+    @property
+    def of_chunk(self) -> bool:
+        """Whether its body is a part of a chunk, and goes to memory of its own."""
+        return self.kind in (DATA, BARE)
 
-    token: int
-
-
-class Arrived(NamedTuple):
-    """A chunk has landed here."""
-
-    head: ChunkHead
-    payload: memoryview | Destination  # where it lies already
-
-
-Event = Greeted | Acked | Arrived
+    @property
+    def buffered(self) -> int:
+        """How much of it comes to lie behind its prefix in the buffer."""
+        return self.tag_bytes + (0 if self.of_chunk else self.nbytes)
 
 
 class Receiving:
     """The receiving half of a connection.
 
-    Bodies of `DATA` go from the socket into landing memory; or, where they are sealed, into a segment
+    Parts of chunks go from the socket into landing memory; or, where they are sealed, into a segment
     that stays in the processor's cache, and are opened from there into landing memory, or into the
     chunk's `Destination`.
 
@@ -79,6 +79,9 @@ class Receiving:
         self._opener = opener
         self._landing = landing
         self._tag_bytes = TAG_BYTES if opener else 0
+        in_clear = opener is not None and opener.in_clear
+        self._parts = frozenset((DATA, BARE) if in_clear else (DATA,))
+        self._part_tag_bytes = 0 if in_clear else self._tag_bytes  # at least
         self._kinds = frozenset((PING, CHUNK) if landing else (PING, GREET, ACK))
         largest = MAX_CHUNK_BYTES if landing else _SMALL_BYTES
         # One record without a chunk's bytes, and the prefix of the next.
@@ -86,11 +89,12 @@ class Receiving:
         self._segments = segments
         self._segment = memoryview(b"")  # for the chunk under way, if it is sealed
         self._have = 0
-        self._record: tuple[int, int] | None = None  # kind and body's length, once read
+        self._record: _Record | None = None  # once its prefix has been read
         self._head: ChunkHead | None = None  # of the chunk under way
         self._slot: int | None = None  # where it lands
         self._destination: Destination | None = None  # or where it belongs
         self._landed = 0  # bytes of it, in records that are complete
+        self._verified = True  # all of these have tags
         self._body = memoryview(b"")  # memory for what is still to come of this record of a chunk
         self._low_water = 1
         self._queued = 0
@@ -155,17 +159,16 @@ class Receiving:
             return 0
         rest = self._head.nbytes - self._landed
         if self._record is None:
-            return PREFIX_BYTES - self._have + rest + self._tag_bytes
-        after = rest - self._record[1]
-        tail = PREFIX_BYTES + self._tag_bytes - self._have
-        return len(self._body) + tail + (after and after + PREFIX_BYTES + self._tag_bytes)
+            return PREFIX_BYTES - self._have + rest + self._part_tag_bytes
+        after = rest - self._record.nbytes
+        tail = PREFIX_BYTES + self._record.tag_bytes - self._have
+        return len(self._body) + tail + (after and after + PREFIX_BYTES + self._part_tag_bytes)
 
     def _targets(self) -> list[memoryview]:
         """Where the next bytes go."""
         stop = PREFIX_BYTES
         if self._record is not None:
-            kind, nbytes = self._record
-            stop += self._tag_bytes + PREFIX_BYTES + (0 if kind == DATA else nbytes)
+            stop += self._record.buffered + PREFIX_BYTES
         tail = self._buffer[self._have : stop]
         return [self._body, tail] if self._body else [tail]
 
@@ -184,37 +187,41 @@ class Receiving:
         if self._record is None:
             if self._have < PREFIX_BYTES:
                 return False
-            self._record = self._checked(*read_prefix(self._buffer, self._kinds))
-            if self._record[0] == DATA:
-                self._body = self._room()[: self._record[1]]
-        kind, nbytes = self._record
-        stop = PREFIX_BYTES + self._tag_bytes + (0 if kind == DATA else nbytes)
+            self._record = self._read_prefix()
+            if self._record.of_chunk:
+                self._body = self._room(self._record)[: self._record.nbytes]
+        record = self._record
+        stop = PREFIX_BYTES + record.buffered
         if self._body or self._have < stop:
             return False
         tail = self._buffer[PREFIX_BYTES:stop]
-        if kind == DATA:
-            self._open(nbytes, tail)
+        if record.of_chunk:
+            self._open(record, tail)
         else:
-            self._heed(kind, self._opened(tail, nbytes), events)
+            self._heed(record.kind, self._opened(tail, record.nbytes), events)
         after = self._have - stop
         self._buffer[:after] = self._buffer[stop : self._have]
         self._have, self._record = after, None
-        if kind == DATA:
-            self._fill(nbytes, events)
+        if record.of_chunk:
+            self._fill(record.nbytes, events)
         return True
 
-    def _checked(self, kind: int, nbytes: int) -> tuple[int, int]:
-        if kind == DATA:
+    def _read_prefix(self) -> _Record:
+        kind, nbytes = read_prefix(self._buffer, self._kinds)
+        record = _Record(kind, nbytes, 0 if kind == BARE else self._tag_bytes)
+        if record.of_chunk:
             assert self._head is not None
             rest = self._head.nbytes - self._landed
-            most = min(rest, RECORD_BYTES) if self._opener else rest
+            most = min(rest, RECORD_BYTES) if record.tag_bytes else rest
             if nbytes > most:
                 raise FrameError(f"{nbytes} bytes of a chunk where at most {most} may come")
-        return kind, nbytes
+            if not record.tag_bytes and self._destination is not None:
+                raise FrameError("bytes without a tag, of a chunk without a checksum")
+        return record
 
-    def _room(self) -> memoryview:
+    def _room(self, record: _Record) -> memoryview:
         """Memory for the record of a chunk that begins."""
-        if self._opener is None:
+        if not record.tag_bytes:
             return self._memory()
         if not self._segment:
             self._segment = self._segments.take()
@@ -227,10 +234,13 @@ class Receiving:
         assert self._slot is not None
         return self._landing.memory(self._slot, self._head.nbytes)[self._landed :]
 
-    def _open(self, nbytes: int, tag: memoryview) -> None:
+    def _open(self, record: _Record, tag: memoryview) -> None:
         """A record of a chunk is complete: open it, if it is sealed."""
-        if self._opener is None:
+        if not record.tag_bytes:
+            self._verified = False
             return
+        assert self._opener is not None
+        nbytes = record.nbytes
         self._segment[nbytes : nbytes + TAG_BYTES] = tag
         head, sealed = self._buffer[:PREFIX_BYTES], self._segment[: nbytes + TAG_BYTES]
         if self._destination is None:
@@ -262,7 +272,7 @@ class Receiving:
                     f"a chunk of {head.nbytes} bytes; slots here have {self._landing.slot_bytes}"
                 )
             self._head = head
-            self._kinds = frozenset((DATA,))
+            self._kinds = self._parts
             self._begin(events)
 
     def _begin(self, events: list[Event]) -> bool:
@@ -276,6 +286,7 @@ class Receiving:
             if self._slot is None:
                 return False
         self._landed = 0
+        self._verified = self._opener is not None
         self._fill(0, events)
         return True
 
@@ -293,7 +304,7 @@ class Receiving:
             assert self._slot is not None
             payload = self._landing.memory(self._slot, self._head.nbytes)
             self._landing.landed(self._slot)
-        events.append(Arrived(self._head, payload))
+        events.append(Arrived(self._head, payload, self._verified))
         self._head = self._slot = self._destination = None
         if self._segment:
             self._segments.give_back(self._segment)

@@ -15,9 +15,11 @@ class Sealer(Protocol):
 
     Attributes:
         in_parts: whether a record's body can be sealed part by part (`seal_parts`).
+        in_clear: whether a chunk may also pass as it is, without tags, with a checksum of its own.
     """
 
     in_parts: bool
+    in_clear: bool
 
     def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
         """Write the sealed body and its tag into `out`, which is TAG_BYTES longer than the body. The
@@ -39,9 +41,11 @@ class Opener(Protocol):
 
     Attributes:
         in_parts: whether a record's body can be opened part by part (`open_parts`).
+        in_clear: as of the peer's `Sealer`.
     """
 
     in_parts: bool
+    in_clear: bool
 
     def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
         """Open into `out`, which is TAG_BYTES shorter than `sealed`.

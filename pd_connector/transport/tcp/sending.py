@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pd_connector.memory.pieces import Pieces
 from pd_connector.transport.tcp.frames import (
+    BARE,
     CHUNK,
     DATA,
     PREFIX_BYTES,
@@ -22,7 +23,7 @@ BUDGET_BYTES = 4 << 20
 
 
 class ChunkWrite(NamedTuple):
-    """One write. The payload is read until it has been sent, and copied nowhere but sealed."""
+    """One write. The payload is read until it has been sent, and copied nowhere but encrypted."""
 
     head: ChunkHead
     payload: memoryview
@@ -149,10 +150,10 @@ class Sending:
         return True
 
     def _data(self, rest: memoryview) -> list[memoryview]:
-        """The next part of the payload as a record; all of it where nothing is sealed."""
-        if self._sealer is None:
+        """The next part of the payload as a record; all of it where it may pass as it is."""
+        if self._sealer is None or self._sealer.in_clear:
             self._rest = None
-            return [memoryview(prefix(DATA, len(rest))), rest]
+            return [memoryview(prefix(BARE if self._sealer else DATA, len(rest))), rest]
         if not self._segment:
             self._segment = self._segments.take()
         part, self._rest = rest[: self._record_bytes], rest[self._record_bytes :] or None

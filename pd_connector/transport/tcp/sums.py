@@ -21,7 +21,7 @@ from pd_connector.transport.tcp.sealing import NOT_NEXT
 class SumSealer:
     """A `Sealer`."""
 
-    in_parts = True
+    in_parts = in_clear = True
 
     def __init__(self) -> None:
         self._records = 0
@@ -47,7 +47,7 @@ class SumSealer:
 class SumOpener:
     """An `Opener`."""
 
-    in_parts = True
+    in_parts = in_clear = True
 
     def __init__(self) -> None:
         self._records = 0

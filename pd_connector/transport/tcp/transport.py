@@ -60,6 +60,7 @@ class TcpTransport(Transport):
     name = "tcp2"
     label = "tcp"
     one_sided = False
+    prepares = True
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class TcpTransport(Transport):
         pace: Pace = Pace(1.0, 5.0),  # noqa: B008
     ) -> None:
         self.sends_from = sending
+        self.verifies = bool(shared)
         self._shared = shared
         self._permits = permits
         self._landing = Landing(landing)
@@ -122,10 +124,6 @@ class TcpTransport(Transport):
         self._links[link] = known
         self._listening.connected(address.identity, time.monotonic())
         return link
-
-    def verifies(self, link: Link) -> bool:
-        assert isinstance(link, int)
-        return link in self._links and self._links[link].verifies
 
     def disconnect(self, link: Link) -> None:
         assert isinstance(link, int)

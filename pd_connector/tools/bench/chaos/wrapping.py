@@ -26,6 +26,7 @@ class WrappingTransport(Transport):
         self.readable = inner.readable  # type: ignore[misc]
         self.reaches_devices = inner.reaches_devices  # type: ignore[misc]
         self.label = inner.label
+        self.verifies = inner.verifies
         self.sends_from = inner.sends_from
 
     def address(self) -> bytes:
@@ -36,9 +37,6 @@ class WrappingTransport(Transport):
 
     def device_slots(self, link: Link) -> DeviceSlab | None:
         return self.inner.device_slots(link)
-
-    def verifies(self, link: Link) -> bool:
-        return self.inner.verifies(link)
 
     def disconnect(self, link: Link) -> None:
         self.inner.disconnect(link)
