@@ -39,6 +39,8 @@ class Driver:
         self.refuses = 0
         self.streams: list[tuple[int, int]] = []
         self.attributes = {113: 1}
+        self.current: list[int] = []  # contexts that were made current for good, by their device
+        self.capture_modes: list[int] = []
 
     def cuDeviceGet(self, handle: Any, device: ctypes.c_int) -> int:  # noqa: N802
         handle._obj.value = 100 + device.value
@@ -59,6 +61,14 @@ class Driver:
 
     def cuCtxPopCurrent_v2(self, old: Any) -> int:  # noqa: N802
         self.contexts.pop()
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:  # noqa: N802
+        self.current.append(int(context.value or 0))
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        self.capture_modes.append(mode._obj.value)
         return 0
 
     def cuMemAlloc_v2(self, address: Any, nbytes: ctypes.c_size_t) -> int:  # noqa: N802
@@ -162,6 +172,12 @@ def test_a_stream_of_our_own_comes_before_the_engine_s(driver: Driver) -> None:
     handles = {cuda_driver.new_stream(3, -1) for _ in range(2)}
     assert len(handles) == 2
     assert driver.streams == [(1, -1)] * 2, "waits for nobody's default stream"
+
+
+def test_a_thread_of_our_own_is_not_stopped_by_another_s_capture(driver: Driver) -> None:
+    cuda_driver.enter_thread(3)
+    assert driver.current == [103]
+    assert driver.capture_modes == [1], "cudaStreamCaptureModeThreadLocal: captures of others do not count"
 
 
 def test_a_device_is_asked_what_it_supports(driver: Driver) -> None:
