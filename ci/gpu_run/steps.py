@@ -18,7 +18,11 @@ PAYLOADS = (*KERNELS, "msgspec", "numpy", "xxhash")
 
 CONNECTOR = (*PAYLOADS, "zmq", "cryptography", "prometheus_client", "typer", "rich")
 NIXL = (*CONNECTOR, "nixl")
-VLLM = (*NIXL, "vllm")
+ROUTED = (*CONNECTOR, "vllm", "aiohttp", "httptools", "uvloop", "yaml")
+"""A pair of engines behind the router."""
+
+COMPARED = (*NIXL, "vllm")
+"""Pairs of engines, ours and NixlConnector's."""
 
 JSON = "{json}"
 """Stands in a command for the file to which the step writes its figures."""
@@ -179,7 +183,7 @@ STEPS: Sequence[Step] = (
         (*OURS, "demo"),
         (*OURS, "demo"),
         240,
-        VLLM,
+        ROUTED,
     ),
     Step(
         "engines-kernels",
@@ -187,7 +191,7 @@ STEPS: Sequence[Step] = (
         (*OURS, "demo", *_CUSTOM),
         (*OURS, "demo", *_CUSTOM),
         240,
-        VLLM,
+        ROUTED,
     ),
     Step(
         "engines-mixed",
@@ -195,7 +199,7 @@ STEPS: Sequence[Step] = (
         (*_MIXED, *OURS, "demo", *_CUSTOM),
         (*_MIXED, *OURS, "demo", *_CUSTOM),
         240,
-        VLLM,
+        ROUTED,
     ),
     Step(
         "engines-handoff",
@@ -203,7 +207,7 @@ STEPS: Sequence[Step] = (
         (*OURS, "bench", "handoff", "--local", *_handoff(512, 2048, 3500, runs=3)),
         (*OURS, "bench", "handoff", "--local", *_handoff(64, runs=1)),
         300,
-        VLLM,
+        COMPARED,
     ),
     Step(
         "paged",
