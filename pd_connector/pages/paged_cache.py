@@ -116,6 +116,10 @@ class PagedCache:
             None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         )
 
+    def happened(self, fence: torch.cuda.Event | None) -> bool:
+        """Whether the work before a `fence` is done, so that nothing waits for it any more."""
+        return self._stream is None or fence is None or bool(fence.query())
+
     def gather(
         self,
         route: Route,
