@@ -12,6 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / "build" / "gpu"
 """Results so far, from which a second call goes on. Git ignores it."""
 
+_DEFAULTS = {
+    # vLLM's own default needs FlashInfer, which compiles the sampler when an engine starts (minutes, and nvcc).
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+"""Variables of steps with engines, unless they are set."""
+
 
 def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
     """This process's environment, in which this clone is a package with its entry points.
@@ -25,7 +31,7 @@ def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
     paths = [ROOT, ROOT / "kernels", ROOT / "ci", site, *(path.resolve() for path in sites)]
     before = os.environ.get("PYTHONPATH")
     told = os.pathsep.join([*map(str, paths), *([before] if before else [])])
-    return {**os.environ, "PYTHONPATH": told, "PYTHONUNBUFFERED": "1"}
+    return {**_DEFAULTS, **os.environ, "PYTHONPATH": told, "PYTHONUNBUFFERED": "1"}
 
 
 def describe_project(site: Path) -> None:

@@ -18,7 +18,11 @@ PAYLOADS = (*KERNELS, "msgspec", "numpy", "xxhash")
 
 CONNECTOR = (*PAYLOADS, "zmq", "cryptography", "prometheus_client", "typer", "rich")
 NIXL = (*CONNECTOR, "nixl")
-VLLM = (*NIXL, "vllm")
+ROUTED = (*CONNECTOR, "vllm", "aiohttp", "httptools", "uvloop", "yaml")
+"""A pair of engines behind the router."""
+
+COMPARED = (*NIXL, "vllm")
+"""Pairs of engines, ours and NixlConnector's."""
 
 JSON = "{json}"
 """Stands in a command for the file to which the step writes its figures."""
@@ -56,7 +60,11 @@ _GPU_TESTS = (
 )
 _DECODE_TESTS = (*PYTEST, "tests/kernels/test_decode_command.py")
 _TRANSFER_TESTS = (*PYTEST, "tests/kernels/test_transfer_command.py")
-_SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
+_SANITIZER = (
+    *("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
+    # torch asks CUDA what may fail, such as whose memory an address is.
+    *("--report-api-errors", "no"),
+)
 _GLUON = ("env", "PD_KERNELS_TUNING=gluon=1")
 _MIXED = ("env", "PD_KERNELS_TUNING=mixed_steps=1")
 _CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
@@ -98,27 +106,11 @@ STEPS: Sequence[Step] = (
         PAYLOADS,
     ),
     Step(
-        "sanitizer",
-        "transfer kernels stay within their memory",
-        (*_SANITIZER, *BENCH, "transfer", "--check", "--cases", "4"),
-        _TRANSFER_TESTS,
-        120,
-        PAYLOADS,
-        program="compute-sanitizer",
-    ),
-    Step(
         "mla",
         "MLA beside FlashMLA, and both settings of its A/B switches (pairing, small_tiles, latent_codes, column_merge)",
         _decode("--only", "mla_decode"),
         _DECODE_TESTS,
         270,
-    ),
-    Step(
-        "mla-gluon",
-        "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
-        (*_GLUON, *BENCH, "decode", "--cases", "24", "--json", JSON, "--only", "mla_decode"),
-        (*PYTEST, "tests/kernels/test_mla_gluon.py"),
-        240,
     ),
     Step(
         "transfer-quick",
@@ -170,7 +162,7 @@ STEPS: Sequence[Step] = (
         "tests that need a GPU",
         (*PYTEST, "-m", "gpu", *_GPU_TESTS),
         (*PYTEST, "-m", "gpu", *_GPU_TESTS),
-        150,
+        240,
         (*CONNECTOR, "pytest"),
     ),
     Step(
@@ -179,7 +171,7 @@ STEPS: Sequence[Step] = (
         (*OURS, "demo"),
         (*OURS, "demo"),
         240,
-        VLLM,
+        ROUTED,
     ),
     Step(
         "engines-kernels",
@@ -187,7 +179,7 @@ STEPS: Sequence[Step] = (
         (*OURS, "demo", *_CUSTOM),
         (*OURS, "demo", *_CUSTOM),
         240,
-        VLLM,
+        ROUTED,
     ),
     Step(
         "engines-mixed",
@@ -195,7 +187,7 @@ STEPS: Sequence[Step] = (
         (*_MIXED, *OURS, "demo", *_CUSTOM),
         (*_MIXED, *OURS, "demo", *_CUSTOM),
         240,
-        VLLM,
+        ROUTED,
     ),
     Step(
         "engines-handoff",
@@ -203,7 +195,23 @@ STEPS: Sequence[Step] = (
         (*OURS, "bench", "handoff", "--local", *_handoff(512, 2048, 3500, runs=3)),
         (*OURS, "bench", "handoff", "--local", *_handoff(64, runs=1)),
         300,
-        VLLM,
+        COMPARED,
+    ),
+    Step(
+        "sanitizer",
+        "transfer kernels stay within their memory",
+        (*_SANITIZER, *BENCH, "transfer", "--check", "--cases", "4"),
+        _TRANSFER_TESTS,
+        120,
+        PAYLOADS,
+        program="compute-sanitizer",
+    ),
+    Step(
+        "mla-gluon",
+        "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
+        (*_GLUON, *BENCH, "decode", "--cases", "24", "--json", JSON, "--only", "mla_decode"),
+        (*PYTEST, "tests/kernels/test_mla_gluon.py"),
+        240,
     ),
     Step(
         "paged",

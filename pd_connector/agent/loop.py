@@ -3,6 +3,7 @@
 machines. The loop owns transports, slots, sockets and sessions."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ _DATA_TURNS_S = 0.005
 costs as much as a copy of some MiB."""
 _COMPILING_POLL_MS = 20
 """Nothing tells when a background compilation has ended."""
+_DEVICE_POLL_MS = 1
+"""Nor when a device has done a step."""
 
 
 class Loop:
@@ -203,9 +206,19 @@ class Loop:
             timeout_ms = 0
         elif self.consumer_side and self.consumer_side.unhurried and not restless:
             self._others.poll(_UNHURRIED_POLL_MS)
-        ready = [what for what, _ in self._poller.poll(timeout_ms)]
+        ready = self._poll(timeout_ms)
         data = [each for transport in self._transports for each in transport.pollables]
         self._only_data = bool(timeout_ms and ready) and all(what in data for what in ready)
+
+    def _poll(self, timeout_ms: int) -> list[Any]:
+        """What has something to tell, within `timeout_ms`. Returns also when the engine's device has computed
+        what is to be sent; a look at that alone costs next to nothing."""
+        side, ends = self.producer_side, time.monotonic() + timeout_ms / 1000
+        while side is not None and side.waits_for_device and timeout_ms > _DEVICE_POLL_MS:
+            ready = self._poller.poll(_DEVICE_POLL_MS)
+            if ready or side.device_done or time.monotonic() >= ends:
+                return [what for what, _ in ready]
+        return [what for what, _ in self._poller.poll(timeout_ms)]
 
     def _longest_wait_ms(self) -> int:
         """How long nothing is to be done, if nothing comes."""
@@ -232,6 +245,7 @@ class Loop:
         for command, fence in self._commands.take():
             self._execute(command, fence, now)
         if producer_side:
+            producer_side.resume(now)
             producer_side.handle(messages, now)
         if consumer_side:
             consumer_side.receive(now)

@@ -49,6 +49,7 @@ class Outbox:
         self._offers = itertools.count()
         self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
+        self._computed: dict[str, int] = {}  # tokens by request
 
     @property
     def busy(self) -> bool:
@@ -70,14 +71,20 @@ class Outbox:
         has ended."""
         return self.underway.full
 
-    def fence(self, request: str, fence: Any) -> None:
-        """The request's pages are gathered after the work that `fence` stands for, which computes
-        them."""
+    def fence(self, request: str, fence: Any, tokens: int) -> None:
+        """The request's pages are gathered after the work that `fence` stands for. It computes them up to
+        `tokens` tokens, in all layers."""
         if fence is not None:
             self._fences[request] = fence
+        self._computed[request] = max(tokens, self.computed(request))
+
+    def computed(self, request: str) -> int:
+        """As many of the request's tokens are computed in all layers, as far as is known."""
+        return self._computed.get(request, 0)
 
     def forget(self, request: str) -> None:
         self._fences.pop(request, None)
+        self._computed.pop(request, None)
 
     def post(self, send: Send, path: SendPath, now: float) -> messages.Message | None:
         """Set a chunk on its way; returns what the consumer must be told, if it is to read it.

@@ -2,6 +2,7 @@
 """What the engine tells the producing half: prefills that begin, come further, and take pages back."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,9 @@ from pd_connector.agent.commands import Computed, Expect, Revoke, Withdraw
 from pd_connector.agent.confined import confined
 from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.unfinished import Unfinished
 from pd_connector.errors import Cause
+from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.outgoing import Action, Free, Offer
 from pd_connector.protocol.producer import Producer
 from pd_connector.telemetry import Telemetry
@@ -22,6 +25,7 @@ class ProducerCommands:
 
     Args:
         gate: shut by the engine's thread for requests that take their pages back; opened here.
+        cache: on whose device an engine computes.
         act: carries out what follows.
     """
 
@@ -30,37 +34,83 @@ class ProducerCommands:
         producer: Producer,
         outbox: Outbox,
         gate: PageGate,
+        cache: PagedCache,
         telemetry: Telemetry,
         act: Callable[[list[Action]], None],
     ) -> None:
         self._producer = producer
         self._outbox = outbox
         self._gate = gate
+        self._cache = cache
         self._telemetry = telemetry
         self._act = act
+        self._unfinished = Unfinished(self._due)
+
+    @property
+    def waits(self) -> bool:
+        """Whether commands wait for the engine's device."""
+        return bool(self._unfinished)
+
+    @property
+    def due(self) -> bool:
+        """Whether `resume` has something to do."""
+        return self._unfinished.due
 
     def execute(self, command: ProducerCommand, fence: Any, now: float) -> None:
         """Carry out a command. An error ends the transfer that it is about, and nothing else.
 
         Args:
             fence: pages of an `Offer` or `Computed` are gathered after the work that it stands for,
-                which computes them.
+                which computes them. Until that is done the command waits.
         """
-        what = f"transfer {command.transfer}"
-        with confined(self._telemetry, what, partial(self._give_up, command)):
+        with self._confined(command):
+            if self._kept(command, fence, now):
+                return
             self._execute(command, fence, now)
         if isinstance(command, Revoke | Withdraw):
             self._gate.open(command.request)  # `Agent.submit` has shut it
+
+    def resume(self, now: float, *, all_of_them: bool = False) -> None:
+        """Carry out what need not wait any more, or everything that waits."""
+        for command, fence in self._unfinished.take(all_of_them=all_of_them):
+            with self._confined(command):
+                self._execute(command, fence, now)
+
+    def _confined(self, command: ProducerCommand) -> AbstractContextManager[None]:
+        what = f"transfer {command.transfer}"
+        return confined(self._telemetry, what, partial(self._give_up, command))
+
+    def _kept(self, command: ProducerCommand, fence: Any, now: float) -> bool:
+        """Whether the command has to wait; if so, it is kept."""
+        match command:
+            case Offer() | Computed():
+                kept = self._unfinished.keep(command, fence)
+                if kept and isinstance(command, Offer):
+                    self._producer.expect(command.transfer, now)  # openings may come before it
+                return kept
+            case Revoke(transfer, request) | Withdraw(transfer, request):
+                self._unfinished.drop(transfer, request)
+        return False
+
+    def _due(self, command: Offer | Computed, fence: Any) -> bool:
+        return self._told_before(command) or self._cache.happened(fence)
+
+    def _told_before(self, command: Offer | Computed) -> bool:
+        """Whether it says of no more tokens that they are computed than was said already. Its own fence is
+        that of a later step then, which may have hardly begun."""
+        is_offer = isinstance(command, Offer)
+        return is_offer and command.tokens <= self._outbox.computed(command.request)
 
     def _execute(self, command: ProducerCommand, fence: Any, now: float) -> None:
         match command:
             case Expect(transfer):
                 self._producer.expect(transfer, now)
-            case Offer():
-                self._outbox.fence(command.request, fence)
+            case Offer(request=request, tokens=tokens):
+                if not self._told_before(command):
+                    self._outbox.fence(request, fence, tokens)
                 self._act(self._producer.offer(command, now))
             case Computed(transfer, request, tokens, stop_layer):
-                self._outbox.fence(request, fence)
+                self._outbox.fence(request, fence, tokens if stop_layer is None else 0)
                 self._act(self._producer.computed(transfer, request, tokens, stop_layer))
             case Revoke(transfer, request, doubtful_since):
                 self._outbox.forget(request)

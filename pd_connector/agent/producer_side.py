@@ -77,7 +77,7 @@ class ProducerSide:
             resources, self._producer, self._outbox, self._sessions, self._say, self._act
         )
         self._commands = ProducerCommands(
-            self._producer, self._outbox, gate, resources.telemetry, self._act
+            self._producer, self._outbox, gate, resources.cache, resources.telemetry, self._act
         )
 
     @property
@@ -103,6 +103,16 @@ class ProducerSide:
         return bool(self._sessions.compiling)
 
     @property
+    def waits_for_device(self) -> bool:
+        """Whether KV of a step is to be sent that the engine's device still computes."""
+        return self._commands.waits
+
+    @property
+    def device_done(self) -> bool:
+        """Whether some of that is computed now."""
+        return self._commands.due
+
+    @property
     def parts_with_integrity(self) -> list[HasIntegrity]:
         return [self._producer, self._outbox]
 
@@ -118,9 +128,14 @@ class ProducerSide:
         """See `ProducerCommands.execute`."""
         self._commands.execute(command, fence, now)
 
+    def resume(self, now: float) -> None:
+        """Carry out the commands whose work the engine's device has done."""
+        self._commands.resume(now)
+
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: what was computed with the old ones is not sent any
         more, and every consumer must compare models again."""
+        self._commands.resume(now, all_of_them=True)  # their KV is that of the old weights
         self._sessions.change_model(facts)
         detail = "the engine's weights have changed"
         self._act(self._producer.end_all(Cause.MODEL, detail))

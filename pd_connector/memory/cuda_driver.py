@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch does not offer of CUDA: memory outside of its pool, a stream of one's own, and what a device supports.
+"""What torch does not offer of CUDA: memory outside of its pool, a stream and a thread of one's own, and what a device
+supports.
 
 These are calls of the driver (`libcuda.so.1`). It is there wherever a GPU works, whichever CUDA release torch was
 built for.
@@ -17,6 +18,8 @@ READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 
 _NON_BLOCKING = 1
 """A stream that does not wait for CUDA's default stream, nor that one for it."""
+_THREAD_LOCAL = 1
+"""Only captures of this thread forbid it calls that cannot be captured."""
 
 
 class CudaError(PDConnectorError):
@@ -60,6 +63,28 @@ def new_stream(device: int, priority: int) -> int:
             ctypes.c_int(priority),
         )
     return int(stream.value or 0)
+
+
+def enter_thread(device: int) -> None:
+    """Make the calling thread one of our own on this device, for as long as it lives.
+
+    Its context becomes current. `torch.cuda.set_device` leaves a new thread without one on device 0, which the
+    thread seems to be on already.
+
+    While another thread captures a CUDA graph, as torch does it, CUDA refuses every other thread calls that cannot
+    be captured, such as an allocation, and the capture fails, too. Engines capture when they start, and some
+    once more while they serve (SGLang after an update of weights, vLLM when it scales experts). The calls of this
+    thread belong to no capture.
+
+    Raises CudaError.
+    """
+    context, handle, mode = ctypes.c_void_p(), _handle(device), ctypes.c_int(_THREAD_LOCAL)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    try:  # torch keeps it, too
+        _call("cuCtxSetCurrent", context)
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", handle)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
 def supports(attribute: int, device: int) -> bool:

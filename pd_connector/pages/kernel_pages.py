@@ -22,6 +22,7 @@ from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.moving import Moving
+from pd_connector.pages.own_stream import own_thread
 from pd_connector.pages.staging import Stagings, record
 from pd_connector.pages.tiles import tokens_of
 from pd_connector.pages.warm_up import WarmUp
@@ -181,6 +182,7 @@ class KernelPages:
 
     def _compile_for(self, route: Route, gathers: bool) -> None:
         """ChunkLaunch every kernel that chunks of a route may need: once, on memory of its own."""
+        own_thread(self._device)
         apart = route.source.dtype in DTYPES  # what is not passes as whole pages only
         ways = [v for v in (True, False) if (route.verbatim if v else apart)]
         with _own_stream(self._device):

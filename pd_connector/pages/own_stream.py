@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of a GPU that the engine does not use. torch lends the same 32 streams of each priority to everybody in turn,
-the engine included: work of one user then waits for that of another.
+"""Streams and threads of a GPU that the engine does not use. torch lends the same 32 streams of each priority to everybody
+in turn, the engine included: work of one user then waits for that of another.
 """
 
 import logging
 
 import torch
 
-from pd_connector.memory.cuda_driver import CudaError, new_stream
+from pd_connector.memory.cuda_driver import CudaError, enter_thread, new_stream
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
@@ -23,6 +23,18 @@ def own_streams(
     if device.type != "cuda":
         return None, None
     return _own_stream(device), _own_stream(device)
+
+
+def own_thread(device: torch.device) -> None:
+    """Make the device the calling thread's, and the thread one of our own (`cuda_driver.enter_thread`). Nothing
+    for a CPU."""
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    try:
+        enter_thread(device.index or 0)
+    except CudaError as error:
+        logger.warning("CUDA graphs cannot be captured while KV is moved: %s", error)
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:

@@ -19,7 +19,7 @@ from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.one_ahead import GatherCall, OneAhead
-from pd_connector.pages.own_stream import own_streams
+from pd_connector.pages.own_stream import own_streams, own_thread
 from pd_connector.pages.slot_copies import SlotCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
@@ -80,9 +80,8 @@ class PagedCache:
         return None if self._kernels is None else self._device
 
     def enter_thread(self) -> None:
-        """Make the cache's device the current one of the calling thread, for libraries that ask for it."""
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
+        """Make the calling thread one of our own on the cache's device; see `own_thread`."""
+        own_thread(self._device)
 
     @property
     def pages(self) -> int:
@@ -116,6 +115,10 @@ class PagedCache:
         return (
             None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         )
+
+    def happened(self, fence: torch.cuda.Event | None) -> bool:
+        """Whether the work before a `fence` is done, so that nothing waits for it any more."""
+        return self._stream is None or fence is None or bool(fence.query())
 
     def gather(
         self,

@@ -150,6 +150,9 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
     known = dtype in DTYPES
     order = _order(tensor)
     packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
+    if known and getattr(spec, "state_content_bytes", None) is not None:
+        # Such as B12X, whose two "heads" are K and V of all heads.
+        dtype, known = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
     if packing is not None and kind == "attention" and not packing.known(spec, kernel_page_size):
         dtype, known = f"{dtype} packed as {packing.name}", False
     if known:

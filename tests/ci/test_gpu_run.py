@@ -3,9 +3,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +20,7 @@ from gpu_run.places import ROOT, describe_project, environment
 from gpu_run.processes import members_of, run_limited
 from gpu_run.record import LOG, REPORT, RESULTS, Record
 from gpu_run.runner import Runner
-from gpu_run.steps import JSON, KERNELS, PAYLOADS, STEPS, VLLM, Step, chosen
+from gpu_run.steps import JSON, KERNELS, PAYLOADS, ROUTED, STEPS, Step, chosen
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -186,7 +188,8 @@ def test_benches_need_no_more_than_their_steps_say(
     modules: Sequence[str], needed: Sequence[str]
 ) -> None:
     """A borrowed GPU's host may have torch and Triton and little else."""
-    absent = sorted(set(VLLM) - set(needed) - {"numpy"})  # Triton itself takes numpy where it is
+    known = {module for one in STEPS for module in one.imports}
+    absent = sorted(known - set(needed) - {"numpy"})  # Triton itself takes numpy where it is
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent}));"
         f"import pd_kernels.bench.__main__; from pd_kernels.bench import {', '.join(modules)}"
@@ -196,6 +199,29 @@ def test_benches_need_no_more_than_their_steps_say(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_demo_s_steps_name_what_its_router_needs() -> None:
+    """A step whose router cannot start would fail only when two engines have started."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {re.split("[<>=]", one)[0] for one in extras["router"]} - {
+        "aiohappyeyeballs"
+    }  # aiohttp's
+    wanted = {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in names}
+    routed = [one for one in STEPS if "demo" in one.command]
+    assert routed
+    assert all(set(one.imports) == set(ROUTED) >= wanted for one in routed)
+
+
+def test_engines_do_not_wait_for_flashinfer_s_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    assert environment(tmp_path, [])["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    assert environment(tmp_path, [])["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
 
 
 def rehearse(only: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ Where each element lies is told by `support.caches`, element by element; no view
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -392,6 +393,27 @@ def test_torch_moves_fp8_as_integers() -> None:
     for page, tokens in ((4, slice(3, 16)), (1, slice(0, 14))):
         assert torch.equal(other[page, :, tokens].float(), view[page, :, tokens].float())
     assert not other[4, :, :3].float().any()
+
+
+def test_a_fence_is_asked_only_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = ranks((Layer(2),), Setup(), 60, 1)
+    under_way, done = (SimpleNamespace(query=lambda found=found: found) for found in (0, 1))
+    assert rank.cache.happened(under_way)
+    monkeypatch.setattr(rank.cache, "_stream", "of a device")
+    assert rank.cache.happened(done)
+    assert not rank.cache.happened(under_way)
+    assert rank.cache.happened(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_fence_has_happened_when_what_was_queued_before_it_is_done() -> None:
+    (rank,) = ranks((Layer(2),), Setup(), 60, 1, "cuda")
+    torch.cuda._sleep(1 << 29)  # cycles: 0.3 s
+    fence = rank.cache.fence()
+    assert not rank.cache.happened(fence)
+    torch.cuda.synchronize()
+    assert rank.cache.happened(fence)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's dtypes of a cache by names that mean one thing on every engine."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +88,32 @@ def test_a_page_with_fewer_states_than_tokens_is_not_taken_for_a_part_of_a_page(
         cache.describe_cache(caches, layout, config, {"layers.0.attn": 0})
     caches, layout, config = one_layer(states=64)
     assert cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).pages == 12
+
+
+def test_pages_that_a_backend_packs_its_own_way_are_not_taken_apart() -> None:
+    """B12X keeps K of all heads as one head, and V as another. With two KV heads its pages have the very size of
+    pages with a head's K beside its V."""
+    plain = kv.FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    packed = dataclasses.replace(plain, num_head_slots=2, state_content_bytes=2 * 8 * 2)
+    assert packed.page_size_bytes == plain.page_size_bytes
+    backend = SimpleNamespace(get_name=lambda: "B12X")
+    found = []
+    for spec in (plain, packed):
+        size = 12 * spec.page_size_bytes
+        placed = kv.KVCacheTensor(size, ["layers.0.attn"], size, spec.page_size_bytes)
+        memory = torch.zeros(size, dtype=torch.int8)
+        (view,) = kv.create_kv_cache_views(memory, spec, 12, KVCacheLayout.LBHNC, placed)
+        layer = cache._Layer(0, "layers.0.attn", 0, spec, view.to("meta"))
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            compilation_config=SimpleNamespace(
+                static_forward_context={"layers.0.attn": SimpleNamespace(attn_backend=backend)}
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+        )
+        found.append(cache._describe(layer, config))
+    (known, _), (opaque, pages) = found
+    assert (known.dtype, known.key_dim, known.value_dim) == ("bfloat16", 8, 8)
+    assert (opaque.dtype, opaque.value_dim) == ("bfloat16 as B12X packs it", 0)
+    assert pages.value is None
