@@ -34,6 +34,12 @@ class EngineFailedError(Exception):
         """Whether the engine lives, and said that it failed."""
         return self.cause.startswith("status_5")
 
+    @property
+    def blames_request(self) -> bool:
+        """Whether the engine said that the request is wrong. That says nothing of the engine, unless another one
+        takes the request."""
+        return self.cause.startswith("status_4") and not isinstance(self, OverloadedError)
+
 
 class UnreachableError(EngineFailedError):
     """No connection; the engine has not seen the request."""

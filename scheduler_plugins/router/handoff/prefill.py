@@ -151,7 +151,7 @@ class PrefillCopy:
             await self._send()
         except EngineFailedError as failure:
             self._fail(failure)
-            if not isinstance(failure, OverloadedError):
+            if not isinstance(failure, OverloadedError) and not failure.blames_request:
                 self._pool.report_failure(self.engine, failure)
         except Exception as error:
             logger.exception("the prefill copy to %s failed", self.engine.url)

@@ -3,7 +3,7 @@
 
 from random import Random
 
-from router_fakes import World, answer, run, status
+from router_fakes import World, answer, run, slow, status
 
 from scheduler_plugins.router.engines.circuit import (
     BUDGET,
@@ -142,5 +142,23 @@ def test_when_nothing_but_failing_engines_is_left_retries_end() -> None:
                 assert (await world.complete()).status == 503
             asked = sum(len(engine.bodies) for engine in world.d)
             assert asked <= 40 + SAVED + 40 * BUDGET + 1
+
+    run(scenario())
+
+
+def test_requests_that_are_wrong_in_themselves_say_nothing_of_an_engine() -> None:
+    """A client that sends one again and again must not take prefill engines from the others."""
+
+    async def scenario() -> None:
+        async with World(prefill=2) as world:
+            for engine in (*world.p, *world.d):
+                engine.behave = status(400)
+            for _ in range(4 * FAILURES):
+                assert (await world.complete()).status == 400
+            assert [world.known(engine).circuit.cause for engine in world.p] == ["", ""]
+            world.d[0].behave = slow(0.01)  # now it is the prefill engines that fail
+            for _ in range(2 * FAILURES):
+                assert (await world.complete()).status == 200
+            assert "status_400" in [world.known(engine).circuit.cause for engine in world.p]
 
     run(scenario())
