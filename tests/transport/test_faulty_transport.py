@@ -211,6 +211,7 @@ def test_what_wraps_a_transport_hands_on_all_that_does_not_pass_it_by() -> None:
     wrapped = WrappingTransport(Echo())
     handed_on = {name for name in dir(Transport) if not name.startswith("_")} - {
         "prepare",
+        "prepares",
         "destinations",
     }
     assert handed_on <= {*vars(WrappingTransport), *vars(wrapped)}
