@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine tells the producing half: prefills that begin, come further, and take pages back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -70,9 +70,16 @@ class ProducerCommands:
         if isinstance(command, Revoke | Withdraw):
             self._gate.open(command.request)  # `Agent.submit` has shut it
 
-    def resume(self, now: float, *, all_of_them: bool = False) -> None:
-        """Carry out what need not wait any more, or everything that waits."""
-        for command, fence in self._unfinished.take(all_of_them=all_of_them):
+    def resume(self, now: float) -> None:
+        """Carry out what need not wait any more."""
+        self._resume(now)
+
+    def resume_all(self, now: float) -> None:
+        """Carry out everything that waits."""
+        self._resume(now, self._unfinished.transfers)
+
+    def _resume(self, now: float, at_once: Container[str] = ()) -> None:
+        for command, fence in self._unfinished.take(at_once):
             with self._confined(command):
                 self._execute(command, fence, now)
 
@@ -90,6 +97,7 @@ class ProducerCommands:
                 return kept
             case Revoke(transfer, request) | Withdraw(transfer, request):
                 self._unfinished.drop(transfer, request)
+                self._resume(now, (transfer,))  # another request's: the transfer is its own then
         return False
 
     def _due(self, command: Offer | Computed, fence: Any) -> bool:

@@ -135,7 +135,7 @@ class ProducerSide:
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: what was computed with the old ones is not sent any
         more, and every consumer must compare models again."""
-        self._commands.resume(now, all_of_them=True)  # their KV is that of the old weights
+        self._commands.resume_all(now)  # their KV is that of the old weights
         self._sessions.change_model(facts)
         detail = "the engine's weights have changed"
         self._act(self._producer.end_all(Cause.MODEL, detail))

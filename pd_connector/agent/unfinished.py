@@ -7,7 +7,7 @@ transfers, heartbeats, an engine that takes pages back.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from pd_connector.agent.commands import Computed
@@ -36,6 +36,11 @@ class Unfinished:
         """Whether a command can be carried out now."""
         return any(self._due(*commands[0]) for commands in self._waiting.values())
 
+    @property
+    def transfers(self) -> Container[str]:
+        """Those of which something waits."""
+        return self._waiting.keys()
+
     def keep(self, command: Offer | Computed, fence: Any) -> bool:
         """Keep this command if it has to wait; returns whether that is so."""
         commands = self._waiting.get(command.transfer)
@@ -50,10 +55,11 @@ class Unfinished:
         if left := deque(told for told in commands if told[0].request != request):
             self._waiting[transfer] = left
 
-    def take(self, *, all_of_them: bool = False) -> Iterator[_Told]:
-        """What need not wait any more, or everything. Each is carried out before the next is taken."""
+    def take(self, at_once: Container[str] = ()) -> Iterator[_Told]:
+        """What need not wait any more, and everything of the transfers `at_once`. Each is carried out
+        before the next is taken."""
         for transfer, commands in list(self._waiting.items()):
-            while commands and (all_of_them or self._due(*commands[0])):
+            while commands and (transfer in at_once or self._due(*commands[0])):
                 yield commands.popleft()
             if not commands:
                 del self._waiting[transfer]

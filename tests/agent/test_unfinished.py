@@ -124,6 +124,20 @@ def test_what_a_device_computes_is_taken_back_without_waiting_for_it(
     step.done = True  # nothing of it comes back
 
 
+def test_another_requests_offer_is_not_taken_back_while_it_waits(ranks: Ranks) -> None:
+    producer, consumer = ranks.pair(TCP)
+    step = Step()
+    offer(producer, "t", step, tokens=PROMPT, final=True)
+    consumer.load(producer.source, "t", [4, 5, 6], wait=True)
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    until(lambda: (known := side._producer._transfers.get("t")) and known.streams)
+    producer.agent.submit(Withdraw("t", "another request"))
+    step.done = True
+    assert consumer.loaded("t").cause is None
+    assert_pages(producer, PAGES, consumer, [4, 5, 6])
+
+
 def test_a_preempted_step_is_forgotten(ranks: Ranks, early: list[Step]) -> None:
     """Its pages are another request's when it is done."""
     producer, consumer = ranks.pair(TCP)
