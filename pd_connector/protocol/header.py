@@ -19,8 +19,8 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
         identity: fingerprint of the tokens whose KV this is.
         codec: name of the route's codec.
         nbytes: bytes of the payload.
-        checksum: of the payload. It may be empty over a transport that verifies every byte, and
-            over no other.
+        checksum: of the payload. It may be empty where the transport verifies every byte of the
+            chunk, and nowhere else.
     """
 
     transfer: Name

@@ -411,8 +411,8 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
 ) -> None:
     one, nbytes = handshake(**SEALS[seal]), pieces * PIECE
     receiver = line(one.dialler_seals()[1])
-    bare = seal == "sums"  # what is gathered has no tags then, and lands where it can be summed
-    pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: None if bare else Pages(nbytes, PIECE)}
+    untagged = seal == "sums"  # what is gathered has no tags then, and lands where it can be summed
+    pages = {1: Pages(nbytes, 8 << 10), 2: None, 3: None if untagged else Pages(nbytes, PIECE)}
     receiver.landing.destinations = lambda header, slot, nbytes: pages[slot]
     sending = Sending(receiver.near, one.listener_seals()[0], Segments(), RECORD_BYTES)
     payload, events = FIRST[:nbytes], list[Event]()
@@ -441,7 +441,7 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
             assert isinstance(event.payload, memoryview)
             assert bytes(event.payload) == payload
     free = [receiver.landing.take() for _ in range(2)]
-    assert free.count(None) == (2 if bare else 1), "other chunks do not lie in landing memory"
+    assert free.count(None) == (2 if untagged else 1), "other chunks do not lie in landing memory"
 
 
 @in_parts

@@ -23,7 +23,7 @@ class Sealer(Protocol):
 
     def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
         """Write the sealed body and its tag into `out`, which is TAG_BYTES longer than the body. The
-        record's prefix `head` is authenticated with it."""
+        tag covers the record's prefix `head`, too."""
 
     def seal_parts(self, head: bytes, parts: Iterable[Any], out: memoryview) -> bytes:
         """Like `seal`, for a body that lies in parts (contiguous buffers); returns the tag.

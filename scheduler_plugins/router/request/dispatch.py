@@ -143,9 +143,8 @@ class Dispatch:
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._candidates.prefill_failed(engine, failure)
-        if (
-            failure.blames_request
-        ):  # and the answering engine does not: the copy has left that to us
+        # The answering engine has taken the request: now it counts. The copy could not know that.
+        if failure.blames_request:
             self._shared.pool.report_failure(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
