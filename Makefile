@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest --durations=15
 COMPUTING := tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 
-.PHONY: setup demo doctor lint fast engine ray test clean
+.PHONY: setup demo doctor lint fast engine ray test docs clean
 
 setup:
 	@ci/setup
@@ -49,6 +49,11 @@ test: setup
 	@$(MAKE) --no-print-directory engine
 	@$(MAKE) --no-print-directory ray
 
+# The documentation as a site, in build/site. Strict: a link that leads nowhere is an error.
+docs:
+	@[ -e .venv-docs/.setup-done ] || { python3 -m venv .venv-docs && .venv-docs/bin/pip -q install -r ci/constraints-docs.txt && touch .venv-docs/.setup-done; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 clean:
-	rm -rf .venv .venv-sglang .venv-ray build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-ray .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

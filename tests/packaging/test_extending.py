@@ -11,7 +11,7 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FILES = dict(
-    re.findall(r"^```\w+ toy/(\S+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    re.findall(r'^```\w+ title="toy/(\S+)"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
 )
 TRIALS = sorted(name for name in FILES if name.startswith("try_"))
 
