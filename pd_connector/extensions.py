@@ -7,6 +7,7 @@ object of a module that it stands for). Each group of entry points is one kind o
 | `pd_connector.transports` | a function that makes a transport (`transport/registry.py`) |
 | `pd_connector.codecs` | a codec (`kv/coding.py`) |
 | `pd_connector.commands` | a command of `pd-connector` |
+| `pd_connector.benchmarks` | a command of `pd-connector bench` |
 | `scheduler_plugins.policies` | a policy of the queue or of the router |
 """
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from damage import Layers, cache_of
-from measure import held_out_bytes, prefill
+from quality import held_out_bytes, prefill
 from train import MODEL_DIR
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 

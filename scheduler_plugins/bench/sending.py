@@ -1,108 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to a running engine at their times, and records the answers."""
+"""A trace sent to a router in time, `speed` times faster than recorded."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import json
 from collections.abc import Callable, Sequence
-from random import Random
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
-from pd_connector.tools.bench.flow import BenchError
-from scheduler_plugins.order.request import BlockHash, Waiting
-from scheduler_plugins.profile.client import EngineClient, Timed, at
+import aiohttp
+
+from scheduler_plugins.bench.scaled import Sent
 
 _AHEAD_S = 0.5
+_PATIENCE_S = 300.0
 
 
-class RequestRecord(NamedTuple):
-    """One request and its answer; None if it was still waiting when the time was over."""
+@dataclass(frozen=True)
+class Outcome:
+    """How one request was answered. Times are those of the trace."""
 
-    request: Waiting
-    answer: Timed | None
-    late_s: float  # how long after its time it was sent
+    status: int
+    ttft_s: float = 0.0  # due -> first token read
+    end_s: float = 0.0  # due -> last token read
+    tokens: int = 0
+    error: str = ""
 
     @property
-    def ttft_s(self) -> float:
-        """From the time at which it was to be sent; infinite if it got no token."""
-        if self.answer is None or self.answer.status != 200:
-            return float("inf")
-        return self.answer.ttft_s + self.late_s
+    def served(self) -> bool:
+        """Whether it was answered to its end."""
+        return self.status == 200 and not self.error
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 where there is none."""
-        if self.answer is None or len(self.answer.token_s) < 2:
-            return 0.0
-        times = self.answer.token_s
-        return (times[-1] - times[0]) / (len(times) - 1)
+        """Between two tokens, on average."""
+        return (self.end_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-async def send_all(
-    client: EngineClient,
-    requests: Sequence[Waiting],
-    pool: Sequence[int],
-    *,
-    page_size: int,
-    until_s: float | None = None,
-    headers: Callable[[Waiting], dict[str, str]] | None = None,
-    by_length: bool = False,
-    salt: str | None = None,
-    answered: Callable[[], None] = lambda: None,
-) -> list[RequestRecord]:
-    """Send requests at their times, and wait for the answers.
+async def play(
+    urls: Sequence[str],
+    requests: Sequence[Sent],
+    speed: float,
+    sent: Callable[[int], None] = lambda number: None,
+) -> list[Outcome]:
+    """Send every request when it is due, to each URL in turn, and wait for all answers. `sent` is told
+    how many have been, each time before one is."""
+    loop = asyncio.get_running_loop()
+    began = loop.time() + _AHEAD_S
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
 
-    Args:
-        requests: by arrival.
-        pool: token ids to make prompts of.
-        page_size: of their hashes.
-        until_s: hang up on everything then, by the clock of the arrivals; None: never.
-        headers: of each request.
-        by_length: each has the length of its prompt as vLLM's `priority`.
-        salt: requests with another one, or none, share no KV with these.
-        answered: called with each answer.
+    async def ask(number: int, one: Sent) -> Outcome:
+        due = began + one.at_s / speed
+        await asyncio.sleep(due - loop.time())
+        sent(number)
+        body = {"model": "mock", "prompt": one.prompt, "max_tokens": one.max_tokens}
+        url = urls[number % len(urls)] + "/v1/completions"
+        try:
+            async with session.post(url, json={**body, "stream": True, "temperature": 0}) as answer:
+                return await _read(answer, lambda: (loop.time() - due) * speed)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return Outcome(0, error=repr(error))
 
-    Raises:
-        BenchError: one was answered with neither 200 nor 429.
-    """
-    prompts = [prompt_ids(one, page_size, pool) for one in requests]
-    begun_s = time.perf_counter() + _AHEAD_S
-
-    async def one(request: Waiting, prompt: list[int]) -> RequestRecord:
-        due_s = begun_s + request.arrival_s
-        await at(due_s)
-        extra: dict[str, Any] = {"priority": len(prompt)} if by_length else {}
-        if salt is not None:
-            extra["cache_salt"] = salt
-        given = headers(request) if headers else {}
-        answer = await client.complete(prompt, request.max_tokens, headers=given, **extra)
-        answered()
-        if answer.status not in (200, 429):
-            raise BenchError(f"{client.url}: {answer.status}: {answer.error}")
-        return RequestRecord(request, answer, answer.sent_s - due_s)
-
-    pairs = zip(requests, prompts, strict=True)
-    tasks = [asyncio.create_task(one(request, prompt)) for request, prompt in pairs]
-    left_s = None if until_s is None else begun_s + until_s - time.perf_counter()
-    done, pending = await asyncio.wait(tasks, timeout=left_s)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    return [
-        task.result() if task in done else RequestRecord(request, None, 0.0)
-        for request, task in zip(requests, tasks, strict=True)
-    ]
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        return list(await asyncio.gather(*(ask(n, one) for n, one in enumerate(requests))))
 
 
-def prompt_ids(request: Waiting, page_size: int, pool: Sequence[int]) -> list[int]:
-    """The request's prompt: equal hashes give equal tokens, what is after them is its own."""
-    tokens = list[int]()
-    for block in request.block_hashes:
-        tokens += _block(block, page_size, pool)
-    own = Random(f"own {request.id}").choices(pool, k=max(0, request.tokens - len(tokens)))
-    return [*tokens, *own][: request.tokens]
-
-
-def _block(block: BlockHash, page_size: int, pool: Sequence[int]) -> list[int]:
-    return Random(f"block {block}").choices(pool, k=page_size)
+async def _read(answer: aiohttp.ClientResponse, passed_s: Callable[[], float]) -> Outcome:
+    if answer.status != 200:
+        return Outcome(answer.status, end_s=passed_s(), error=(await answer.text())[:200])
+    first_s, tokens, error, ended = 0.0, 0, "", False
+    async for line in answer.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            ended = True
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            error = str(event["error"])
+        elif event.get("choices"):
+            first_s = first_s or passed_s()
+            tokens += event["choices"][0].get("text", "").count("word")
+    if not ended and not error:
+        error = "the stream ended before [DONE]"
+    return Outcome(answer.status, first_s, passed_s(), tokens, error)

@@ -20,9 +20,9 @@ from harness import wait_until
 from recipes import COMPILE_NOTHING, MODEL, NAME_ARGS, WORKER_IN_CORE
 from typer.testing import CliRunner
 
+from measure.scheduler.live import MIDDLEWARE, OURS
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.launch import VllmEngine
-from scheduler_plugins.bench.live import MIDDLEWARE, OURS
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.profile.client import Timed, connect
 from scheduler_plugins.router.engines.engine import BackendEngine, Role

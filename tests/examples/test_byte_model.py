@@ -24,7 +24,7 @@ from pd_connector.tools.demo import MODEL_DIR  # noqa: E402
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "byte_model"
 sys.path.insert(0, str(RECIPE))
 import corpus  # noqa: E402
-import measure  # noqa: E402
+import quality  # noqa: E402
 from damage import KINDS, PAGE_TOKENS, Damage  # noqa: E402
 
 sys.path.remove(str(RECIPE))
@@ -50,17 +50,17 @@ def model(dtype=torch.bfloat16):
 @torch.inference_mode()
 def answered(tokens: int, index: int = 0):
     """A held-out prompt: its KV, the greedy answer and the answer's log-probabilities."""
-    ids = measure.prompts(tokens, count=3)[index]
-    layers, first = measure.prefill(model(), ids)
-    answer = measure.greedy(model(), layers, first)
-    return layers, answer, measure.log_probabilities(model(), layers, answer)
+    ids = quality.prompts(tokens, count=3)[index]
+    layers, first = quality.prefill(model(), ids)
+    answer = quality.greedy(model(), layers, first)
+    return layers, answer, quality.log_probabilities(model(), layers, answer)
 
 
 @torch.inference_mode()
 def movement(tokens: int, damage: Damage) -> float:
     layers, answer, clean = answered(tokens)
-    case = measure.Case(layers, answered(tokens, 1)[0], answer, clean)
-    return measure.movement(model(), case, damage)
+    case = quality.Case(layers, answered(tokens, 1)[0], answer, clean)
+    return quality.movement(model(), case, damage)
 
 
 def test_it_is_a_plain_llama_of_the_promised_shape():
@@ -122,7 +122,7 @@ def test_held_out_text_is_the_same_in_every_process_and_apart_from_training():
 
 def test_the_model_has_learnt_text_it_was_not_trained_on():
     with torch.inference_mode():
-        nats = measure.loss(model(), measure.held_out_bytes("prose"), window=512, windows=8)
+        nats = quality.loss(model(), quality.held_out_bytes("prose"), window=512, windows=8)
     assert nats < 0.5 * math.log(256)
 
 
@@ -130,7 +130,7 @@ def test_the_model_has_learnt_text_it_was_not_trained_on():
 def test_the_same_kv_gives_the_same_logprobs_to_the_bit(tokens):
     layers, answer, clean = answered(tokens)
     with torch.inference_mode():
-        again = measure.log_probabilities(
+        again = quality.log_probabilities(
             model(), [(k.clone(), v.clone()) for k, v in layers], answer
         )
     assert torch.equal(again, clean)
@@ -150,13 +150,13 @@ def test_exchanging_whole_pages_is_no_damage_because_keys_carry_their_position()
     order = torch.arange(1000)
     order[0:32], order[320:352] = torch.arange(320, 352), torch.arange(0, 32)
     with torch.inference_mode():
-        layers, first = measure.prefill(exact, measure.prompts(1000)[0])
-        answer = measure.greedy(exact, layers, first)
-        clean = measure.log_probabilities(exact, layers, answer)
+        layers, first = quality.prefill(exact, quality.prompts(1000)[0])
+        answer = quality.greedy(exact, layers, first)
+        clean = quality.log_probabilities(exact, layers, answer)
         exchanged = [(k[:, :, order], v[:, :, order]) for k, v in layers]
-        moved = measure.log_probabilities(exact, exchanged, answer) - clean
-        case = measure.Case(layers, layers, answer, clean)
-        doubled = measure.movement(exact, case, Damage("displaced", 10))
+        moved = quality.log_probabilities(exact, exchanged, answer) - clean
+        case = quality.Case(layers, layers, answer, clean)
+        doubled = quality.movement(exact, case, Damage("displaced", 10))
     assert moved.abs().max() < 1e-3
     assert doubled > VISIBLE_NATS
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from measure.app import app as measure
 from pd_connector.agent import metrics as connector_metrics
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.tools.cli.app import app as pd_connector
 from scheduler_plugins.admission.metrics import metrics as admission_metrics
-from scheduler_plugins.bench.app import app as scheduler_bench
 from scheduler_plugins.router.__main__ import _parser as router_parser
 from scheduler_plugins.router.metrics import Metrics as RouterMetrics
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -36,7 +36,9 @@ CONFIGURATION = TEXTS["docs/configuration.md"]
 ROUTER = TEXTS["docs/router.md"]
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-COMMAND = re.compile(r"(?:^|[\s`(])((?:pd-connector|pd-router|python3? -m [\w.]+) [^`\n]*)", re.M)
+COMMAND = re.compile(
+    r"(?:^|[\s`(])((?:pd-connector|pd-router|python3? -m [\w.]+|python ci/measure) [^`\n]*)", re.M
+)
 OTHERS = {
     *("--no-deps", "--only-binary", "--platform", "--python-version", "--target"),  # pip
     *("--cacert", "--retry", "--retry-connrefused"),  # curl
@@ -77,7 +79,7 @@ def commands() -> dict[str, set[str]]:
     router = of_argparse(router_parser(RouterConfig))
     return {
         **dict(of_click(get_command(pd_connector), "pd-connector")),
-        **dict(of_click(get_command(scheduler_bench), "python -m scheduler_plugins.bench")),
+        **dict(of_click(get_command(measure), "python ci/measure")),
         "python -m scheduler_plugins.router": router,
         "pd-router serve": router,
         "pd-router simulate": of_argparse(simulate_parser()),

@@ -92,13 +92,11 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
-        ("pd_connector bench codec", "torch"),
-        ("pd_connector bench reshard", "torch"),
-        ("pd_connector bench audit", "torch"),
+        ("pd_connector bench wire --local", "torch"),
         ("pd_connector bench chaos --faults 1", "torch"),
         ("pd_connector bench handoff --gpu", "torch"),
         ("pd_connector profile --url http://127.0.0.1:1", "aiohttp"),
-        ("scheduler_plugins.bench --help", "aiohttp"),
+        ("pd_connector bench router --help", "aiohttp"),
         ("scheduler_plugins.router --help", "aiohttp"),
         ("pd_kernels.bench decode", "torch"),
     ],

@@ -16,9 +16,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from pd_connector.agent.commands import Command
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
-from scheduler_plugins.bench.bare import PAGE_SIZE, config_of, scheduler_of
 
 PAGE = PAGE_SIZE
 FETCH = {

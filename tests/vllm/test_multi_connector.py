@@ -20,12 +20,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from measure.scheduler.bare import config_of, scheduler_of
 from pd_connector.agent.commands import Withdraw
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm.messages import RankAddress, StepCommands
 from pd_connector.vllm.plugin import register
-from scheduler_plugins.bench.bare import config_of, scheduler_of
 
 TOKENS = 5 * PAGE
 PROMPT = [place % 250 for place in range(TOKENS)]

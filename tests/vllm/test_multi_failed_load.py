@@ -23,8 +23,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from measure.scheduler.bare import config_of, scheduler_of
 from pd_connector.vllm.plugin import register
-from scheduler_plugins.bench.bare import config_of, scheduler_of
 
 PAGES = 40
 LONG, SHORT = 24 * PAGE, 4 * PAGE

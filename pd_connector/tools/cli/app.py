@@ -21,6 +21,8 @@ from pd_connector.tools.missing import named_if_missing
 
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
+BENCHMARKS = "pd_connector.benchmarks"
+"""The same for `pd-connector bench`."""
 FIRST = ("demo", "doctor", "bench", "profile", "key")
 """Their order in the help. Commands that other packages add come after these, by name."""
 FAILED = 1
@@ -29,11 +31,31 @@ FAILED = 1
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are entry points."""
+    """A group whose commands are its own, and the entry points of `points`."""
+
+    points = COMMANDS
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands: first its own, then what is added, by name. Imports none of them."""
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in load_entry_points(self.points) if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name, imported; None if there is none."""
+        added = load_entry_points(self.points)
+        if cmd_name in self.commands or cmd_name not in added:
+            return super().get_command(ctx, cmd_name)
+        command = load(added[cmd_name])
+        command.name = cmd_name
+        return command
+
+
+class Commands(LazyGroup):
+    """All commands of `pd-connector`: every one is an entry point."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, in the order of the help. Imports none of them."""
-        found = load_entry_points(COMMANDS)
+        found = super().list_commands(ctx)
         if not found:
             fail(
                 f"no command is installed (entry points of group {COMMANDS}): this copy of pd-connector "
@@ -41,13 +63,11 @@ class LazyGroup(TyperGroup):
             )
         return [*(name for name in FIRST if name in found), *(n for n in found if n not in FIRST)]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, imported; None if there is none."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command = load(load_entry_points(COMMANDS)[cmd_name])
-        command.name = cmd_name
-        return command
+
+class Benchmarks(LazyGroup):
+    """All commands of `pd-connector bench`."""
+
+    points = BENCHMARKS
 
 
 def load(extension: Extension) -> Any:
@@ -83,7 +103,7 @@ def fail(reason: str) -> None:
 
 
 app = typer.Typer(
-    cls=LazyGroup,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # keys may be among them

@@ -17,18 +17,11 @@ from pd_connector.tools.bench.handoff import cross, ray, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender, Contenders
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
+from pd_connector.tools.cli.app import Benchmarks
 from pd_connector.tools.cli.bench_chaos import chaos
-from pd_connector.tools.cli.bench_core import (
-    audit,
-    beside,
-    codec,
-    overhead,
-    peers,
-    reshard,
-    wire,
-)
 from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.tools.cli.bench_serve import serve
+from pd_connector.tools.cli.bench_wire import wire
 from pd_connector.tools.launch.netns import available
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
@@ -60,6 +53,7 @@ _LINE_UPS = {
 """By engine, and whether both engines are on one machine."""
 
 app = typer.Typer(
+    cls=Benchmarks,
     no_args_is_help=True,
     add_completion=False,
     help="Measure PDConnector beside what there is otherwise, in one run.",
@@ -180,7 +174,7 @@ def handoff(
         raise typer.Exit(NOT_MEASURED)
 
 
-for _command in (serve, wire, beside, reshard, codec, overhead, audit, peers, chaos):
+for _command in (serve, wire, chaos):
     app.command()(_command)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from measure.scheduler.overload import PromisedLoad, attainment, goodput, serve
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction, Predictor
-from scheduler_plugins.bench.overload import PromisedLoad, attainment, goodput, serve
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting

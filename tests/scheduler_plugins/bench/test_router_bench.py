@@ -11,12 +11,12 @@ from support.waits import until
 from typer.testing import CliRunner
 
 from pd_connector.tools.launch import Port
-from scheduler_plugins.bench.app import app
-from scheduler_plugins.bench.routers import overload, rotations, scaled, truth, two
-from scheduler_plugins.bench.routers.contenders import OURS, SGLANG, VLLM, Ours
-from scheduler_plugins.bench.routers.mocks import MockProcess
-from scheduler_plugins.bench.routers.rotations import Measured, Window
-from scheduler_plugins.bench.routers.sending import Outcome
+from scheduler_plugins.bench import overload, rotations, scaled, truth, two
+from scheduler_plugins.bench.command import app
+from scheduler_plugins.bench.contenders import OURS, SGLANG, VLLM, Ours
+from scheduler_plugins.bench.mocks import MockProcess
+from scheduler_plugins.bench.rotations import Measured, Window
+from scheduler_plugins.bench.sending import Outcome
 from scheduler_plugins.router.settings.settings_file import parse
 from scheduler_plugins.sim.mock.prompts import text_ids
 
@@ -146,6 +146,6 @@ def test_the_simulator_tells_windows_apart(trace: Path) -> None:
 def test_without_a_peer_the_command_says_how_to_get_one(
     trace: Path, arguments: list[str], words: str
 ) -> None:
-    result = CliRunner().invoke(app, ["router", "peers", str(trace), *arguments])
+    result = CliRunner().invoke(app, ["peers", str(trace), *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

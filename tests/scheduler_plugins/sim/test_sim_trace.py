@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from scheduler_plugins.bench.app import app
+from measure.scheduler.app import app
 from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, read
 from scheduler_plugins.sim.workload import shared_profiles
 

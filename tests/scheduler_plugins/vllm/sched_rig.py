@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from scheduler_plugins.bench.bare import PAGE_SIZE, config_of, scheduler_of
+from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from scheduler_plugins.bench.live_overhead import step_times
+from measure.scheduler.live_overhead import step_times
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 

@@ -3,23 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
-import torch
 from support.waits import until
 from typer.testing import CliRunner
 
-from pd_connector.codec import COMPILER, Elements
-from pd_connector.codec.compiled import loops_for
-from pd_connector.tools.bench import codec as codec_bench
-from pd_connector.tools.bench import overhead as overhead_module
-from pd_connector.tools.bench import reshard
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.bench.report import Comparison, missed
-from pd_connector.tools.bench.reshard import Engines
 from pd_connector.tools.bench.wire import measure as wire
 from pd_connector.tools.bench.wire.cache import WireCache
 from pd_connector.tools.bench.wire.measure import (
@@ -34,7 +26,7 @@ from pd_connector.tools.bench.wire.pair import WirePair, WireRun
 from pd_connector.tools.bench.wire.party import WireParty
 from pd_connector.tools.bench.wire.size import LAYERS, PAGE_BYTES, PAGE_TOKENS
 from pd_connector.tools.cli import bench as command
-from pd_connector.tools.cli import bench_core
+from pd_connector.tools.cli import bench_wire
 from pd_connector.tools.launch import proc
 from pd_connector.tools.launch.netns import Bed, available
 
@@ -175,50 +167,11 @@ def test_what_is_moved_without_a_key_has_a_row_of_its_own():
     assert named == {"tcp", "tcp, insecure"}
 
 
-@pytest.mark.parametrize("tps", [(1, 1), (1, 4), (8, 2)])
-@pytest.mark.parametrize("pages", [(16, 16), (16, 128)])
-def test_resharding_by_both_sides_gives_the_model_back(tps, pages):
-    model = torch.randn(8, 128, 8, 256).to(torch.bfloat16)
-    found = reshard._compare(model, Engines(*tps, *pages), 1)
-    alike = tps[0] == tps[1] and pages[0] == pages[1]
-    assert found.params["pages"] == ("whole" if alike else "resharded")
-    assert found.ours.median > 0 < found.baseline.median
-
-
-def test_resharding_that_goes_wrong_is_no_figure(monkeypatch):
-    monkeypatch.setattr(reshard, "_ours", lambda pieces, slot: None)
-    model = torch.randn(8, 128, 8, 256).to(torch.bfloat16)
-    with pytest.raises(BenchError, match="ours: wrong KV"):
-        reshard._compare(model, Engines(1, 2, 16, 16), 1)
-
-
-def test_codecs_are_timed_both_ways_and_left_as_they_were():
-    pytest.importorskip("numba")
-    x = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
-    found = codec_bench.measure(2, (2, 130, 64))
-    assert len(found) == 2 * 2 * 2
-    assert all(one.ours.median > 0 < one.baseline.median for one in found)
-    assert loops_for(x, Elements("bfloat16")) is not None
-    with COMPILER.off():
-        assert loops_for(x, Elements("bfloat16")) is None
-
-
-def test_a_side_over_its_budget_misses_the_bar(monkeypatch, tmp_path):
-    monkeypatch.setattr(overhead_module, "planning_overhead", lambda: (0.4, 1.2))
-    file = tmp_path / "figures.json"
-    result = CliRunner().invoke(command.app, ["overhead", "--json", str(file)])
-    assert result.exit_code == 1
-    rows = {row["params"]["side"]: row for row in json.loads(file.read_text())[::3]}
-    assert (rows["producer"]["ok"], rows["consumer"]["ok"]) == (True, False)
-    assert rows["consumer"]["ratio"] == 1.2
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["wire", "--codec", "zip"], "int8"),
         (["wire", "--mib", "3"], "multiple of 2"),
-        (["reshard", "--tokens", "200"], "multiple of 128"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_what_can(arguments, named):
@@ -228,22 +181,11 @@ def test_what_cannot_be_measured_is_refused_with_what_can(arguments, named):
 
 
 def test_without_namespaces_the_machine_alone_can_be_measured(monkeypatch):
-    monkeypatch.setattr(bench_core, "available", lambda: "`ip` is missing")
-    monkeypatch.setattr(bench_core.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(bench_wire, "available", lambda: "`ip` is missing")
+    monkeypatch.setattr(bench_wire.importlib.util, "find_spec", lambda name: name)
     result = CliRunner().invoke(command.app, ["wire"])
     assert result.exit_code == 2
     assert "--local" in result.output
-
-
-def test_transfers_beside_threads_that_compute_are_measured_both_ways(tmp_path):
-    file = tmp_path / "figures.json"
-    arguments = ["beside", "--mib", "2", "--runs", "1", "--warm-ups", "0", "--json", str(file)]
-    result = CliRunner().invoke(command.app, arguments)
-    assert result.exit_code == 0, result.output
-    rows = [row for row in json.loads(file.read_text()) if row["params"]["statistic"] == "median"]
-    seen = {(row["name"], row["params"]["transport"], row["params"]["beside"]) for row in rows}
-    assert len(rows) == len(seen) == 8
-    assert all(row["ours"] > 0 and row["baseline"] > 0 for row in rows)
 
 
 def test_the_interval_that_a_party_measures_with_is_the_one_it_was_told():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of either process of `bench wire` and `bench beside`: `python -m pd_connector.tools.bench.wire.party SOCKET ROLE TOKENS HOST`."""
+"""The program of either process of `bench wire`: `python -m pd_connector.tools.bench.wire.party SOCKET ROLE TOKENS HOST`."""
 
 import sys
 import threading
@@ -7,7 +7,6 @@ from typing import Any
 
 from pd_connector.config import PYTHON_SWITCH_MS
 from pd_connector.tools.bench.party import Party, obey
-from pd_connector.tools.bench.wire.busy import Busy
 from pd_connector.tools.bench.wire.cache import WireCache
 from pd_connector.tools.bench.wire.movers import PlainTcp, make_mover
 
@@ -19,7 +18,6 @@ class WireParty(Party):
         self._role = role
         self._host = host
         self.cache: WireCache = WireCache(role, tokens)
-        self._busy: Busy | None = None
 
     def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
         # A connector lowers it for the whole process, and this one may measure others after it.
@@ -32,15 +30,6 @@ class WireParty(Party):
         if isinstance(self.mover, PlainTcp):
             threading.Thread(target=self.mover.serve, daemon=True).start()
         return used_s
-
-    def compute(self, kind: str) -> None:
-        """Be as busy as an engine's thread, from now on; see `Busy`."""
-        self._busy = Busy(kind)
-
-    def computed(self) -> tuple[int, float]:
-        """Stop that; returns how many rounds there were, and their CPU seconds."""
-        assert self._busy is not None
-        return self._busy.stop()
 
 
 def main(path: str, role: str, tokens: str, host: str) -> None:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routers that are compared: ours, vLLM's and SGLang's, each as its documentation starts it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.peer_environment import how_to_make, installed_version
+from pd_connector.tools.launch import RouterProcess, Service
+from scheduler_plugins.bench.mocks import MockProcess
+
+OURS = "ours"
+VLLM = "vllm-router PD"
+SGLANG = "sglang-router PD"
+SGLANG_REGULAR = "sglang-router regular"
+_PACKAGES = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+"""Peers, and the versions with which this was tried."""
+
+
+class PeerProcess(Service):
+    """A peer's router from an environment of its own."""
+
+    def __init__(self, name: str, program: Path, args: Sequence[str], log: Path) -> None:
+        super().__init__(name, "127.0.0.1", None, log)
+        self._program, self._args, self._metrics = program, list(args), self.reserve()
+
+    def command(self) -> list[str]:
+        address = ["--host", self.host, "--port", str(self.port)]
+        address += ["--prometheus-port", str(self._metrics), "--log-level", "error"]
+        return [str(self._program), *self._args, *address]
+
+    def phase(self) -> str:
+        return "waiting for the engines"
+
+
+@dataclass(frozen=True)
+class Contender(ABC):
+    """A router, and the engines that it needs."""
+
+    name: str
+    prefill: int = 4
+    decode: int = 4
+    mock_args: tuple[str, ...] = ()
+
+    @abstractmethod
+    def router(
+        self,
+        prefill: Sequence[MockProcess],
+        decode: Sequence[MockProcess],
+        profile: Path,
+        log: Path,
+    ) -> Service:
+        """The router in front of these engines, not started. `profile`: their cost model."""
+
+
+@dataclass(frozen=True)
+class Ours(Contender):
+    """Ours, which follows the engines' KV events and has their cost model."""
+
+    policy: str = "conductor"
+    args: tuple[str, ...] = ()
+
+    def router(
+        self,
+        prefill: Sequence[MockProcess],
+        decode: Sequence[MockProcess],
+        profile: Path,
+        log: Path,
+    ) -> Service:
+        urls = [[one.base_url for one in side] for side in (prefill, decode)]
+        args = ["--policy", self.policy, "--profile", str(profile), "--log-level", "WARNING"]
+        args += ["--kv-events", *(one.events for one in prefill), *self.args]
+        return RouterProcess(*urls, name=self.name, args=args, log_path=log)
+
+
+@dataclass(frozen=True)
+class Vllms(Contender):
+    """vLLM's router with its default policy; it asks the engines' `/tokenize`."""
+
+    env: Path = Path()
+
+    def router(
+        self,
+        prefill: Sequence[MockProcess],
+        decode: Sequence[MockProcess],
+        profile: Path,
+        log: Path,
+    ) -> Service:
+        args = ["--vllm-pd-disaggregation", "--policy", "cache_aware", "--kv-connector", "nixl"]
+        for option, side in (("--prefill", prefill), ("--decode", decode)):
+            for one in side:
+                args += [option, one.base_url]
+        return PeerProcess(self.name, _program(self.env, "vllm-router"), args, log)
+
+
+@dataclass(frozen=True)
+class Sglangs(Contender):
+    """SGLang's router with its default policy.
+
+    In regular mode an engine decodes beside its prefills: four addresses, each of a prefill and a
+    decode engine, so that the same machines serve as behind the others.
+    """
+
+    env: Path = Path()
+
+    def router(
+        self,
+        prefill: Sequence[MockProcess],
+        decode: Sequence[MockProcess],
+        profile: Path,
+        log: Path,
+    ) -> Service:
+        args = ["launch", "--policy", "cache_aware"]
+        if decode:
+            args.append("--pd-disaggregation")
+            for one in prefill:
+                args += ["--prefill", one.base_url, str(one.port)]
+            for one in decode:
+                args += ["--decode", one.base_url]
+        else:
+            args += ["--worker-urls", *(one.base_url for one in prefill)]
+        return PeerProcess(self.name, _program(self.env, "smg"), args, log)
+
+
+def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
+    """The peers whose environments are given.
+
+    Raises:
+        BenchError: an environment lacks its router; says how to make it.
+    """
+    found: list[Contender] = []
+    if vllm_env is not None:
+        version(vllm_env, "vllm-router")
+        found.append(Vllms(VLLM, env=vllm_env))
+    if sglang_env is not None:
+        version(sglang_env, "sglang-router")
+        found.append(Sglangs(SGLANG, mock_args=("--sglang",), env=sglang_env))
+        apart = ("--sglang", "--decode-apart")
+        found.append(Sglangs(SGLANG_REGULAR, 4, 0, apart, env=sglang_env))
+    return found
+
+
+def version(env: Path, package: str) -> str:
+    """The version of a peer. Raises BenchError: it is not there; says how to make it."""
+    if found := installed_version(env, package):
+        return found
+    raise BenchError(f"no {package} in {env}: {how_to_make(env, package, _PACKAGES[package])}")
+
+
+def _program(env: Path, name: str) -> Path:
+    return env / "bin" / name
