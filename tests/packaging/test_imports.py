@@ -95,7 +95,6 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
         ("pd_connector bench codec", "torch"),
         ("pd_connector bench reshard", "torch"),
         ("pd_connector bench audit", "torch"),
-        ("pd_connector bench chaos --faults 1", "torch"),
         ("pd_connector bench handoff --gpu", "torch"),
         ("pd_connector profile --url http://127.0.0.1:1", "aiohttp"),
         ("scheduler_plugins.bench --help", "aiohttp"),

@@ -17,7 +17,6 @@ from pd_connector.tools.bench.handoff import cross, ray, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender, Contenders
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
-from pd_connector.tools.cli.bench_chaos import chaos
 from pd_connector.tools.cli.bench_core import (
     audit,
     beside,
@@ -180,7 +179,7 @@ def handoff(
         raise typer.Exit(NOT_MEASURED)
 
 
-for _command in (serve, wire, beside, reshard, codec, overhead, audit, peers, chaos):
+for _command in (serve, wire, beside, reshard, codec, overhead, audit, peers):
     app.command()(_command)
 
 

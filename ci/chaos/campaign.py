@@ -5,10 +5,11 @@ import itertools
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pd_connector.tools.bench.chaos.faults import (
+from chaos.faults import (
     AT_ONCE,
     DEADLINE_S,
     HELD_S,
@@ -17,8 +18,8 @@ from pd_connector.tools.bench.chaos.faults import (
     SETTLE_S,
     Fault,
 )
-from pd_connector.tools.bench.chaos.ledger import Ledger
-from pd_connector.tools.bench.chaos.ranks import Ranks
+from chaos.ledger import Ledger
+from chaos.ranks import Ranks
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch.netns import LINK, Namespace
@@ -28,6 +29,7 @@ TRANSFERS = 6
 CHUNK_TRANSFERS = 16
 """At once, in a round of faults that hit chunks. More of them share the wait for a deadline."""
 MOST_PAGES = 14
+_ANY_TIME = 2
 LIES = 40
 """Messages of one liar."""
 _PAUSES_S = (0.02, 0.1, 0.3, 0.7, 1.5)
@@ -77,10 +79,11 @@ class Campaign:
                 self._collect(self._begin(CHUNK_TRANSFERS))
             ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
             ledger.recomputed.clear()
-            before = self._census()
+            before, paths = self._census(), self._paths()
             while ledger.injected < limits.faults and time.monotonic() - began < limits.seconds:
                 self._round(limits.faults - ledger.injected)
                 self._recover()
+            ledger.paths = self._paths() - paths
             ledger.held = self._held()
             ledger.growth = self._growth(before)
         except BenchError as error:
@@ -91,13 +94,8 @@ class Campaign:
 
     def _round(self, left: int) -> None:
         """A few transfers, and faults while they are under way."""
-        if self._fault.on_chunks:
-            for consumer in self._ranks.consumers:
-                consumer.call("arm", fault=self._fault, count=min(left, CHUNK_TRANSFERS), share=0.3)
-            expected = self._begin(CHUNK_TRANSFERS)
-            self._collect(expected)
-            injected = sum(one.call("disarm") for one in self._ranks.consumers)
-            self._ledger.injected += injected
+        if self._fault.armed:
+            self._armed_round(left)
             return
         for consumer in self._ranks.consumers:  # so that chunks are under way when it happens
             consumer.call("arm", fault=Fault.DELAY, count=1000, share=0.7)
@@ -112,6 +110,36 @@ class Campaign:
         for consumer in self._ranks.consumers:
             consumer.call("disarm")
 
+    def _armed_round(self, left: int) -> None:
+        """A few transfers, which the agents hit themselves."""
+        takes_back = self._fault is Fault.TAKE_BACK
+        # A fault of a record costs the connection, and with it what else is on its way.
+        share = 0.3 if not self._fault.on_wire else 0.1
+        hit = self._ranks.all if takes_back else self._ranks.consumers
+        for one in hit:
+            one.call("arm", fault=self._fault, count=min(left, CHUNK_TRANSFERS), share=share)
+        if takes_back:
+            self._take_back_in_round()
+        else:
+            self._collect(self._begin(CHUNK_TRANSFERS))
+        self._ledger.injected += sum(one.call("disarm") for one in hit)
+        if takes_back:
+            self._ledger.wrong += sum(one.call("spoilt") for one in self._ranks.all)
+
+    def _take_back_in_round(self) -> None:
+        """Prefills that go on while their pages pass. Some are preempted in the middle of a copy, and some at any time."""
+        draws = self._draw(CHUNK_TRANSFERS)
+        self._offer(draws, final=False)
+        expected = self._load(draws, wait=False)
+        for name, _, _ in self._random.sample(draws, _ANY_TIME):
+            time.sleep(self._random.uniform(0, 0.01))
+            self._ledger.injected += self._anyone().call("take_back", names=[name])
+        self._offer(draws, final=True)
+        for name, _, _ in self._random.sample(draws, _ANY_TIME):
+            time.sleep(self._random.uniform(0, 0.005))
+            self._ledger.injected += self._anyone().call("take_back", names=[name])
+        self._collect(expected)
+
     def _inject(self, expected: list[set[str]], left: int, within_s: float) -> None:
         """Faults that hit no chunk, each so long after the one before, at most."""
         for _ in range(min(left, AT_ONCE.get(self._fault, 1))):
@@ -124,7 +152,7 @@ class Campaign:
         while True:
             before = self._ledger.ok
             self._collect(self._begin(1))
-            if self._ledger.ok - before == self._ranks.setup.tp:
+            if self._ledger.ok - before == len(self._ranks.consumers):
                 break
             if time.monotonic() - began > RECOVERY_S:
                 self._ledger.lost += 1
@@ -144,17 +172,23 @@ class Campaign:
 
     def _draw(self, count: int) -> list[tuple[str, list[int], list[int]]]:
         """Names, the producer's pages, and the pages to fill."""
-        free = iter(self._random.sample(range(PAGES), PAGES))
+        free, kept = (iter(self._random.sample(range(PAGES), PAGES)) for _ in range(2))
         draws = []
         for _ in range(count):
             size = self._random.randrange(1, MOST_PAGES + 1)
-            theirs, ours = self._random.sample(range(PAGES), size), [*itertools.islice(free, size)]
+            ours = [*itertools.islice(free, size)]
+            # Transfers may share pages, as prompts do; but not those that are taken back.
+            shared = self._fault is not Fault.TAKE_BACK
+            theirs = self._random.sample(range(PAGES), size)
+            theirs = theirs if shared else [*itertools.islice(kept, size)]
             draws.append((f"transfer {next(self._numbers)}", theirs, ours))
         return draws
 
-    def _offer(self, draws: Sequence[tuple[str, list[int], list[int]]]) -> None:
+    def _offer(
+        self, draws: Sequence[tuple[str, list[int], list[int]]], *, final: bool = True
+    ) -> None:
         for producer in self._ranks.producers:
-            producer.call("offer", transfers=[draw[:2] for draw in draws])
+            producer.call("offer", transfers=[draw[:2] for draw in draws], final=final)
 
     def _load(
         self, draws: Sequence[tuple[str, list[int], list[int]]], *, wait: bool
@@ -207,6 +241,9 @@ class Campaign:
             if files <= 0 or time.monotonic() > deadline:
                 return files, threads, kib
             time.sleep(0.1)
+
+    def _paths(self) -> Counter[str]:
+        return sum((Counter(one.call("paths")) for one in self._ranks.all), Counter())
 
     def _anyone(self) -> PartyProcess:
         return self._random.choice(self._ranks.all)

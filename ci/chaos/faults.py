@@ -7,7 +7,7 @@ from enum import StrEnum
 from pd_connector.control import liveness
 
 PAGES = 256
-"""In the cache of each rank."""
+"""Pages in the cache of each rank that transfers are drawn from."""
 SETTINGS = {
     "slots": 16,
     "slot_mib": 1,
@@ -34,7 +34,8 @@ SETTLE_S = liveness.IDLE_S + liveness.INTERVAL_S * liveness.PROBES + _BUSY_S
 
 
 class Fault(StrEnum):
-    """What is done. Those up to `LIE_HEADER` are done to one chunk that has arrived."""
+    """What is done, and where: to a chunk that has arrived, to pages, to a record below its seal, to a
+    process or to its connections."""
 
     DROP = "drop"
     DELAY = "delay"
@@ -43,6 +44,12 @@ class Fault(StrEnum):
     CORRUPT = "corrupt"
     REORDER = "reorder"
     LIE_HEADER = "lying header"
+    TAKE_BACK = "pages taken back"
+    FLIP_RECORD = "flipped record"
+    CUT_RECORD = "cut record"
+    REPLAY_RECORD = "replayed record"
+    SWAP_RECORDS = "swapped records"
+    LOSE_RECORD = "lost record"
     LIE_MESSAGE = "lying peer"
     RESET = "reset"
     HALF_OPEN = "half-open"
@@ -54,9 +61,15 @@ class Fault(StrEnum):
     PARTITION = "partition"
 
     @property
-    def on_chunks(self) -> bool:
-        """Whether a chunk is hit on its way, by `tampering`."""
-        return self in CHUNK_FAULTS
+    def armed(self) -> bool:
+        """Whether agents do it themselves while transfers pass, by `tampering` or `wire`."""
+        return self in (*CHUNK_FAULTS, *RECORD_FAULTS, Fault.TAKE_BACK)
+
+    @property
+    def on_wire(self) -> bool:
+        """Whether it is done to records below their seal. A bit of a chunk's bytes is flipped there, too: what a
+        seal has vouched for is believed, and memory that changes later is no fault of a network."""
+        return self in (*RECORD_FAULTS, Fault.CORRUPT)
 
 
 CHUNK_FAULTS = (
@@ -67,6 +80,14 @@ CHUNK_FAULTS = (
     Fault.CORRUPT,
     Fault.REORDER,
     Fault.LIE_HEADER,
+)
+
+RECORD_FAULTS = (
+    Fault.FLIP_RECORD,
+    Fault.CUT_RECORD,
+    Fault.REPLAY_RECORD,
+    Fault.SWAP_RECORDS,
+    Fault.LOSE_RECORD,
 )
 
 AT_ONCE: Mapping[Fault, int] = {Fault.RESET: 4, Fault.CLOCK: 3}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pd_connector.tools.bench.chaos.ledger import Ledger
+from chaos.ledger import Ledger
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (

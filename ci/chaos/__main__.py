@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-connector bench chaos`: faults, counted."""
+"""`python -m chaos`: faults, counted."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def chaos(
         Path | None, typer.Option(help="Write the counts to this file.", callback=checked)
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the table to this file.", callback=checked)
+        Path | None, typer.Option(help="Write the tables to this file.", callback=checked)
     ] = None,
 ) -> None:
     """Do faults to agents, or to engines, and compare every page, or every answer.
 
-    Wrong, lost and held must be 0; exit code 1 if they are not. First a control: with checksums not
-    compared, wrong pages must be found.
+    Wrong, lost and held must be 0; exit code 1 if they are not. First controls: with guards taken off, wrong
+    pages must be found.
     """
     # torch takes seconds to import.
-    from pd_connector.tools.bench.chaos import report
-    from pd_connector.tools.bench.chaos.bench import ChaosBench
-    from pd_connector.tools.bench.chaos.campaign import Limits
-    from pd_connector.tools.bench.chaos.engines import EnginesBench
-    from pd_connector.tools.bench.chaos.faults import Fault
-    from pd_connector.tools.bench.chaos.ledger import Ledger
-    from pd_connector.tools.bench.chaos.ranks import SETUPS
+    from chaos import report
+    from chaos.bench import ChaosBench
+    from chaos.campaign import Limits
+    from chaos.engines import EnginesBench
+    from chaos.faults import Fault
+    from chaos.ledger import Ledger
+    from chaos.ranks import SETUPS
 
     stdout, stderr = Console(), Console(stderr=True)
     chosen = [Fault(kind) for kind in _known(kinds, [*Fault], "--fault")]
@@ -80,7 +80,7 @@ def chaos(
             if json:
                 report.write_json(json, ledgers)
             if markdown:
-                markdown.write_text(report.markdown(ledgers))
+                markdown.write_text(f"{report.coverage(ledgers)}\n{report.markdown(ledgers)}")
     for ledger in ledgers:
         if ledger.note:
             say(f"{ledger.fault} over {ledger.transport}: {ledger.note}")
@@ -94,3 +94,7 @@ def _known(given: list[str] | None, known: list[str], option: str) -> list[str]:
             problem = f"{name!r}: must be one of {', '.join(known)}"
             raise typer.BadParameter(problem, param_hint=option)
     return list(dict.fromkeys(given or known))
+
+
+if __name__ == "__main__":
+    typer.run(chaos)
