@@ -13,10 +13,13 @@ from pd_connector.tools.cli.bench_report import exit_codes
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import checked
 
+app = typer.Typer(add_completion=False)
+
 BROKEN = 1
 """Exit code if a promise was broken."""
 
 
+@app.command()
 def chaos(
     faults: Annotated[int, typer.Option(min=1, help="Faults of each kind and transport.")] = 10_000,
     kinds: Annotated[
@@ -54,13 +57,13 @@ def chaos(
     from chaos import report
     from chaos.bench import ChaosBench
     from chaos.campaign import Limits
-    from chaos.engines import EnginesBench
+    from chaos.engines import EngineFault, EnginesBench
     from chaos.faults import Fault
     from chaos.ledger import Ledger
     from chaos.ranks import SETUPS
 
     stdout, stderr = Console(), Console(stderr=True)
-    chosen = [Fault(kind) for kind in _known(kinds, [*Fault], "--fault")]
+    chosen = _known(kinds, [*EngineFault] if engines else [*Fault], "--fault")
     names = _known(transports, [*SETUPS], "--transport")
 
     def say(line: str) -> None:
@@ -70,9 +73,10 @@ def chaos(
     with exit_codes(stderr), terminate_as_interrupt():
         try:
             if engines:
-                ledgers += EnginesBench(minutes * 60, seed).run(say)
+                ledgers += EnginesBench([*map(EngineFault, chosen)], minutes * 60, seed).run(say)
             else:
-                bench = ChaosBench(names, chosen, Limits(faults, limit_s), seed, pairs)
+                found = [*map(Fault, chosen)]
+                bench = ChaosBench(names, found, Limits(faults, limit_s), seed, pairs)
                 for ledger in bench.run(say):
                     ledgers.append(ledger)
         finally:  # of a long run that was interrupted, what there is
@@ -97,4 +101,4 @@ def _known(given: list[str] | None, known: list[str], option: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(chaos)
+    app()

@@ -26,7 +26,7 @@ def blind(to: str) -> None:
     if to == BYTES:
         Inbox.place = _place  # type: ignore[assignment,method-assign]
         cipher.AeadOpener = _BlindAeadOpener  # type: ignore[misc]
-        cipher.SumOpener = _BlindSumOpener  # type: ignore[attr-defined,misc]
+        cipher.SumOpener = _BlindSumOpener  # type: ignore[attr-defined]
     elif to == PAGES:
         PageGate.shut = lambda gate, request, timeout_s=0.0: True  # type: ignore[assignment,method-assign]
         PageGate.open = lambda gate, request: None  # type: ignore[assignment,method-assign]

@@ -14,6 +14,7 @@ from chaos.faults import (
     DEADLINE_S,
     HELD_S,
     PAGES,
+    RECORD_FAULTS,
     RECOVERY_S,
     SETTLE_S,
     Fault,
@@ -29,7 +30,10 @@ TRANSFERS = 6
 CHUNK_TRANSFERS = 16
 """At once, in a round of faults that hit chunks. More of them share the wait for a deadline."""
 MOST_PAGES = 14
+_CHUNK_SHARE, _RECORD_SHARE = 0.3, 0.03
+"""Parts of chunks, and of records, that are hit: a record costs the connection, and with it what else is under way."""
 _ANY_TIME = 2
+"""Transfers of a round that are taken back at any time, twice."""
 LIES = 40
 """Messages of one liar."""
 _PAUSES_S = (0.02, 0.1, 0.3, 0.7, 1.5)
@@ -113,8 +117,7 @@ class Campaign:
     def _armed_round(self, left: int) -> None:
         """A few transfers, which the agents hit themselves."""
         takes_back = self._fault is Fault.TAKE_BACK
-        # A fault of a record costs the connection, and with it what else is on its way.
-        share = 0.3 if not self._fault.on_wire else 0.1
+        share = _RECORD_SHARE if self._fault in RECORD_FAULTS else _CHUNK_SHARE
         hit = self._ranks.all if takes_back else self._ranks.consumers
         for one in hit:
             one.call("arm", fault=self._fault, count=min(left, CHUNK_TRANSFERS), share=share)

@@ -14,8 +14,9 @@ from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.outgoing import Free, Offer
 from pd_connector.protocol.peers import Peer
 
-_BEGIN_S = 0.02
-"""How long the agent's thread waits in the middle of a copy until the engine's is about to take its pages."""
+_MIDST_S = 0.03
+"""How long the agent's thread stands in the middle of a copy, while the engine wants its pages. If nothing guarded them,
+the engine would have reused them then."""
 _DROPPED = "dropped"
 
 
@@ -126,12 +127,13 @@ class Engine:
         name = name or next(iter(self._loading.copy()), "")
         if name in self._dropped or not (name in self._loading or name in self._offered):
             return False
-        begun = threading.Event()
-        self._wanted.put((name, begun))
-        return begun.wait(_BEGIN_S)
+        reused = threading.Event()
+        self._wanted.put((name, reused))
+        reused.wait(_MIDST_S)
+        return True
 
     def _serve(self) -> None:
         while True:
-            name, begun = self._wanted.get()
-            begun.set()
+            name, reused = self._wanted.get()
             self.take_back(name)
+            reused.set()

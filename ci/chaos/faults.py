@@ -24,7 +24,10 @@ _BUSY_S = 5.0
 DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + _BUSY_S
 """A load that has no outcome after this is lost. No config value lets it wait longer than the first two
 together; the rest is for a busy machine."""
-RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S
+_PAUSE_S = 16 * SETTINGS["stall_timeout_s"]
+"""Of a producer that kept requests waiting in vain nothing is asked for as long (`protocol/silences.py`), after six
+times in a row: on a busy machine a chunk may take longer than `stall_timeout_s`."""
+RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S + _PAUSE_S
 """When the cause of a fault is over, a transfer must succeed within this: silence is noticed, a session
 is opened anew, and one more load may fail meanwhile."""
 HELD_S = SETTINGS["lease_s"] + SETTINGS["session_timeout_s"] + DEADLINE_S

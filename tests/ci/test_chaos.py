@@ -8,12 +8,11 @@ import socket
 from collections import Counter
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from chaos import bench as bench_module
 from chaos import report
-from chaos.__main__ import chaos
+from chaos.__main__ import app
 from chaos.bench import CONTROLS, control, skipped
 from chaos.blind import PATH
 from chaos.campaign import Campaign, Limits
@@ -127,8 +126,6 @@ def test_between_two_machines_a_default_pair_takes_the_path_that_is_wrapped(nurs
 def test_the_command_prints_writes_and_ends_with_what_it_found(monkeypatch, tmp_path) -> None:
     found = [Ledger("drop", "tcp", injected=3, ok=2), Ledger("corrupt", "tcp", injected=3, wrong=1)]
     monkeypatch.setattr(bench_module.ChaosBench, "run", lambda self, say: iter(found))
-    app = typer.Typer()
-    app.command()(chaos)
     rows, page = tmp_path / "rows.json", tmp_path / "table.md"
     arguments = ["--json", str(rows), "--markdown", str(page)]
     result = CliRunner().invoke(app, arguments)
