@@ -81,6 +81,7 @@ class Campaign:
             self._recover()
             for _ in range(2):  # every slot is used once: that is no growth
                 self._collect(self._begin(CHUNK_TRANSFERS))
+            self._recover()  # a session stands, as it will at the end
             ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
             ledger.recomputed.clear()
             before, paths = self._census(), self._paths()

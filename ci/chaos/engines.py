@@ -52,10 +52,10 @@ BURST = 4
 _COMMON_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 _FEW_PAGES = (
     *("--num-gpu-blocks-override", "80", "--no-scheduler-reserve-full-isl"),
-    *("--max-num-batched-tokens", "256"),
+    *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64"),
 )
-"""Of the prefill engine: a long prompt and a part of a second one, which begins although there is no room for all of
-it. So it is preempted while what it has computed is streamed."""
+"""Of the prefill engine: four long prompts go on side by side, and there is room for less than two of them. So they are
+preempted while what they have computed is streamed."""
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _GAUGES = (
     "leased_pages",

@@ -40,7 +40,7 @@ def test_no_promise_is_broken_whatever_is_done_over_shared_memory(nursery) -> No
         for fault in QUICK:
             if skipped("shm", fault):
                 continue
-            found = Campaign(ranks, fault, seed=7).run(Limits(faults=6, seconds=5.0))
+            found = Campaign(ranks, fault, seed=7).run(Limits(faults=3, seconds=5.0))
             assert found.good, found
             assert found.injected, found
             assert found.ok, found
