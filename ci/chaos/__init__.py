@@ -13,6 +13,7 @@
 - `blind`: guards taken off, for controls
 - `nursery`: starts ranks by forking
 - `ranks`: the ranks of one transport, as their launcher sees them
+- `transfers`: transfers of random pages between these
 - `ledger`: what became of faults and transfers
 - `campaign`: faults of one kind over one transport, seeded
 - `bench`: every fault over every transport, and controls before them

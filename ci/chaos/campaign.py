@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of one kind over one transport: in rounds of a few transfers each, every one compared."""
 
-import itertools
 import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chaos.faults import (
     AT_ONCE,
     DEADLINE_S,
     HELD_S,
-    PAGES,
     RECORD_FAULTS,
     RECOVERY_S,
     SETTLE_S,
@@ -21,6 +19,7 @@ from chaos.faults import (
 )
 from chaos.ledger import Ledger
 from chaos.ranks import Ranks
+from chaos.transfers import Transfers
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch.netns import LINK, Namespace
@@ -29,7 +28,6 @@ TRANSFERS = 6
 """At once, in a round."""
 CHUNK_TRANSFERS = 16
 """At once, in a round of faults that hit chunks. More of them share the wait for a deadline."""
-MOST_PAGES = 14
 _CHUNK_SHARE, _RECORD_SHARE = 0.3, 0.03
 """Parts of chunks, and of records, that are hit: a record costs the connection, and with it what else is under way."""
 _ANY_TIME = 2
@@ -71,7 +69,7 @@ class Campaign:
         self._fault = fault
         self._random = random.Random(seed)
         self._link = link
-        self._numbers = itertools.count()
+        self._transfers = Transfers(ranks, self._random, apart=fault is Fault.TAKE_BACK)
         self._ledger = Ledger(fault, ranks.setup.name)
 
     def run(self, limits: Limits) -> Ledger:
@@ -80,7 +78,7 @@ class Campaign:
         try:
             self._recover()
             for _ in range(2):  # every slot is used once: that is no growth
-                self._collect(self._begin(CHUNK_TRANSFERS))
+                self._collect(self._transfers.begin(CHUNK_TRANSFERS))
             self._recover()  # a session stands, as it will at the end
             ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
             ledger.recomputed.clear()
@@ -105,10 +103,10 @@ class Campaign:
         for consumer in self._ranks.consumers:  # so that chunks are under way when it happens
             consumer.call("arm", fault=Fault.DELAY, count=1000, share=0.7)
         if self._random.random() < 0.5:
-            expected = self._begin(TRANSFERS)
+            expected = self._transfers.begin(TRANSFERS)
             self._inject(expected, left, within_s=0.02)
         else:  # before there is anything to send
-            expected, offer = self._await(TRANSFERS)
+            expected, offer = self._transfers.begin_waiting(TRANSFERS)
             self._inject(expected, left, within_s=0.01)
             offer()
         self._collect(expected)
@@ -125,20 +123,20 @@ class Campaign:
         if takes_back:
             self._take_back_in_round()
         else:
-            self._collect(self._begin(CHUNK_TRANSFERS))
+            self._collect(self._transfers.begin(CHUNK_TRANSFERS))
         self._ledger.injected += sum(one.call("disarm") for one in hit)
         if takes_back:
             self._ledger.wrong += sum(one.call("spoilt") for one in self._ranks.all)
 
     def _take_back_in_round(self) -> None:
         """Prefills that go on while their pages pass. Some are preempted in the middle of a copy, and some at any time."""
-        draws = self._draw(CHUNK_TRANSFERS)
-        self._offer(draws, final=False)
-        expected = self._load(draws, wait=False)
+        draws = self._transfers.draw(CHUNK_TRANSFERS)
+        self._transfers.offer(draws, final=False)
+        expected = self._transfers.load(draws, wait=False)
         for name, _, _ in self._random.sample(draws, _ANY_TIME):
             time.sleep(self._random.uniform(0, 0.01))
             self._ledger.injected += self._anyone().call("take_back", names=[name])
-        self._offer(draws, final=True)
+        self._transfers.offer(draws, final=True)
         for name, _, _ in self._random.sample(draws, _ANY_TIME):
             time.sleep(self._random.uniform(0, 0.005))
             self._ledger.injected += self._anyone().call("take_back", names=[name])
@@ -155,52 +153,13 @@ class Campaign:
         began = time.monotonic()
         while True:
             before = self._ledger.ok
-            self._collect(self._begin(1))
+            self._collect(self._transfers.begin(1))
             if self._ledger.ok - before == len(self._ranks.consumers):
                 break
             if time.monotonic() - began > RECOVERY_S:
                 self._ledger.lost += 1
                 raise BenchError(f"nothing has arrived for {RECOVERY_S:g} s")
         self._ledger.slowest_s = max(self._ledger.slowest_s, time.monotonic() - began)
-
-    def _begin(self, count: int) -> list[set[str]]:
-        """Offer and load so many transfers; returns the names that each consumer must report."""
-        draws = self._draw(count)
-        self._offer(draws)
-        return self._load(draws, wait=False)
-
-    def _await(self, count: int) -> tuple[list[set[str]], Callable[[], None]]:
-        """Load so many transfers, of prefills that have not begun; also returns what offers them."""
-        draws = self._draw(count)
-        return self._load(draws, wait=True), lambda: self._offer(draws)
-
-    def _draw(self, count: int) -> list[tuple[str, list[int], list[int]]]:
-        """Names, the producer's pages, and the pages to fill."""
-        free, kept = (iter(self._random.sample(range(PAGES), PAGES)) for _ in range(2))
-        draws = []
-        for _ in range(count):
-            size = self._random.randrange(1, MOST_PAGES + 1)
-            ours = [*itertools.islice(free, size)]
-            # Transfers may share pages, as prompts do; but not those that are taken back.
-            shared = self._fault is not Fault.TAKE_BACK
-            theirs = self._random.sample(range(PAGES), size)
-            theirs = theirs if shared else [*itertools.islice(kept, size)]
-            draws.append((f"transfer {next(self._numbers)}", theirs, ours))
-        return draws
-
-    def _offer(
-        self, draws: Sequence[tuple[str, list[int], list[int]]], *, final: bool = True
-    ) -> None:
-        for producer in self._ranks.producers:
-            producer.call("offer", transfers=[draw[:2] for draw in draws], final=final)
-
-    def _load(
-        self, draws: Sequence[tuple[str, list[int], list[int]]], *, wait: bool
-    ) -> list[set[str]]:
-        host, ports = self._ranks.hosts[0], self._ranks.ports
-        for consumer in self._ranks.consumers:
-            consumer.call("load", transfers=draws, host=host, ports=ports, wait=wait)
-        return [{name for name, _, _ in draws} for _ in self._ranks.consumers]
 
     def _collect(self, expected: list[set[str]]) -> None:
         """Wait for all loads to end; those without an outcome are lost."""
@@ -312,7 +271,7 @@ class Campaign:
         taken = process.call("exhaust")
         process.call("reset")
         self._collect(expected)
-        self._collect(self._begin(1))
+        self._collect(self._transfers.begin(1))
         process.call("relieve")
         return bool(taken)
 
