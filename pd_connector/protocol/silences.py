@@ -36,8 +36,9 @@ class Silences:
         """What was asked at `began` has not come until now."""
         silence = self._known.pop(producer, None) or _Silence(0, float("-inf"), float("-inf"))
         self._known[producer] = silence  # at the end: those that were silent longest ago go first
-        if began < silence.last:
-            return  # it waited beside one that has counted
+        if began < silence.last or now <= silence.last:
+            # It waited beside one that has counted, or has hardly begun when that one ended, and its session with it.
+            return
         silence.in_vain += 1
         silence.last = now
         if silence.in_vain >= _IN_A_ROW:

@@ -10,9 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
+from support.agents import (
+    KEY,
+    LONG,
+    TRANSPORTS,
+    Rank,
+    Ranks,
+    assert_pages,
+    geometry_of,
+    ranks,
+    until,
+)
 
-from pd_connector.agent.commands import Revoke
+from pd_connector.agent.commands import Revoke, Withdraw
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
 
@@ -270,3 +280,43 @@ def test_taking_pages_back_from_a_hung_agent_ends_in_time_and_what_it_read_is_no
     until(lambda: producer.count("agent_restarts") == 1)
     assert_serves_on(producer, consumer)
     producer.counts.clear()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_a_hung_agent_seals_of_pages_that_were_taken_back_is_not_sent(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, guarded: bool
+):
+    """It goes on and reads what another request has written meanwhile. Nothing else would tell: the seal is good."""
+    wide = geometry_of(page_size=16, key_dim=64, value_dim=64)
+    settings = LONG | {"transports": ("tcp",), "key": KEY, "agent_timeout_s": 600.0}
+    producer, consumer = ranks.pair(settings, geometry=wide, pages=48)
+    assert_serves_on(producer, consumer, "before")
+    if not guarded:
+        monkeypatch.setattr(PageGate, "_check", lambda *_: None)
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    write = side._outbox._write
+    sent: list[str] = []
+
+    def noted(begin: Any, send: Any, *others: Any) -> None:
+        sent.append(send.transfer)
+        write(begin, send, *others)
+
+    monkeypatch.setattr(side._outbox, "_write", noted)
+    hang = Hang(next(t for t in producer.agent._loop._transports if t.prepares), "prepare")
+    producer.offer("t", [1, 2, 3])
+    consumer.load(producer.source, "t", [5, 6, 7])
+    assert hang.reached.wait(60)
+    overdue(producer)
+    producer.agent.submit(Withdraw("t", "offer of t"))
+    for layer in producer.layers.values():
+        layer[[1, 2, 3]] = 1.0
+    hang.release.set()
+    ended = consumer.loaded("t")
+    assert bool(sent) == (not guarded)
+    assert ended.cause is not None or not guarded
+    until(lambda: producer.count("agent_restarts") == 1)
+    assert_serves_on(producer, consumer)
+    for rank in (producer, consumer):
+        until(rank.at_rest)
+        rank.counts.clear()

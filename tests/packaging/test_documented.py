@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from chaos.__main__ import app as chaos
 from measure.app import app as measure
 from pd_connector.agent import metrics as connector_metrics
 from pd_connector.config import Config
@@ -80,6 +81,7 @@ def commands() -> dict[str, set[str]]:
     return {
         **dict(of_click(get_command(pd_connector), "pd-connector")),
         **dict(of_click(get_command(measure), "python ci/measure")),
+        **dict(of_click(get_command(chaos), "python -m chaos")),
         "python -m scheduler_plugins.router": router,
         "pd-router serve": router,
         "pd-router simulate": of_argparse(simulate_parser()),

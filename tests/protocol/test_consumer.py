@@ -634,6 +634,23 @@ def test_stalls_that_the_producer_has_found_out_count_too():
     assert [end.cause for end in ended if isinstance(end, Finished)] == [Cause.STALLED]
 
 
+def test_requests_that_come_in_the_turn_of_a_stall_have_not_waited():
+    """The stall ends their session, and with it them; counted one by one they would stop the producer for half a minute."""
+    bench = Bench()
+    limit_s = bench.config.stall_timeout_s
+    bench.consumer.load(bench.load, 0)
+    bench.up(bench.peers[0], 0)
+    for number in range(8):
+        load = bench.load._replace(request=f"other {number}", transfer=f"other {number}")
+        bench.consumer.load(load, limit_s)
+    assert bench.consumer.tick(limit_s)
+    bench.consumer.session_down(SOURCE, Cause.STALLED, "", limit_s)
+    again = bench.load._replace(request="again", transfer="again")
+    bench.consumer.load(again, limit_s)
+    (told,) = bench.up(bench.peers[0], limit_s)
+    assert isinstance(told.message, messages.Open)
+
+
 def test_a_producer_that_has_started_again_is_asked_at_once():
     bench = Bench()
     limit_s = bench.config.stall_timeout_s

@@ -32,6 +32,17 @@ def test_waits_beside_each_other_count_once():
     assert "2 times in a row" in silences.pause("p", 20)
 
 
+def test_waits_that_end_together_count_once():
+    """A stall ends the session, and with it what has begun in the same turn: that has not waited at all."""
+    silences = Silences(TIMEOUT_S)
+    silences.waited("p", 0, 10)
+    for _ in range(12):
+        silences.waited("p", 10, 10)
+    assert not silences.pause("p", 10)
+    silences.waited("p", 10, 20)
+    assert "2 times in a row" in silences.pause("p", 20)
+
+
 def test_an_answer_ends_the_pause():
     silences = silent()
     assert silences.pause("p", 20)

@@ -6,14 +6,16 @@ byte moves wrongly by chance, and the same plan gives the same run.
 """
 
 import ctypes
-from collections.abc import Hashable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from chaos.wrapping import WrappingTransport
 from pd_connector.errors import TransportError
+from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
-from pd_connector.tools.bench.chaos.wrapping import WrappingTransport
-from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.base import Destinations, Landed, Link, Transport, Written
 
 T = TypeVar("T")
 
@@ -64,12 +66,12 @@ class FaultPlan:
 
     Attributes:
         connects: calls of `connect`.
-        writes: calls of `write`. Those that fail count, too.
-        completions: the completion of the n-th call of `write`.
+        writes: calls of `write`, and prepared writes when they are started. Those that fail count, too.
+        completions: the completion of the n-th write.
         reads: calls of `read`. Those that fail count, too.
         pulls: calls of `pull`. Those that fail count, too.
         landings: chunks that landed, written or read, in the order in which the wrapped transport
-            delivers them.
+            delivers them. Where bytes are to be changed, all of them land in slots.
     """
 
     connects: Mapping[int, Fail] = field(default_factory=dict)
@@ -102,12 +104,30 @@ class FaultTransport(WrappingTransport):
         return self.inner.connect(consumer)
 
     def write(self, link: Link, header: bytes, payload: memoryview, slot: int) -> int:
+        return self._start(functools.partial(self.inner.write, link, header, payload, slot))
+
+    def prepare(
+        self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
+    ) -> Callable[[], int] | None:
+        begin = self.inner.prepare(link, header, pieces, slot, into)
+        return None if begin is None else functools.partial(self._start, begin)
+
+    def _start(self, begin: Callable[[], int]) -> int:
         number, self._writes = self._writes, self._writes + 1
         if number in self._plan.writes:
             raise TransportError(f"injected: write {number} fails")
-        token = self.inner.write(link, header, payload, slot)
+        token = begin()
         self._started[token] = number
         return token
+
+    @property
+    def destinations(self) -> Destinations | None:
+        return self.inner.destinations
+
+    @destinations.setter
+    def destinations(self, asked: Destinations | None) -> None:
+        changed = any(isinstance(one, Corrupt | Truncate) for one in self._plan.landings.values())
+        self.inner.destinations = None if changed else asked
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         number, self._reads = self._reads, self._reads + 1
@@ -162,8 +182,9 @@ class FaultTransport(WrappingTransport):
                 problem = f"injected: landing {number} fails"
                 self._landed.add(landed._replace(payload=memoryview(b""), problem=problem))
             case Delay() as delay:  # what lies in the transport's memory does not stay there
-                kept = memoryview(bytes(landed.payload))
-                self._landed.deliver(landed._replace(payload=kept), delay)
+                if not isinstance(landed.payload, Destination):
+                    landed = landed._replace(payload=memoryview(bytes(landed.payload)))
+                self._landed.deliver(landed, delay)
             case fault:
                 self._landed.deliver(landed, fault)
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 
-from pd_connector.tools.bench.chaos.wrapping import WrappingTransport
+from chaos.wrapping import WrappingTransport
 from pd_connector.transport.base import Landed, Link, Transport, Written
 
 Meddle = Callable[[bytes, bytes, int], tuple[bytes, bytes, int] | None]
@@ -23,7 +23,7 @@ class MeddlingTransport(WrappingTransport):
         super().__init__(inner)
         # What is meddled with here is found by its checksum, and gathered into a slot first.
         self.copies = False  # type: ignore[misc]
-        self.verifies = False
+        self.verifies = self.prepares = False
         self.sends_from = None
         self._meddle = meddle
         self._ends = ends

@@ -29,7 +29,6 @@ def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
     "command",
     [
         ("bench", "overhead", "--json"),
-        ("bench", "chaos", "--markdown"),
         ("bench", "handoff", "--json"),
         ("bench", "serve", "trace.jsonl", "--json"),
         ("profile", "--url", "http://127.0.0.1:1", "--out"),

@@ -15,8 +15,8 @@ from support.faulty_transport import (
     Truncate,
 )
 
+from chaos.wrapping import WrappingTransport
 from pd_connector.errors import TransportError
-from pd_connector.tools.bench.chaos.wrapping import WrappingTransport
 from pd_connector.transport.base import Landed, Transport, Written
 
 
@@ -206,12 +206,16 @@ def test_reads_are_landings_and_may_end_without_their_bytes() -> None:
     assert not any(landed.problem for landed in others)
 
 
-def test_what_wraps_a_transport_hands_on_all_that_does_not_pass_it_by() -> None:
-    """What is not handed on is answered with the default: a link that has broken looked whole."""
+def test_what_wraps_a_transport_hands_on_all_that_a_transport_has() -> None:
+    """What is not handed on is answered with the default: chunks take another path where a fault is to hit them."""
     wrapped = WrappingTransport(Echo())
-    handed_on = {name for name in dir(Transport) if not name.startswith("_")} - {
-        "prepare",
-        "prepares",
-        "destinations",
-    }
+    handed_on = {name for name in dir(Transport) if not name.startswith("_")}
     assert handed_on <= {*vars(WrappingTransport), *vars(wrapped)}
+
+
+def test_what_is_told_to_the_wrapper_of_destinations_is_told_to_its_transport() -> None:
+    wrapped = WrappingTransport(Echo())
+    asked = lambda header, slot, nbytes: None  # noqa: E731
+    wrapped.destinations = asked
+    assert wrapped.inner.destinations is asked
+    assert wrapped.destinations is asked

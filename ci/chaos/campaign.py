@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of one kind over one transport: in rounds of a few transfers each, every one compared."""
 
-import itertools
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pd_connector.tools.bench.chaos.faults import (
+from chaos.faults import (
     AT_ONCE,
     DEADLINE_S,
     HELD_S,
-    PAGES,
+    RECORD_FAULTS,
     RECOVERY_S,
     SETTLE_S,
     Fault,
 )
-from pd_connector.tools.bench.chaos.ledger import Ledger
-from pd_connector.tools.bench.chaos.ranks import Ranks
+from chaos.ledger import Ledger
+from chaos.ranks import Ranks
+from chaos.transfers import Transfers
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch.netns import LINK, Namespace
@@ -27,7 +28,10 @@ TRANSFERS = 6
 """At once, in a round."""
 CHUNK_TRANSFERS = 16
 """At once, in a round of faults that hit chunks. More of them share the wait for a deadline."""
-MOST_PAGES = 14
+_CHUNK_SHARE, _RECORD_SHARE = 0.3, 0.03
+"""Parts of chunks, and of records, that are hit: a record costs the connection, and with it what else is under way."""
+_ANY_TIME = 2
+"""Transfers of a round that are taken back at any time, twice."""
 LIES = 40
 """Messages of one liar."""
 _PAUSES_S = (0.02, 0.1, 0.3, 0.7, 1.5)
@@ -65,7 +69,7 @@ class Campaign:
         self._fault = fault
         self._random = random.Random(seed)
         self._link = link
-        self._numbers = itertools.count()
+        self._transfers = Transfers(ranks, self._random, apart=fault is Fault.TAKE_BACK)
         self._ledger = Ledger(fault, ranks.setup.name)
 
     def run(self, limits: Limits) -> Ledger:
@@ -74,13 +78,15 @@ class Campaign:
         try:
             self._recover()
             for _ in range(2):  # every slot is used once: that is no growth
-                self._collect(self._begin(CHUNK_TRANSFERS))
+                self._collect(self._transfers.begin(CHUNK_TRANSFERS))
+            self._recover()  # a session stands, as it will at the end
             ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
             ledger.recomputed.clear()
-            before = self._census()
+            before, paths = self._census(), self._paths()
             while ledger.injected < limits.faults and time.monotonic() - began < limits.seconds:
                 self._round(limits.faults - ledger.injected)
                 self._recover()
+            ledger.paths = self._paths() - paths
             ledger.held = self._held()
             ledger.growth = self._growth(before)
         except BenchError as error:
@@ -91,26 +97,50 @@ class Campaign:
 
     def _round(self, left: int) -> None:
         """A few transfers, and faults while they are under way."""
-        if self._fault.on_chunks:
-            for consumer in self._ranks.consumers:
-                consumer.call("arm", fault=self._fault, count=min(left, CHUNK_TRANSFERS), share=0.3)
-            expected = self._begin(CHUNK_TRANSFERS)
-            self._collect(expected)
-            injected = sum(one.call("disarm") for one in self._ranks.consumers)
-            self._ledger.injected += injected
+        if self._fault.armed:
+            self._armed_round(left)
             return
         for consumer in self._ranks.consumers:  # so that chunks are under way when it happens
             consumer.call("arm", fault=Fault.DELAY, count=1000, share=0.7)
         if self._random.random() < 0.5:
-            expected = self._begin(TRANSFERS)
+            expected = self._transfers.begin(TRANSFERS)
             self._inject(expected, left, within_s=0.02)
         else:  # before there is anything to send
-            expected, offer = self._await(TRANSFERS)
+            expected, offer = self._transfers.begin_waiting(TRANSFERS)
             self._inject(expected, left, within_s=0.01)
             offer()
         self._collect(expected)
         for consumer in self._ranks.consumers:
             consumer.call("disarm")
+
+    def _armed_round(self, left: int) -> None:
+        """A few transfers, which the agents hit themselves."""
+        takes_back = self._fault is Fault.TAKE_BACK
+        share = _RECORD_SHARE if self._fault in RECORD_FAULTS else _CHUNK_SHARE
+        hit = self._ranks.all if takes_back else self._ranks.consumers
+        for one in hit:
+            one.call("arm", fault=self._fault, count=min(left, CHUNK_TRANSFERS), share=share)
+        if takes_back:
+            self._take_back_in_round()
+        else:
+            self._collect(self._transfers.begin(CHUNK_TRANSFERS))
+        self._ledger.injected += sum(one.call("disarm") for one in hit)
+        if takes_back:
+            self._ledger.wrong += sum(one.call("spoilt") for one in self._ranks.all)
+
+    def _take_back_in_round(self) -> None:
+        """Prefills that go on while their pages pass. Some are preempted in the middle of a copy, and some at any time."""
+        draws = self._transfers.draw(CHUNK_TRANSFERS)
+        self._transfers.offer(draws, final=False)
+        expected = self._transfers.load(draws, wait=False)
+        for name, _, _ in self._random.sample(draws, _ANY_TIME):
+            time.sleep(self._random.uniform(0, 0.01))
+            self._ledger.injected += self._anyone().call("take_back", names=[name])
+        self._transfers.offer(draws, final=True)
+        for name, _, _ in self._random.sample(draws, _ANY_TIME):
+            time.sleep(self._random.uniform(0, 0.005))
+            self._ledger.injected += self._anyone().call("take_back", names=[name])
+        self._collect(expected)
 
     def _inject(self, expected: list[set[str]], left: int, within_s: float) -> None:
         """Faults that hit no chunk, each so long after the one before, at most."""
@@ -123,46 +153,13 @@ class Campaign:
         began = time.monotonic()
         while True:
             before = self._ledger.ok
-            self._collect(self._begin(1))
-            if self._ledger.ok - before == self._ranks.setup.tp:
+            self._collect(self._transfers.begin(1))
+            if self._ledger.ok - before == len(self._ranks.consumers):
                 break
             if time.monotonic() - began > RECOVERY_S:
                 self._ledger.lost += 1
                 raise BenchError(f"nothing has arrived for {RECOVERY_S:g} s")
         self._ledger.slowest_s = max(self._ledger.slowest_s, time.monotonic() - began)
-
-    def _begin(self, count: int) -> list[set[str]]:
-        """Offer and load so many transfers; returns the names that each consumer must report."""
-        draws = self._draw(count)
-        self._offer(draws)
-        return self._load(draws, wait=False)
-
-    def _await(self, count: int) -> tuple[list[set[str]], Callable[[], None]]:
-        """Load so many transfers, of prefills that have not begun; also returns what offers them."""
-        draws = self._draw(count)
-        return self._load(draws, wait=True), lambda: self._offer(draws)
-
-    def _draw(self, count: int) -> list[tuple[str, list[int], list[int]]]:
-        """Names, the producer's pages, and the pages to fill."""
-        free = iter(self._random.sample(range(PAGES), PAGES))
-        draws = []
-        for _ in range(count):
-            size = self._random.randrange(1, MOST_PAGES + 1)
-            theirs, ours = self._random.sample(range(PAGES), size), [*itertools.islice(free, size)]
-            draws.append((f"transfer {next(self._numbers)}", theirs, ours))
-        return draws
-
-    def _offer(self, draws: Sequence[tuple[str, list[int], list[int]]]) -> None:
-        for producer in self._ranks.producers:
-            producer.call("offer", transfers=[draw[:2] for draw in draws])
-
-    def _load(
-        self, draws: Sequence[tuple[str, list[int], list[int]]], *, wait: bool
-    ) -> list[set[str]]:
-        host, ports = self._ranks.hosts[0], self._ranks.ports
-        for consumer in self._ranks.consumers:
-            consumer.call("load", transfers=draws, host=host, ports=ports, wait=wait)
-        return [{name for name, _, _ in draws} for _ in self._ranks.consumers]
 
     def _collect(self, expected: list[set[str]]) -> None:
         """Wait for all loads to end; those without an outcome are lost."""
@@ -207,6 +204,9 @@ class Campaign:
             if files <= 0 or time.monotonic() > deadline:
                 return files, threads, kib
             time.sleep(0.1)
+
+    def _paths(self) -> Counter[str]:
+        return sum((Counter(one.call("paths")) for one in self._ranks.all), Counter())
 
     def _anyone(self) -> PartyProcess:
         return self._random.choice(self._ranks.all)
@@ -271,7 +271,7 @@ class Campaign:
         taken = process.call("exhaust")
         process.call("reset")
         self._collect(expected)
-        self._collect(self._begin(1))
+        self._collect(self._transfers.begin(1))
         process.call("relieve")
         return bool(taken)
 

@@ -13,24 +13,21 @@ from typing import Any
 
 import torch
 
+from chaos.blind import blind
+from chaos.connections import reset_connections, silence_connections
+from chaos.engine import Engine
+from chaos.faults import Fault
+from chaos.known import LAYERS, KnownPages
+from chaos.liar import Liar
+from chaos.seam import TamperingTransport
+from chaos.tampering import Tampering
 from pd_connector.agent import turn_watch
 from pd_connector.agent.agent import Agent
-from pd_connector.agent.inbox import Inbox
 from pd_connector.config import Config
-from pd_connector.errors import Cause
-from pd_connector.kv.geometry import Geometry, Group, Shard
-from pd_connector.pages.layer import LayerPages
-from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.incoming import Finished, Load, PlaceChunk
-from pd_connector.protocol.outgoing import Free, Offer
+from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.tools.bench.chaos.connections import reset_connections, silence_connections
-from pd_connector.tools.bench.chaos.faults import PAGES, Fault
-from pd_connector.tools.bench.chaos.liar import Liar
-from pd_connector.tools.bench.chaos.tampering import Tampering, TamperingTransport
 from pd_connector.transport.base import Transport
 
-LAYERS, HEADS, DIM, PAGE_SIZE = 4, 4, 32, 16
 ENGINE, MODEL = "chaos", b"model"
 _SPARE_DESCRIPTORS = 2
 
@@ -44,7 +41,8 @@ class ChaosAgent:
         tp_size: into how many parts they are cut.
         config: of the agent.
         seed: of what it draws.
-        credulous: whether chunks with a wrong checksum are taken: the bench must notice that.
+        wired: whether a network that does faults lies between it and its producers.
+        blind_to: which guard is taken off (`blind`); the bench must notice that.
     """
 
     def __init__(
@@ -55,35 +53,30 @@ class ChaosAgent:
         tp_size: int,
         config: dict[str, Any],
         seed: int,
-        credulous: bool = False,
+        wired: bool = False,
+        blind_to: str = "",
     ) -> None:
         torch.set_num_threads(1)
-        layers = tuple(range(LAYERS))
-        group = Group("attention", layers, HEADS, DIM, DIM, PAGE_SIZE, 0, "float32", "chaos", True)
-        self._shard = Shard(0, LAYERS, tp_rank, tp_size)
-        self._geometry = Geometry(self._shard, (group,))
-        self._wanted = [_content(number, self._shard) for number in layers]
-        self._layers = [w.clone() if produces else torch.zeros_like(w) for w in self._wanted]
-        views = {number: _view(layer) for number, layer in enumerate(self._layers)}
-        self._config = Config.load(config)
+        blind(blind_to)
+        shard = Shard(0, LAYERS, tp_rank, tp_size)
+        pages = KnownPages(shard, filled=produces)
+        self._geometry = pages.geometry
+        self._wired = wired
+        self._key = config.get("key", "")
         self._tampering = Tampering(seed)
         self._clock = _Clock()
         turn_watch.time = self._clock  # type: ignore[attr-defined,assignment]
         self._agent = Agent(
-            self._config,
+            Config.load(config),
             ENGINE,
             MODEL,
-            PagedCache(views, self._geometry),
+            pages.cache,
             produces=produces,
             consumes=not produces,
             shards=tuple(Shard(0, LAYERS, rank, tp_size) for rank in range(tp_size)),
             wrap=self._wrap,
         )
-        if credulous:
-            side = self._agent._loop.consumer_side
-            assert side is not None
-            side._inbox.__class__ = _CredulousInbox
-        self._loading: dict[str, tuple[list[int], list[int]]] = {}
+        self._engine = Engine(self._agent, pages, self._tampering)
         self._hoard: list[int] = []
         self._random = random.Random(seed)
 
@@ -91,12 +84,10 @@ class ChaosAgent:
         """The agent's control port."""
         return self._agent.port
 
-    def offer(self, transfers: Sequence[tuple[str, list[int]]]) -> None:
-        """Offer pages, by transfer. The prefill has ended."""
+    def offer(self, transfers: Sequence[tuple[str, list[int]]], final: bool = True) -> None:
+        """Offer pages, by transfer: half of them where the prefill has not ended."""
         for name, pages in transfers:
-            tokens = len(pages) * PAGE_SIZE
-            offer = Offer(name, name, (pages,), name.encode(), tokens, tokens, final=True)
-            self._agent.submit(offer)
+            self._engine.offer(name, pages, final=final)
 
     def load(
         self,
@@ -118,28 +109,33 @@ class ChaosAgent:
             for rank, port in enumerate(ports)
         )
         for name, theirs, ours in transfers:
-            for layer in self._layers:
-                layer[ours] = 0
-            self._loading[name] = theirs, ours
-            stop = len(ours) * PAGE_SIZE
-            load = Load(name, name, peers, name.encode(), 0, stop, (ours,), wait)
-            self._agent.submit(load)
+            self._engine.load(name, peers, theirs, ours, wait=wait)
 
     def outcomes(self, within_s: float) -> list[tuple[str, str, bool]]:
         """Ends since the last call: name, cause, and whether all pages are right (of a producer, true).
         Waits for the first one."""
         deadline = time.monotonic() + within_s
-        while True:
-            found = [self._judged(one) for one in self._agent.outcomes()]
-            if found or time.monotonic() > deadline:
-                return [one for one in found if one is not None]
+        while not (found := self._engine.outcomes()) and time.monotonic() <= deadline:
             time.sleep(0.0005)
+        return found
+
+    def take_back(self, names: Sequence[str]) -> int:
+        """The engine takes the pages of these transfers back, where it still has them; returns of how many."""
+        return sum(self._engine.take_back(name) for name in names)
+
+    def spoilt(self) -> int:
+        """How many taken-back transfers' pages were written by the agent since; it forgets them."""
+        return self._engine.restore()
 
     def arm(self, fault: str, count: int, share: float) -> None:
         self._tampering.arm(Fault(fault), count, share)
 
     def disarm(self) -> int:
         return self._tampering.disarm()
+
+    def paths(self) -> dict[str, int]:
+        """Chunks by their way, since the start (`TamperingTransport`)."""
+        return dict(self._tampering.paths)
 
     def reset(self) -> int:
         return reset_connections()
@@ -150,7 +146,7 @@ class ChaosAgent:
     def lie(self, host: str, port: int, names: Sequence[str], count: int) -> int:
         """Send messages to a producer that fit the schema and are not true; returns how many it
         has received."""
-        with Liar(host, port, self._geometry, self._random) as liar:
+        with Liar(host, port, self._geometry, self._random, self._key) as liar:
             return liar.tell(names, count)
 
     def exhaust(self) -> int:
@@ -200,29 +196,7 @@ class ChaosAgent:
         )
 
     def _wrap(self, transport: Transport) -> Transport:
-        return TamperingTransport(transport, self._tampering)
-
-    def _judged(self, outcome: object) -> tuple[str, str, bool] | None:
-        match outcome:
-            case Finished():
-                theirs, ours = self._loading.pop(outcome.request)
-                right = all(
-                    torch.equal(layer[ours], wanted[theirs])
-                    for layer, wanted in zip(self._layers, self._wanted, strict=True)
-                )
-                return outcome.request, outcome.cause or "", right
-            case Free():
-                return outcome.request, outcome.cause or "", True
-            case _:
-                return None
-
-
-class _CredulousInbox(Inbox):
-    """Takes what it should refuse: with it the bench has to find wrong pages."""
-
-    def place(self, place: PlaceChunk, path: Any) -> tuple[Cause | None, str]:
-        cause, detail = super().place(place, path)
-        return (None, "") if cause is Cause.CHECKSUM else (cause, detail)
+        return TamperingTransport(transport, self._tampering, wired=self._wired)
 
 
 class _Clock:
@@ -236,16 +210,3 @@ class _Clock:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
-
-
-def _content(layer: int, shard: Shard) -> torch.Tensor:
-    """`[page, head, token, K and V]`: what the producer's rank with this shard holds."""
-    numbers = torch.Generator().manual_seed(layer)
-    whole = torch.randn((PAGES, HEADS, PAGE_SIZE, 2 * DIM), generator=numbers)
-    heads = shard.heads(HEADS)
-    return whole[:, heads.start : heads.stop].contiguous()
-
-
-def _view(layer: torch.Tensor) -> LayerPages:
-    rows = layer.view(torch.uint8).flatten(2)
-    return LayerPages(layer[..., :DIM], layer[..., DIM:], (rows,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-connector bench chaos`: faults, counted."""
+"""`python -m chaos`: faults, counted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from pd_connector.tools.cli.bench_report import exit_codes
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import checked
 
+app = typer.Typer(add_completion=False)
+
 BROKEN = 1
 """Exit code if a promise was broken."""
 
 
+@app.command()
 def chaos(
     faults: Annotated[int, typer.Option(min=1, help="Faults of each kind and transport.")] = 10_000,
     kinds: Annotated[
@@ -42,25 +45,25 @@ def chaos(
         Path | None, typer.Option(help="Write the counts to this file.", callback=checked)
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the table to this file.", callback=checked)
+        Path | None, typer.Option(help="Write the tables to this file.", callback=checked)
     ] = None,
 ) -> None:
     """Do faults to agents, or to engines, and compare every page, or every answer.
 
-    Wrong, lost and held must be 0; exit code 1 if they are not. First a control: with checksums not
-    compared, wrong pages must be found.
+    Wrong, lost and held must be 0; exit code 1 if they are not. First controls: with guards taken off, wrong
+    pages must be found.
     """
     # torch takes seconds to import.
-    from pd_connector.tools.bench.chaos import report
-    from pd_connector.tools.bench.chaos.bench import ChaosBench
-    from pd_connector.tools.bench.chaos.campaign import Limits
-    from pd_connector.tools.bench.chaos.engines import EnginesBench
-    from pd_connector.tools.bench.chaos.faults import Fault
-    from pd_connector.tools.bench.chaos.ledger import Ledger
-    from pd_connector.tools.bench.chaos.ranks import SETUPS
+    from chaos import report
+    from chaos.bench import ChaosBench
+    from chaos.campaign import Limits
+    from chaos.engines import EngineFault, EnginesBench
+    from chaos.faults import Fault
+    from chaos.ledger import Ledger
+    from chaos.ranks import SETUPS
 
     stdout, stderr = Console(), Console(stderr=True)
-    chosen = [Fault(kind) for kind in _known(kinds, [*Fault], "--fault")]
+    chosen = _known(kinds, [*EngineFault] if engines else [*Fault], "--fault")
     names = _known(transports, [*SETUPS], "--transport")
 
     def say(line: str) -> None:
@@ -70,9 +73,10 @@ def chaos(
     with exit_codes(stderr), terminate_as_interrupt():
         try:
             if engines:
-                ledgers += EnginesBench(minutes * 60, seed).run(say)
+                ledgers += EnginesBench([*map(EngineFault, chosen)], minutes * 60, seed).run(say)
             else:
-                bench = ChaosBench(names, chosen, Limits(faults, limit_s), seed, pairs)
+                found = [*map(Fault, chosen)]
+                bench = ChaosBench(names, found, Limits(faults, limit_s), seed, pairs)
                 for ledger in bench.run(say):
                     ledgers.append(ledger)
         finally:  # of a long run that was interrupted, what there is
@@ -80,7 +84,7 @@ def chaos(
             if json:
                 report.write_json(json, ledgers)
             if markdown:
-                markdown.write_text(report.markdown(ledgers))
+                markdown.write_text(f"{report.coverage(ledgers)}\n{report.markdown(ledgers)}")
     for ledger in ledgers:
         if ledger.note:
             say(f"{ledger.fault} over {ledger.transport}: {ledger.note}")
@@ -94,3 +98,7 @@ def _known(given: list[str] | None, known: list[str], option: str) -> list[str]:
             problem = f"{name!r}: must be one of {', '.join(known)}"
             raise typer.BadParameter(problem, param_hint=option)
     return list(dict.fromkeys(given or known))
+
+
+if __name__ == "__main__":
+    app()

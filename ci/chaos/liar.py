@@ -9,6 +9,7 @@ from typing import Self
 
 import zmq
 
+from pd_connector.control.keys import CurveKeys
 from pd_connector.kv.geometry import Geometry
 from pd_connector.protocol import messages
 
@@ -22,12 +23,17 @@ class Liar:
     Args:
         geometry: with which a session can be had, so that lies are also told inside one.
         choices: what is drawn from.
+        key: which it has as all of its fellows have; without it nothing that it says is heard.
     """
 
-    def __init__(self, host: str, port: int, geometry: Geometry, choices: random.Random) -> None:
+    def __init__(
+        self, host: str, port: int, geometry: Geometry, choices: random.Random, key: str = ""
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
+        if key:
+            CurveKeys.derive(key).present(self._socket)
         self._socket.connect(f"tcp://{host}:{port}")
         self._geometry = geometry
         self._random = choices

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a producer and a consumer engine over one transport, as their launcher sees them."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -8,32 +9,58 @@ from typing import Any, NamedTuple, Self
 
 import zmq
 
-from pd_connector.tools.bench.chaos.faults import SETTINGS
-from pd_connector.tools.bench.chaos.nursery import START_S, Nursery
+from chaos.faults import SETTINGS
+from chaos.nursery import START_S, Nursery
 from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch.netns import Namespace
 
 
 class Setup(NamedTuple):
-    """What is joined, and how. `config` is added to `SETTINGS`."""
+    """What is joined, and how.
+
+    Attributes:
+        config: what is added to `settings`.
+        tp: ranks of the producer.
+        consumers: ranks of the consumer; 0 for as many.
+        keyed: whether they share a key.
+    """
 
     name: str
     config: Mapping[str, Any]
     tp: int = 1
+    consumers: int = 0
+    keyed: bool = False
+    settings: Mapping[str, Any] = SETTINGS
 
+    @property
+    def has_records(self) -> bool:
+        """Whether chunks pass as records of `tcp`."""
+        return "tcp" in self.config.get("transports", ())
+
+
+_TCP: dict[str, Any] = {"transports": ["tcp"]}
+_INT8 = {"codec": "int8"}
 
 SETUPS = {
     setup.name: setup
     for setup in (
+        Setup("tcp", _TCP),
+        Setup("tcp key", _TCP, keyed=True),
+        Setup("tcp int8", _TCP | _INT8),
+        Setup("tcp int8 key", _TCP | _INT8, keyed=True),
+        Setup("tcp TP 2", _TCP, tp=2),
+        Setup("tcp TP 2 key", _TCP, tp=2, keyed=True),
+        Setup("tcp TP 2 int8", _TCP | _INT8, tp=2),
+        Setup("tcp TP 2 int8 key", _TCP | _INT8, tp=2, keyed=True),
+        Setup("tcp TP 1 to 2 key", _TCP, consumers=2, keyed=True),
         Setup("shm", {"transports": ["shm"]}),
         Setup("shm slots", {"transports": ["shm"], "direction": "read"}),
         Setup("shm writes", {"transports": ["shm"], "direction": "write"}),
-        Setup("tcp", {"transports": ["tcp"]}),
+        Setup("shm int8", {"transports": ["shm"]} | _INT8),
         Setup("nixl", {"transports": ["nixl"]}),
         Setup("ucx", {"transports": ["ucx"]}),
         Setup("shm TP 2", {"transports": ["shm"]}, tp=2),
         Setup("shm slots TP 2", {"transports": ["shm"], "direction": "read"}, tp=2),
-        Setup("tcp TP 2", {"transports": ["tcp"]}, tp=2),
     )
 }
 
@@ -45,9 +72,9 @@ class Ranks:
         setup: what is joined.
         seed: of what the ranks draw.
         nursery: starts them.
-        credulous: whether consumers take chunks with a wrong checksum.
-        namespaces: where producers and consumers run; empty for here.
-        key: shared secret, wanted with namespaces.
+        wired: whether a network that does faults to records lies between them.
+        blind_to: which guard is taken off (`blind`).
+        namespaces: where producers and consumers run; empty for here. They share a key then.
 
     Raises:
         BenchError: on entry and later, when a process ends unasked, or does not answer.
@@ -59,16 +86,17 @@ class Ranks:
         seed: int,
         nursery: Nursery,
         *,
-        credulous: bool = False,
+        wired: bool = False,
+        blind_to: str = "",
         namespaces: Sequence[Namespace] = (),
-        key: str = "",
     ) -> None:
         self.setup = setup
         self._seed = seed
         self._nursery = nursery
-        self._credulous = credulous
+        self._wired = wired
+        self._blind_to = blind_to
         self._namespaces = namespaces
-        self._key = key
+        self._key = secrets.token_hex(32) if setup.keyed or namespaces else ""
         self._started = 0
         self.hosts = [one.address for one in namespaces] or ["127.0.0.1"] * 2
         self.producers: list[PartyProcess] = []
@@ -85,7 +113,7 @@ class Ranks:
             stack.callback(self._context.destroy, linger=0)
             stack.callback(self._kill)
             self.producers = [self._start(True, rank) for rank in range(self.setup.tp)]
-            self.consumers = [self._start(False, rank) for rank in range(self.setup.tp)]
+            self.consumers = [self._start(False, rank) for rank in range(self._count(False))]
             self.ports = [one.call("ready", START_S) for one in self.producers]
             for one in self.consumers:
                 one.call("ready", START_S)
@@ -114,16 +142,24 @@ class Ranks:
     def _start(self, produces: bool, rank: int) -> PartyProcess:
         self._started += 1
         namespace = self._namespaces[0 if produces else 1] if self._namespaces else None
-        config = {**SETTINGS, **self.setup.config, "host": self.hosts[0 if produces else 1]}
+        config = {
+            **self.setup.settings,
+            **self.setup.config,
+            "host": self.hosts[0 if produces else 1],
+        }
         settings = {
             "produces": produces,
             "tp_rank": rank,
-            "tp_size": self.setup.tp,
+            "tp_size": self._count(produces),
             "config": config | ({"key": self._key} if self._key else {}),
             "seed": self._seed + self._started,
-            "credulous": self._credulous and not produces,
+            "wired": self._wired and not produces,
+            "blind_to": self._blind_to,
         }
         return self._nursery.start(self._context, settings, namespace)
+
+    def _count(self, produces: bool) -> int:
+        return self.setup.tp if produces else self.setup.consumers or self.setup.tp
 
     def _kill(self) -> None:
         for process in self.all:

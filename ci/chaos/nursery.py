@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts ranks within a tenth of a second: a process that has imported everything, and forks.
 
-`python -m pd_connector.tools.bench.chaos.nursery SOCKET` is that process; it obeys calls (`bench/party.py`).
+`python -m chaos.nursery SOCKET` is that process; it obeys calls (`bench/party.py`).
 Python and torch take seconds of a processor to start, and a fault that kills a rank needs a new one.
 """
 
@@ -22,7 +22,8 @@ from typing import Any, Self
 
 import zmq
 
-from pd_connector.tools.bench.chaos.agent import ChaosAgent
+from chaos.agent import ChaosAgent
+from chaos.known import LAYERS, content
 from pd_connector.tools.bench.party import obey
 from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch import Family
@@ -30,6 +31,7 @@ from pd_connector.tools.launch.engine import LINK_ONLY
 from pd_connector.tools.launch.netns import Namespace
 
 START_S = 300.0
+_FOLDER = str(Path(__file__).resolve().parents[1])
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _MOST_DESCRIPTORS = 1 << 12
@@ -91,10 +93,10 @@ class Nursery:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(context.destroy, linger=0)
             path, log = self._folder / "nursery", self._folder / "nursery.log"
-            module = "pd_connector.tools.bench.chaos.nursery"
-            family = Family(
-                [sys.executable, "-m", module, str(path)], env={"OMP_NUM_THREADS": "1"}, log=log
-            )
+            found = os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))
+            env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+            command = [sys.executable, "-m", "chaos.nursery", str(path)]
+            family = Family(command, env=env, log=log)
             self._forks = stack.enter_context(PartyProcess(family, context, path, log))
             self._forks.call("ready", START_S)
             self._calling = threading.Lock()
@@ -185,6 +187,8 @@ def _enter(namespace: str) -> None:
 
 def main(path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks that have ended
+    for layer in range(LAYERS):
+        content(layer)
     gc.collect()
     gc.freeze()  # so that ranks go on sharing this memory
     obey(_Forks(), path)

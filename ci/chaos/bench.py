@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench chaos`: every fault over every transport, and first the control: a bench that cannot see is no bench."""
+"""Every fault over every transport, and first the control: a bench that cannot see is no bench."""
 
 import importlib.util
 import random
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from pd_connector.tools.bench.chaos.campaign import Campaign, Limits
-from pd_connector.tools.bench.chaos.faults import Fault
-from pd_connector.tools.bench.chaos.ledger import Ledger, merged
-from pd_connector.tools.bench.chaos.nursery import Nursery
-from pd_connector.tools.bench.chaos.ranks import SETUPS, Ranks, Setup
+from chaos.blind import BYTES, PAGES
+from chaos.campaign import Campaign, Limits
+from chaos.faults import RECORD_FAULTS, Fault
+from chaos.ledger import Ledger, merged
+from chaos.nursery import Nursery
+from chaos.ranks import SETUPS, Ranks, Setup
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.launch.netns import Bed, available
+from pd_connector.tools.launch.netns import Bed, Namespace, available
 
 CONTROL_FAULTS = 20
+CONTROLS = (
+    ("tcp", Fault.CORRUPT, BYTES),
+    ("tcp key", Fault.CORRUPT, BYTES),
+    ("tcp key", Fault.TAKE_BACK, PAGES),
+)
+"""Setup, fault, and the guard that is taken off: then wrong pages must be found."""
 _NEEDS = {"nixl": "nixl", "ucx": "ucxx"}
 _PULLED = ("shm", "shm TP 2")
 """Setups in which consumers read pages where they lie: a chunk has no header on its way there, and none overtakes another."""
-_CUTTABLE = ("tcp",)
+_CUTTABLE = tuple(name for name, setup in SETUPS.items() if setup.has_records)
 """Setups with which a link is cut: one transport is enough, for what is tested are sessions."""
 
 
@@ -50,8 +56,9 @@ class ChaosBench:
             BenchError: the control found nothing wrong, although it was.
         """
         with Nursery() as nursery:
-            control(self.seed, nursery)
-            say(f"control: without checksums wrong pages are found; seed {self.seed}")
+            for name, fault, guard in CONTROLS:
+                control(self.seed, nursery, name, fault, guard)
+            say(f"controls: without its guards wrong pages are found; seed {self.seed}")
             for name in self.setups:
                 for fault in self.faults:
                     if why := skipped(name, fault):
@@ -81,17 +88,16 @@ class ChaosBench:
         seed = random.Random(chosen).randrange(1 << 31)
         limits = Limits(faults, self.limits.seconds)
         with ExitStack() as stack:
-            if fault is not Fault.PARTITION:
-                ranks = stack.enter_context(Ranks(setup, seed, nursery))
-                return Campaign(ranks, fault, seed).run(limits)
-            sides = stack.enter_context(Bed()).namespaces
-            key = secrets.token_hex(32)
-            ranks = stack.enter_context(Ranks(setup, seed, nursery, namespaces=sides, key=key))
-            return Campaign(ranks, fault, seed, link=sides[0]).run(limits)
+            sides: Sequence[Namespace] = ()
+            if fault is Fault.PARTITION:
+                sides = stack.enter_context(Bed()).namespaces
+            wired = fault.on_wire and setup.has_records
+            ranks = stack.enter_context(Ranks(setup, seed, nursery, wired=wired, namespaces=sides))
+            return Campaign(ranks, fault, seed, link=sides[0] if sides else None).run(limits)
 
 
-def control(seed: int, nursery: Nursery) -> Ledger:
-    """Damage chunks of a consumer that does not compare checksums.
+def control(seed: int, nursery: Nursery, setup: str, fault: Fault, guard: str) -> Ledger:
+    """Do a fault to agents with a guard taken off.
 
     Returns:
         What was found: wrong pages.
@@ -99,12 +105,13 @@ def control(seed: int, nursery: Nursery) -> Ledger:
     Raises:
         BenchError: nothing was found.
     """
-    with Ranks(SETUPS["tcp"], seed, nursery, credulous=True) as ranks:
-        found = Campaign(ranks, Fault.CORRUPT, seed).run(Limits(CONTROL_FAULTS))
+    wired = fault.on_wire
+    with Ranks(SETUPS[setup], seed, nursery, wired=wired, blind_to=guard) as ranks:
+        found = Campaign(ranks, fault, seed).run(Limits(CONTROL_FAULTS))
     if not found.wrong:
         raise BenchError(
-            f"the bench is blind: {found.injected} chunks were damaged, no checksum was compared, and no "
-            f"page was found wrong ({found.note})"
+            f"the bench is blind: {found.injected} faults ({fault} over {setup}) with nothing that guards "
+            f"{guard}, and no page was found wrong ({found.note})"
         )
     return found
 
@@ -112,6 +119,8 @@ def control(seed: int, nursery: Nursery) -> Ledger:
 def skipped(setup: str, fault: Fault) -> str:
     """Why a cell is not run here; empty if it is."""
     (transport,) = SETUPS[setup].config["transports"]
+    if fault in RECORD_FAULTS and not SETUPS[setup].has_records:
+        return "only tcp has records of its own"
     module = _NEEDS.get(transport)
     if module and importlib.util.find_spec(module) is None:
         return f"{module} is not installed"

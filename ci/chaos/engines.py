@@ -10,10 +10,12 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import StrEnum
 
-from pd_connector.tools.bench.chaos.ledger import Ledger
+from chaos.ledger import Ledger
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
@@ -45,6 +47,16 @@ CONFIG = {
     "connect_timeout_s": 4,
     "wait_timeout_s": 60,
 }
+BURST = 4
+"""Long prompts at once, to preempt prefills."""
+_COMMON_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
+_FEW_PAGES = (
+    *("--num-gpu-blocks-override", "80", "--no-scheduler-reserve-full-isl"),
+    *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64"),
+)
+"""Of the prefill engine: four long prompts go on side by side, and there is room for less than two of them. So they are
+preempted while what they have computed is streamed."""
+_PREEMPTIONS = "vllm:num_preemptions_total"
 _GAUGES = (
     "leased_pages",
     "incoming_transfers",
@@ -54,15 +66,27 @@ _GAUGES = (
 )
 
 
+class EngineFault(StrEnum):
+    """What is done to engines under load."""
+
+    PREEMPT = "prefills preempted"
+    STOP_PREFILL = "prefill SIGSTOP"
+    STOP_DECODE = "decode SIGSTOP"
+    LEAVE = "clients leave"
+    KILL_PREFILL = "prefill SIGKILL"
+
+
 class EnginesBench:
-    """All faults in turn, in random order, for so long.
+    """Faults in random order, each kind before any comes again.
 
     Args:
+        faults: kinds.
         seconds: of load with faults; starting engines comes before.
         seed: of what is drawn.
     """
 
-    def __init__(self, seconds: float, seed: int) -> None:
+    def __init__(self, faults: Sequence[EngineFault], seconds: float, seed: int) -> None:
+        self._faults = faults
         self._seconds = seconds
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -79,17 +103,17 @@ class EnginesBench:
         """
         logs = log_folder()
         say(f"logs in {logs}")
-        roles = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+        roles = (("prefill", "kv_producer", _FEW_PAGES), ("decode", "kv_consumer", ()))
         prefill, decode = (
             VllmEngine(
                 MODEL_DIR,
                 role,  # type: ignore[arg-type]
                 extra_config=CONFIG,
                 name=name,
-                args=["--dtype", "float32", "--enforce-eager"],
+                args=[*_COMMON_ARGS, *args],
                 log_path=logs / f"{name}.log",
             )
-            for name, role in roles
+            for name, role, args in roles
         )
         router = RouterProcess([prefill.base_url], [decode.base_url], log_path=logs / "router.log")
         services: list[Service] = [prefill, decode, router]
@@ -121,19 +145,21 @@ class EnginesBench:
         ]
         for thread in threads:
             thread.start()
-        faults: list[tuple[str, Callable[[], None]]] = [
-            ("prefill SIGSTOP", lambda: self._stop(prefill)),
-            ("decode SIGSTOP", lambda: self._stop(decode)),
-            ("prefill SIGKILL", lambda: self._kill(prefill)),
-            ("clients leave", lambda: self._leave(router.client)),
-        ]
+        inject: dict[EngineFault, Callable[[], int]] = {
+            EngineFault.PREEMPT: lambda: self._preempt(prefill, router.client),
+            EngineFault.STOP_PREFILL: lambda: self._stop(prefill),
+            EngineFault.STOP_DECODE: lambda: self._stop(decode),
+            EngineFault.LEAVE: lambda: self._leave(router.client),
+            EngineFault.KILL_PREFILL: lambda: self._kill(prefill),
+        }
+        left: list[EngineFault] = []
         end = time.monotonic() + self._seconds
         while time.monotonic() < end:
-            name, inject = self._random.choice(faults)
-            with self._during(name):
-                say(f"{name}, {max(0.0, end - time.monotonic()):.0f} s left")
-                inject()
-                self._ledger(name).injected += 1
+            left = left or self._random.sample(self._faults, len(self._faults))
+            fault = left.pop()
+            with self._during(fault):
+                say(f"{fault}, {max(0.0, end - time.monotonic()):.0f} s left")
+                self._ledger(fault).injected += inject[fault]()
                 time.sleep(2.0)  # requests that it may have hit end
             time.sleep(self._random.uniform(0.5, 4.0))
         self._over.set()
@@ -169,18 +195,22 @@ class EnginesBench:
             prompt = choices.choice(prompts)
             with self._lock:
                 before = self._current
-            try:
-                right = _answer(client, prompt) == self._expected[prompt]
-                problem = ""
-            except (HttpError, OSError) as error:
-                right, problem = False, repr(error)[:300]
-            with self._lock:
-                ledger = self._ledger(self._current if before == "none" else before)
-                if problem:
-                    ledger.lost += 1
-                    ledger.note = problem
-                else:
-                    ledger.count("", right)
+            self._compare(client, prompt, before)
+
+    def _compare(self, client: Client, prompt: str, fault: str) -> None:
+        """Ask once, and count the answer for this fault, or for the one that came meanwhile."""
+        try:
+            right = _answer(client, prompt) == self._expected[prompt]
+            problem = ""
+        except (HttpError, OSError) as error:
+            right, problem = False, repr(error)[:300]
+        with self._lock:
+            ledger = self._ledger(self._current if fault == "none" else fault)
+            if problem:
+                ledger.lost += 1
+                ledger.note = problem
+            else:
+                ledger.count("", right)
 
     def _ledger(self, name: str) -> Ledger:
         return self._ledgers.setdefault(name, Ledger(name, "engines, tcp"))
@@ -196,20 +226,31 @@ class EnginesBench:
             ledger = self._ledger(name)
             ledger.seconds += time.monotonic() - began
 
-    def _stop(self, engine: VllmEngine) -> None:
+    def _preempt(self, engine: VllmEngine, client: Client) -> int:
+        """More long prompts at once than the prefill engine has room for; returns how often one was preempted."""
+        before = engine.metrics().total(_PREEMPTIONS)
+        longest = sorted(self._expected, key=len)[-BURST:]
+        with ThreadPoolExecutor(BURST) as threads:
+            for prompt in longest:
+                threads.submit(self._compare, client, prompt, EngineFault.PREEMPT)
+        return round(engine.metrics().total(_PREEMPTIONS) - before)
+
+    def _stop(self, engine: VllmEngine) -> int:
         engine.pause()
         time.sleep(self._random.choice((0.2, 1.0, 4.0)))
         engine.resume()
+        return 1
 
-    def _kill(self, engine: VllmEngine) -> None:
+    def _kill(self, engine: VllmEngine) -> int:
         began = time.monotonic()
         engine.kill()
         engine.start()
         engine.wait_ready()
-        ledger = self._ledger("prefill SIGKILL")
+        ledger = self._ledger(EngineFault.KILL_PREFILL)
         ledger.slowest_s = max(ledger.slowest_s, time.monotonic() - began)
+        return 1
 
-    def _leave(self, client: Client) -> None:
+    def _leave(self, client: Client) -> int:
         """Clients that hang up in the middle of their answers, or before they begin."""
         for _ in range(3):
             prompt = self._random.choice(list(self._expected))
@@ -217,6 +258,7 @@ class EnginesBench:
             for _event in itertools.islice(stream, self._random.randrange(1, 3)):
                 pass
             stream.close()  # type: ignore[attr-defined]
+        return 1
 
     def _held(self, *engines: VllmEngine) -> int:
         deadline = time.monotonic() + QUIET_S

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that hands everything on to another. Those that meddle with something override it.
+"""A transport that hands everything on to another. Those that meddle with something override it."""
 
-Only `prepare` and `destinations` are not: what is encrypted or lands in place would pass by those that meddle."""
-
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
-from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.base import Destinations, Landed, Link, Transport, Written
 
 
 class WrappingTransport(Transport):
@@ -27,6 +25,7 @@ class WrappingTransport(Transport):
         self.reaches_devices = inner.reaches_devices  # type: ignore[misc]
         self.label = inner.label
         self.verifies = inner.verifies
+        self.prepares = inner.prepares
         self.sends_from = inner.sends_from
 
     def address(self) -> bytes:
@@ -52,6 +51,19 @@ class WrappingTransport(Transport):
 
     def write(self, link: Link, header: bytes, payload: Payload, slot: int) -> int:
         return self.inner.write(link, header, payload, slot)
+
+    def prepare(
+        self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
+    ) -> Callable[[], int] | None:
+        return self.inner.prepare(link, header, pieces, slot, into)
+
+    @property
+    def destinations(self) -> Destinations | None:
+        return self.inner.destinations
+
+    @destinations.setter
+    def destinations(self, asked: Destinations | None) -> None:
+        self.inner.destinations = asked
 
     def read(self, source: Hashable, send_slot: int, nbytes: int, slot: int, header: bytes) -> None:
         self.inner.read(source, send_slot, nbytes, slot, header)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pd_connector.control import liveness
 
 PAGES = 256
-"""In the cache of each rank."""
+"""Pages in the cache of each rank that transfers are drawn from."""
 SETTINGS = {
     "slots": 16,
     "slot_mib": 1,
@@ -24,7 +24,10 @@ _BUSY_S = 5.0
 DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + _BUSY_S
 """A load that has no outcome after this is lost. No config value lets it wait longer than the first two
 together; the rest is for a busy machine."""
-RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S
+_PAUSE_S = 16 * SETTINGS["stall_timeout_s"]
+"""Of a producer that kept requests waiting in vain nothing is asked for as long (`protocol/silences.py`), after six
+times in a row: on a busy machine a chunk may take longer than `stall_timeout_s`."""
+RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S + _PAUSE_S
 """When the cause of a fault is over, a transfer must succeed within this: silence is noticed, a session
 is opened anew, and one more load may fail meanwhile."""
 HELD_S = SETTINGS["lease_s"] + SETTINGS["session_timeout_s"] + DEADLINE_S
@@ -34,7 +37,8 @@ SETTLE_S = liveness.IDLE_S + liveness.INTERVAL_S * liveness.PROBES + _BUSY_S
 
 
 class Fault(StrEnum):
-    """What is done. Those up to `LIE_HEADER` are done to one chunk that has arrived."""
+    """What is done, and where: to a chunk that has arrived, to pages, to a record below its seal, to a
+    process or to its connections."""
 
     DROP = "drop"
     DELAY = "delay"
@@ -43,6 +47,12 @@ class Fault(StrEnum):
     CORRUPT = "corrupt"
     REORDER = "reorder"
     LIE_HEADER = "lying header"
+    TAKE_BACK = "pages taken back"
+    FLIP_RECORD = "flipped record"
+    CUT_RECORD = "cut record"
+    REPLAY_RECORD = "replayed record"
+    SWAP_RECORDS = "swapped records"
+    LOSE_RECORD = "lost record"
     LIE_MESSAGE = "lying peer"
     RESET = "reset"
     HALF_OPEN = "half-open"
@@ -54,9 +64,15 @@ class Fault(StrEnum):
     PARTITION = "partition"
 
     @property
-    def on_chunks(self) -> bool:
-        """Whether a chunk is hit on its way, by `tampering`."""
-        return self in CHUNK_FAULTS
+    def armed(self) -> bool:
+        """Whether agents do it themselves while transfers pass, by `tampering` or `wire`."""
+        return self in (*CHUNK_FAULTS, *RECORD_FAULTS, Fault.TAKE_BACK)
+
+    @property
+    def on_wire(self) -> bool:
+        """Whether it is done to records below their seal. A bit of a chunk's bytes is flipped there, too: what a
+        seal has vouched for is believed, and memory that changes later is no fault of a network."""
+        return self in (*RECORD_FAULTS, Fault.CORRUPT)
 
 
 CHUNK_FAULTS = (
@@ -67,6 +83,14 @@ CHUNK_FAULTS = (
     Fault.CORRUPT,
     Fault.REORDER,
     Fault.LIE_HEADER,
+)
+
+RECORD_FAULTS = (
+    Fault.FLIP_RECORD,
+    Fault.CUT_RECORD,
+    Fault.REPLAY_RECORD,
+    Fault.SWAP_RECORDS,
+    Fault.LOSE_RECORD,
 )
 
 AT_ONCE: Mapping[Fault, int] = {Fault.RESET: 4, Fault.CLOCK: 3}

@@ -14,11 +14,13 @@ class Ledger:
         injected: faults.
         ok: transfers that arrived, every byte of them right.
         recomputed: transfers that failed, by cause: an engine computes these prompts itself.
-        wrong: transfers that were reported as arrived with a wrong byte in them.
+        wrong: transfers that were reported as arrived with a wrong byte in them, or whose pages were written after
+            they had been taken back.
         lost: loads without any outcome within their deadline, and agents that never served again.
         held: slots, pages and transfers that were not free at the end.
         slowest_s: longest time from the end of a fault to the next transfer that arrived.
         growth: of descriptors, threads and memory (KiB) over the cell, the largest of its processes.
+        paths: chunks by the way that they took (`TamperingTransport`).
         note: why the cell ended early, or was not run.
     """
 
@@ -32,6 +34,7 @@ class Ledger:
     held: int = 0
     slowest_s: float = 0.0
     growth: tuple[int, int, int] = (0, 0, 0)
+    paths: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     note: str = ""
 
@@ -64,6 +67,7 @@ def merged(parts: Sequence[Ledger]) -> Ledger:
         held=sum(one.held for one in parts),
         slowest_s=max(one.slowest_s for one in parts),
         growth=tuple(max(column) for column in zip(*(one.growth for one in parts), strict=True)),
+        paths=sum((one.paths for one in parts), Counter()),
         seconds=max(one.seconds for one in parts),
         note="; ".join(dict.fromkeys(one.note for one in parts if one.note)),
     )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards taken off, for controls: the bench must find the harm."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cryptography.hazmat.primitives.ciphers import Cipher, modes
+
+from chaos.seam import TamperingTransport
+from pd_connector.agent.inbox import Inbox
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.errors import Cause
+from pd_connector.protocol.incoming import PlaceChunk
+from pd_connector.transport.base import Transport
+from pd_connector.transport.tcp import cipher
+from pd_connector.transport.tcp.cipher import AeadOpener
+from pd_connector.transport.tcp.sums import SumOpener
+
+BYTES, PAGES, PATH = "bytes", "pages", "path"
+"""What is not guarded: that bytes are those that were sent, that pages are still the request's, or that chunks take
+the same path with the wrapper as without."""
+
+
+def blind(to: str) -> None:
+    """Take the guards off in this process, which then cannot be trusted any more."""
+    if to == BYTES:
+        Inbox.place = _place  # type: ignore[assignment,method-assign]
+        cipher.AeadOpener = _BlindAeadOpener  # type: ignore[misc]
+        cipher.SumOpener = _BlindSumOpener  # type: ignore[attr-defined]
+    elif to == PAGES:
+        PageGate.shut = lambda gate, request, timeout_s=0.0: True  # type: ignore[assignment,method-assign]
+        PageGate.open = lambda gate, request: None  # type: ignore[assignment,method-assign]
+    elif to == PATH:
+        TamperingTransport.prepare = Transport.prepare  # type: ignore[method-assign]
+        TamperingTransport.destinations = None  # type: ignore[assignment,method-assign]
+
+
+_honest_place = Inbox.place
+
+
+def _place(inbox: Inbox, place: PlaceChunk, path: Any) -> tuple[Cause | None, str]:
+    cause, detail = _honest_place(inbox, place, path)
+    return (None, "") if cause is Cause.CHECKSUM else (cause, detail)
+
+
+class _BlindSumOpener(SumOpener):
+    def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
+        at = 0
+        for part in parts:
+            part[:] = sealed[at : at + len(part)]
+            at += len(part)
+
+
+class _BlindAeadOpener(AeadOpener):
+    def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
+        self.open_parts(head, sealed, [out])
+
+    def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
+        context = Cipher(self._key, modes.GCM(self._next())).decryptor()
+        at = 0
+        for part in parts:
+            at += context.update_into(sealed[at : at + len(part)], part)
