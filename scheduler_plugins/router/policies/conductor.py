@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from random import Random
 
 from scheduler_plugins.router.policies.base import (
@@ -14,7 +13,7 @@ from scheduler_plugins.router.policies.base import (
     View,
     cached_tokens,
 )
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 THRESHOLD = 2.0
 """How many times an engine's own match the best one must be before the prefix is fetched. Mooncake
@@ -76,8 +75,7 @@ class Conductor(Rule):
         owner = engines[matches.index(best)]
         pools = view.pools()
         pooled = list(zip(pools, view.match(request.hashes, pools), strict=True)) if pools else []
-        chosen, least, expected_s = owner, inf, 0.0
-        source: PrefixSource | None = None
+        choices = list[tuple[float, int, Choice]]()
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
             prefill_s = engine.costs.prefill_s(request.tokens, own)
@@ -92,8 +90,6 @@ class Conductor(Rule):
                         prefill_s, pull_from = pulled_s, other
             queued_s = engine.queued_s(now_s)
             weight = self._own_weight + self._waiting_weight * engine.prefills
-            cost_s = queued_s + weight * prefill_s
-            if cost_s < least:
-                chosen, least, source = engine, cost_s, pull_from
-                expected_s = queued_s + prefill_s
-        return Choice(chosen, expected_s, source)
+            choice = Choice(engine, queued_s + prefill_s, pull_from)
+            choices.append((queued_s + weight * prefill_s, engine.open_requests, choice))
+        return least(choices, lambda one: one[:2], random)[2]

@@ -66,6 +66,6 @@ def _drawn(
 ) -> EngineView:
     low, high = min(costs), max(costs)
     if not temperature or high == low:
-        return engines[costs.index(low)]
+        return random.choice([e for e, cost in zip(engines, costs, strict=True) if cost == low])
     weights = [exp((low - cost) / (high - low) / temperature) for cost in costs]
     return random.choices(engines, weights)[0]

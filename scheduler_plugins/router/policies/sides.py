@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from scheduler_plugins.router.policies.base import (
     Decision,
@@ -22,6 +22,9 @@ from scheduler_plugins.router.policies.base import (
 )
 
 
+T = TypeVar("T")
+
+
 class Choice(NamedTuple):
     """An engine, and what was predicted for it."""
 
@@ -33,6 +36,17 @@ class Choice(NamedTuple):
     def source(self) -> str | None:
         """Name of the engine or pool that the prefix is fetched from."""
         return self.pull_from.name if self.pull_from else None
+
+
+def least(able: Sequence[T], rank: Callable[[T], Any], random: Random) -> T:
+    """The one of the smallest rank; any of them, with the same chance, where several have it.
+
+    The first of equals would get everything that comes while engines look alike.
+    """
+    ranks = [rank(one) for one in able]
+    lowest = min(ranks)
+    equal = [one for one, its in zip(able, ranks, strict=True) if its == lowest]
+    return equal[0] if len(equal) == 1 else random.choice(equal)
 
 
 class Rule(ABC):

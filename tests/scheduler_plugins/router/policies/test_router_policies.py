@@ -21,7 +21,7 @@ from scheduler_plugins.router.policies.registry import DECODE, PREFILL, create
 from scheduler_plugins.router.policies.sides import Sides
 
 REQUEST = Request("r", 160, tuple(range(10)), max_tokens=100)
-D = [Known("d0"), Known("d1")]
+D = [Known("d0"), Known("d1", open_requests=1, batch=1)]
 
 
 def prefill_of(policy: str, engines: list[Known], request: Request = REQUEST, **view) -> str | None:
