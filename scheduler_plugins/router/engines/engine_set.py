@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineFailedError
 from scheduler_plugins.router.index.prefixes import PrefixReader
@@ -53,8 +54,8 @@ class Pool(ABC):
         """The engine has the KV of this prompt."""
 
     @abstractmethod
-    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
-        """The engine computed a prompt alone, in this time."""
+    def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
+        """A step of this load took the engine so long: a prompt that it computed alone, or one token of a stream."""
 
     @abstractmethod
     def describe(self) -> list[dict[str, Any]]:

@@ -5,12 +5,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
@@ -169,9 +171,8 @@ class EnginePool(Pool):
         engine = BackendEngine(url, role or Role.DECODE, self._metrics, role_given=known)
         if self._config.profile:
             engine.costs, engine.told_costs = load(Path(self._config.profile)), True
-        watch = EngineWatch(
-            engine, lambda: self._config, self._session, self.caches, self._on_change
-        )
+        looked_at = partial(self._looked_at, engine)
+        watch = EngineWatch(engine, lambda: self._config, self._session, self.caches, looked_at)
         self._watches[engine] = watch
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
@@ -239,9 +240,26 @@ class EnginePool(Pool):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.caches.close()
 
-    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
-        engine.learn_prefill(tokens, cached, duration_s)
+    def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
+        # Every request teaches a little: others are told when what is known has changed.
+        if engine.learn(load, duration_s):
+            for other in self._watches:
+                self._assume_costs(other)
+            self._on_change()
+
+    def _looked_at(self, engine: BackendEngine) -> None:
+        """Something may have been learnt of an engine."""
+        self._assume_costs(engine)
         self._on_change()
+
+    def _assume_costs(self, engine: BackendEngine) -> None:
+        """Let an engine of which nothing is known be known by its peers."""
+        if engine.hands_over and not engine.knows_prefill:
+            alike = [
+                e for e in self._watches if e.role is engine.role and e.models == engine.models
+            ]
+            if peers := [one.costs for one in alike if one.knows_prefill]:
+                engine.assume(peers)
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
         self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())

@@ -21,7 +21,6 @@ from scheduler_plugins.router.policies.base import (
     View,
 )
 
-
 T = TypeVar("T")
 
 

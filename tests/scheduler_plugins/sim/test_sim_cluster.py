@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from math import inf
 
@@ -260,7 +260,7 @@ def test_a_request_that_decodes_needs_its_prefill_engine_no_more() -> None:
 def test_policies_rank_as_mooncake_found() -> None:
     """Random, shortest queue, conductor, conductor that fetches prefixes: each better than the one before."""
     scenario = Scenario(cache_blocks=1500, level=1, network=Network(bytes_per_s=10e9))
-    sums_s = Counter[str]()
+    sums_s = defaultdict[str, float](float)
     for seed in (2, 3, 4):  # of one the first two may be equal by chance
         shaped = conversations(
             seed, 2500, open_at_once=60, turns=8, turn_blocks=(2, 40), page_size=512
