@@ -101,7 +101,11 @@ class BackendEngine(Loaded):
     @property
     def hands_over(self) -> bool:
         """Whether it is used to compute prompts for other engines."""
-        return self.role in (Role.PREFILL, Role.CPU_PREFILL)
+        return self.role in (Role.PREFILL, Role.CPU_PREFILL, Role.BOTH)
+
+    def serves(self, role: Role) -> bool:
+        """Whether it is on this side, among others."""
+        return self.role is role or (self.role is Role.BOTH and role in (Role.PREFILL, Role.DECODE))
 
     @property
     def in_flight(self) -> int:
@@ -178,7 +182,7 @@ class BackendEngine(Loaded):
     def set_up(self) -> None:
         self.starts += not self.up
         self.up, self.refusing, self.down_since = True, False, None
-        if self.address is not None or self.role is Role.DECODE:
+        if self.address is not None or not self.hands_over:
             self.reason = ""
         self._report()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
@@ -69,7 +69,7 @@ class Pool(ABC):
         able = [
             e
             for e in self.engines
-            if e.role is role and e.up and not e.draining and e not in besides
+            if e.serves(role) and e.up and not e.draining and e not in besides
         ]
         now = asyncio.get_running_loop().time()
         return [e for e in able if e.circuit.lets_pass(now)] or able
@@ -85,3 +85,19 @@ def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Met
         metrics.circuit_opened.labels(engine.url, failure.cause).inc()
         engine.paused_for.add(failure.cause)
         logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)
+
+
+def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> None:
+    """Let a prefill engine of whose prefills nothing is known be known by its peers among `engines`."""
+    if not engine.hands_over or engine.knows_prefill:
+        return
+    peers = [
+        one.costs
+        for one in engines
+        if one.knows_prefill
+        and one.hands_over
+        and one.serves(Role.CPU_PREFILL) is engine.serves(Role.CPU_PREFILL)
+        and one.models == engine.models
+    ]
+    if peers:
+        engine.assume(peers)

@@ -16,7 +16,7 @@ from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
+from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
 from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     UnreachableError,
@@ -98,14 +98,12 @@ class EnginePool(Pool):
         self._named = {name: self._named[name] for name in names if name in self._named}
         if unknown := len(self._named) < len(names):
             self._new_name.set()
-        wanted: dict[tuple[str, Role | None], None] = {}
-        for role, urls in (
-            (Role.PREFILL, config.prefill),
-            (Role.DECODE, config.decode),
-            (Role.CPU_PREFILL, config.cpu_prefill),
-            (None, config.engine),
-        ):
-            wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
+        roles = config.roles(self._members)
+        for engine in self.engines:
+            role = roles.get(engine.url)
+            if role and engine.role_given and Role.BOTH in (role, engine.role):
+                self.set_role(engine, role)  # it stays on a side, with what it has
+        wanted = dict.fromkeys(roles.items())
         leaving = list[BackendEngine]()
         for engine in self.engines:
             key = (engine.url, engine.role if engine.role_given else None)
@@ -219,8 +217,12 @@ class EnginePool(Pool):
         if engine.role is role:
             return
         engine.forget_metrics()
+        handed_over = engine.hands_over
         engine.role, engine.role_given = role, True
-        engine.set_addresses((), "its side has changed")
+        if handed_over and engine.hands_over:
+            engine.set_addresses(engine.addresses, engine.reason)
+        else:
+            engine.set_addresses((), "its side has changed" if engine.hands_over else "")
         watch = self._watches[engine]
         watch.probe_at = 0.0
         watch.wake.set()
@@ -244,22 +246,13 @@ class EnginePool(Pool):
         # Every request teaches a little: others are told when what is known has changed.
         if engine.learn(load, duration_s):
             for other in self._watches:
-                self._assume_costs(other)
+                assume_costs(other, self._watches)
             self._on_change()
 
     def _looked_at(self, engine: BackendEngine) -> None:
         """Something may have been learnt of an engine."""
-        self._assume_costs(engine)
+        assume_costs(engine, self._watches)
         self._on_change()
-
-    def _assume_costs(self, engine: BackendEngine) -> None:
-        """Let an engine of which nothing is known be known by its peers."""
-        if engine.hands_over and not engine.knows_prefill:
-            alike = [
-                e for e in self._watches if e.role is engine.role and e.models == engine.models
-            ]
-            if peers := [one.costs for one in alike if one.knows_prefill]:
-                engine.assume(peers)
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
         self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())

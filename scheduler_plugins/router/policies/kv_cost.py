@@ -16,7 +16,7 @@ class KvCostPrefill(Rule):
     adds.
 
     Dynamo's KV router adds the blocks that decode; its prefill stage leaves them out, as here. An
-    engine of role `BOTH` has them, so there they count.
+    engine of role `BOTH` or `WHOLE` has them, so there they count.
     """
 
     decode = "kv_cost"

@@ -70,8 +70,11 @@ class Sides(Policy):
     """Asks a rule for each side, and keeps the promises that are made to classes.
 
     A rule that predicts a time above the request's SLO turns it into a rejection: no other engine
-    would have done better by that rule. An engine of role `BOTH` that is chosen for prefill decodes
-    as well.
+    would have done better by that rule.
+
+    An engine of role `WHOLE` that is chosen for prefill decodes as well. An engine of role `BOTH`
+    is its own partner only if there is no other: it would be busy with both parts, and nothing
+    would be handed over.
     """
 
     def __init__(self, prefill: Rule, decode: Rule) -> None:
@@ -79,7 +82,10 @@ class Sides(Policy):
         self._decode = decode
 
     def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
+        decode = view.engines(Role.DECODE)
         prefill = view.engines(Role.PREFILL)
+        if len(decode) == 1 and decode[0].role is Role.BOTH:
+            prefill = [one for one in prefill if one.name != decode[0].name] or prefill
         p: Choice | None = None
         if prefill:
             found = self._prefill.choose(request, prefill, view, now_s, random)
@@ -89,8 +95,10 @@ class Sides(Policy):
             if p.expected_s > request.ttft_slo_s:
                 return Reject("ttft", p.expected_s - request.ttft_slo_s)
             if p.engine.role is Role.BOTH:
+                decode = [one for one in decode if one.name != p.engine.name]
+            if p.engine.role is Role.WHOLE or not decode:
                 return Route(None, p.engine.name, p.source)
-        d = self._decode.choose(request, view.engines(Role.DECODE), view, now_s, random)
+        d = self._decode.choose(request, decode, view, now_s, random)
         if isinstance(d, Reject | Defer):
             return d
         if d.expected_s > request.tpot_slo_s:

@@ -23,6 +23,7 @@ from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.simulate import Scenario, simulate
 from scheduler_plugins.sim.workload import conversations, lengths, poisson
 
+ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH, Role.WHOLE]
 TRUTH = CostModel(a=1e-3, c=0.1, d0=0.01, d1=1e-3, d2=1e-6)
 SLOW = Network(bytes_per_s=1e6, latency_s=0.005, kv_bytes_per_token=1000, layers=4, overlap=False)
 
@@ -70,8 +71,21 @@ def test_with_overlap_only_what_the_prefill_does_not_cover_is_waited_for() -> No
     assert seen.ttft_s == pytest.approx(0.2 + (0.5 - 0.2) + 0.005 + decode_s)
 
 
-def test_an_engine_that_does_both_needs_no_link() -> None:
-    node = Node("b0", Role.BOTH, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
+def test_engines_of_both_sides_hand_over_to_each_other_and_never_to_themselves() -> None:
+    settings = NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs")
+    nodes = [Node(f"e{n}", Role.BOTH, settings) for n in range(3)]
+    made = Cluster(nodes, create("least_work"), network=SLOW)
+    served = made.run([one(f"r{n}", 100, at_s=0.1 * n, more=20) for n in range(30)])
+    assert all(each.p != each.d for each in served)
+    assert {each.p for each in served} == {each.d for each in served} == {"e0", "e1", "e2"}
+    assert made.links.moved_bytes == 30 * 100 * 1000
+    alone = Cluster([Node("e0", Role.BOTH, settings)], create("least_work"), network=SLOW)
+    (only,) = alone.run([one("a", 100, more=2)])
+    assert (only.p, only.d) == (None, "e0")
+
+
+def test_an_engine_that_does_all_needs_no_link() -> None:
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
     (served,) = Cluster([node], create("conductor"), network=SLOW).run([one("a", 100, more=2)])
     assert served.first_token_s == pytest.approx(0.2)
     assert served.end_s == pytest.approx(0.2 + TRUTH.decode_step_s(1, 100))
@@ -79,7 +93,7 @@ def test_an_engine_that_does_both_needs_no_link() -> None:
 
 
 def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() -> None:
-    node = Node("b0", Role.BOTH, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
     requests = [one("a", 100, more=2), one("b", 100, 0.201)]
     served = Cluster([node], create("conductor")).run(requests)
     assert served[1].start_s == pytest.approx(served[0].end_s)
@@ -90,7 +104,7 @@ def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() 
 
 def test_a_step_that_prefills_also_decodes() -> None:
     truth = replace(TRUTH, chunk_tokens=64)
-    node = Node("b0", Role.BOTH, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
     served = Cluster([node], create("conductor")).run([one("a", 64, more=50), one("b", 64, 0.17)])
     assert served[1].start_s is not None
     mixed_s = 0.1 + 64e-3 + 1e-3 + 1e-6 * 65
@@ -148,8 +162,8 @@ names = st.sampled_from(["p0", "p1", "d0", "d1"])
 changes = st.one_of(
     st.tuples(st.just("die"), names),
     st.tuples(st.just("drain"), names),
-    st.tuples(st.just("role"), names, st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH])),
-    st.tuples(st.just("join"), st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH])),
+    st.tuples(st.just("role"), names, st.sampled_from(ROLES)),
+    st.tuples(st.just("join"), st.sampled_from(ROLES)),
 )
 
 

@@ -85,10 +85,30 @@ def test_a_policy_names_engines_that_it_was_shown_and_equal_events_give_equal_de
             assert policy == "on_demand"
 
 
-def test_an_engine_that_does_both_decodes_what_it_prefills() -> None:
-    both = [Known("b0", Role.BOTH, queued=5.0), Known("b1", Role.BOTH)]
-    decision = create("least_work").decide(REQUEST, FixedView(both, both), 0.0, Random(0))
+def test_an_engine_that_does_all_decodes_what_it_prefills() -> None:
+    whole = [Known("b0", Role.WHOLE, queued=5.0), Known("b1", Role.WHOLE)]
+    decision = create("least_work").decide(REQUEST, FixedView(whole, whole), 0.0, Random(0))
     assert decision == Route(None, "b1")
+
+
+@pytest.mark.parametrize("policy", [*PREFILL, "length"])
+def test_an_engine_of_both_sides_is_its_own_partner_only_if_there_is_no_other(policy: str) -> None:
+    a, b = Known("a", Role.BOTH), Known("b", Role.BOTH)
+    p, d = Known("p", queued=9.0, open_requests=9), Known("d", Role.DECODE, batch=9)
+
+    def pairs(prefill: list[Known], decode: list[Known]) -> set[tuple[str | None, str]]:
+        made, found = create(policy), set()
+        for n in range(30):
+            request = REQUEST._replace(id=f"{n}", hashes=(n, *range(9)))
+            decision = made.decide(request, FixedView(prefill, decode), 0.0, Random(n))
+            assert isinstance(decision, Route)
+            found.add((decision.p, decision.d))
+        return found
+
+    assert pairs([a, b], [a, b]) <= {("a", "b"), ("b", "a")}
+    assert pairs([p, a], [a]) == {("p", "a")}, "a busy partner is better than none"
+    assert pairs([a], [a, d]) == {("a", "d")}
+    assert pairs([a], [a]) == {(None, "a")}
 
 
 def test_jsq_counts_requests_and_least_work_seconds() -> None:
