@@ -75,7 +75,7 @@ class Conductor(Rule):
         owner = engines[matches.index(best)]
         pools = view.pools()
         pooled = list(zip(pools, view.match(request.hashes, pools), strict=True)) if pools else []
-        choices = list[tuple[float, int, Choice]]()
+        choices = list[tuple[bool, float, int, Choice]]()
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
             prefill_s = engine.costs.prefill_s(request.tokens, own)
@@ -91,5 +91,7 @@ class Conductor(Rule):
             queued_s = engine.queued_s(now_s)
             weight = self._own_weight + self._waiting_weight * engine.prefills
             choice = Choice(engine, queued_s + prefill_s, pull_from)
-            choices.append((queued_s + weight * prefill_s, engine.open_requests, choice))
-        return least(choices, lambda one: one[:2], random)[2]
+            late = choice.expected_s > request.ttft_slo_s
+            cost_s = queued_s + weight * prefill_s
+            choices.append((late, cost_s, engine.open_requests, choice))
+        return least(choices, lambda one: one[:3], random)[3]

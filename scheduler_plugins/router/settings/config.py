@@ -13,7 +13,7 @@ from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.policies.registry import DEFAULT, create
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
@@ -49,7 +49,7 @@ class RouterConfig:
     """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
     profile: str = ""
     """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
-    policy: str = "conductor"
+    policy: str = DEFAULT
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Which decode engine, if not by the rule that goes with `policy`."""

@@ -201,6 +201,15 @@ def test_a_promise_that_cannot_be_kept_is_told_at_once() -> None:
     assert isinstance(create("random").decide(promised, view, 0.0, Random(0)), Route)
 
 
+@pytest.mark.parametrize("policy", ["conductor", "conductor_2x", "least_delay"])
+def test_nobody_is_turned_away_whose_promise_another_engine_keeps(policy: str) -> None:
+    """Policies that mind others do not always take the engine with the smallest time."""
+    warm = Known("warm", queued=0.15, blocks=frozenset(range(8)))
+    promised = REQUEST._replace(ttft_slo_s=0.17)
+    decision = create(policy).decide(promised, FixedView([warm, Known("idle")], D), 0.0, Random(0))
+    assert decision == Route("idle", "d0"), "0.160 s there, 0.182 s where it is cached"
+
+
 def test_on_demand_asks_the_idlest_first_then_waits_then_gives_up() -> None:
     idle, busy = Known("idle", open_requests=1), Known("busy", open_requests=2)
     assert prefill_of("on_demand", [busy, idle]) == "idle"
