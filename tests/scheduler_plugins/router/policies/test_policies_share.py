@@ -25,10 +25,8 @@ from scheduler_plugins.sim.node import Node, NodeSettings
 COSTS = CostModel(a=1e-4, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
 SLOW = CostModel(a=2e-4, c=0.04, d0=0.02, d1=4e-4, d2=2e-8)
 UNKNOWN = CostModel.token_count()
-REQUESTS, PER_S = (
-    600,
-    12.0,
-)  # three engines of each side are busy for 0.6 of the time, or 12 at a time
+REQUESTS, PER_S = 400, 12.0
+"""Three engines of each side are busy for 0.6 of the time, or decode 12 at a time."""
 ROUTES = [*PREFILL, WRAPPER]
 BLIND = {"random", "round_robin"}
 """They look at nothing, so a slow engine gets as much as any."""
@@ -112,7 +110,7 @@ def check(found: dict[str, float], side: str, fleet: Fleet, *, blind: bool) -> N
     *others, last = (found[f"{side}{n}"] for n in range(3))
     assert 0.75 < others[0] / others[1] < 1.33, f"equal engines have equal shares: {found}"
     if fleet.slow and not blind:
-        assert 0.04 <= last < min(others), f"the slow engine gets less, and not nothing: {found}"
+        assert 0.08 <= last < min(others), f"the slow engine gets less, and not nothing: {found}"
     else:
         assert 0.2 < last < 0.45, found
 
