@@ -21,6 +21,7 @@ from scheduler_plugins.bench import rotations, scaled, truth, truth_engines
 from scheduler_plugins.bench import two as doubled
 from scheduler_plugins.bench.contenders import OURS, Ours, peers, version
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.sim.trace import TraceError
 
 CAPACITY = 1.6
@@ -51,7 +52,7 @@ def beside_peers(
         Path | None,
         typer.Option(help="Virtual environment with sglang-router.", show_default=False),
     ] = None,
-    policy: Policy = "least_delay",
+    policy: Policy = DEFAULT,
     requests: Requests = rotations.WARM.end,
     rounds: Rounds = 1,
     speed: Speed = 4.0,  # what two cores take for a request counts so many times
@@ -71,7 +72,8 @@ def beside_peers(
             raise BenchError("no peer to compare with: name --vllm-env, --sglang-env, or both")
         recorded = _read(trace, requests)
         windows = rotations.windows(len(recorded))
-        contenders = [Ours(OURS, policy=policy), *others]
+        # As users start it: what engines cost is learnt.
+        contenders = [Ours(OURS, policy=policy, profiled=False), *others]
         sent = scaled.sent(recorded)
         found = rotations.rotate(contenders, sent, windows, rounds, speed, _say(stderr))
         seen = rotations.seen(found[OURS], windows)
@@ -90,7 +92,7 @@ def beside_peers(
 @app.command("truth")
 def simulator_beside_live(
     trace: Trace,
-    policy: Policy = "conductor",
+    policy: Policy = DEFAULT,
     requests: Requests = 1000,
     speed: Speed = 8.0,
     engines: Annotated[
@@ -145,7 +147,7 @@ def twice_the_load(
 @app.command("two")
 def two_routers(
     trace: Trace,
-    policy: Policy = "conductor",
+    policy: Policy = DEFAULT,
     requests: Requests = 1000,
     rounds: Rounds = 3,
     speed: Speed = 5.0,  # routers tell each other every 50 ms of real time

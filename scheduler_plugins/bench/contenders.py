@@ -12,6 +12,7 @@ from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.peer_environment import how_to_make, installed_version
 from pd_connector.tools.launch import RouterProcess, Service
 from scheduler_plugins.bench.mocks import MockProcess
+from scheduler_plugins.router.policies.registry import DEFAULT
 
 OURS = "ours"
 VLLM = "vllm-router PD"
@@ -59,9 +60,11 @@ class Contender(ABC):
 
 @dataclass(frozen=True)
 class Ours(Contender):
-    """Ours, which follows the engines' KV events and has their cost model."""
+    """Ours, which follows the engines' KV events."""
 
-    policy: str = "conductor"
+    policy: str = DEFAULT
+    profiled: bool = True
+    """Whether it is given the engines' cost model; else it learns it."""
     args: tuple[str, ...] = ()
 
     def router(
@@ -72,7 +75,8 @@ class Ours(Contender):
         log: Path,
     ) -> Service:
         urls = [[one.base_url for one in side] for side in (prefill, decode)]
-        args = ["--policy", self.policy, "--profile", str(profile), "--log-level", "WARNING"]
+        args = ["--policy", self.policy, "--log-level", "WARNING"]
+        args += ["--profile", str(profile)] if self.profiled else []
         args += ["--kv-events", *(one.events for one in prefill), *self.args]
         return RouterProcess(*urls, name=self.name, args=args, log_path=log)
 

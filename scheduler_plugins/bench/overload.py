@@ -59,7 +59,7 @@ class Promising(Contender):
                 )
         slo = {"ttft_ms": TTFT_S / self.speed * 1e3, "tpot_ms": TPOT_S / self.speed * 1e3}
         users = {"name": "all", "reserved_fraction": 1.0, "slo": slo if self.promises else {}}
-        return {"engines": engines, "policy": "conductor", "classes": [users]}
+        return {"engines": engines, "classes": [users]}
 
 
 def compare(requests: Sequence[Sent], rounds: int, speed: float, say: Say) -> list[Comparison]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple, Self
@@ -73,9 +73,26 @@ class CostModel:
     def token_count(cls, tokens_per_s: float = ASSUMED_TOKENS_PER_S) -> CostModel:
         """The fallback: cost is proportional to the tokens that are not cached.
 
-        It stays in seconds, so that lambda, deficits and SLOs keep their meaning.
+        It stays in seconds, so that lambda, deficits and SLOs keep their meaning. Decode costs are
+        not known.
         """
-        return cls(a=1.0 / tokens_per_s, d0=1.0 / tokens_per_s, known=False)
+        return cls(a=1.0 / tokens_per_s, known=False)
+
+    @classmethod
+    def mean(cls, models: Sequence[CostModel]) -> CostModel:
+        """What an engine may cost of which nothing is known beside these. `models` is not empty."""
+        values = (
+            sum(getattr(one, name) for one in models) / len(models)
+            for name in ("a", "b", "c", "d0", "d1", "d2")
+        )
+        a, b, c, d0, d1, d2 = values
+        chunk = models[0].chunk_tokens
+        return cls(a=a, b=b, c=c, d0=d0, d1=d1, d2=d2, chunk_tokens=chunk, known=False)
+
+    @property
+    def knows_decode(self) -> bool:
+        """Whether anything is known of decode steps."""
+        return bool(self.d0 or self.d1 or self.d2)
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
         """Time to prefill `tokens` tokens whose first `cached` need no computing."""

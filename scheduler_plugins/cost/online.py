@@ -80,6 +80,11 @@ class OnlineFit:
         """Mean relative error over the last prefill steps, each predicted before it was learnt."""
         return sum(self._errors) / len(self._errors) if self._errors else None
 
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether any step with prefill has been learnt, so that at least the mean rate is known."""
+        return self._seconds > 0
+
     def note(self, load: StepLoad, duration_s: float) -> None:
         """A step has ended. An empty one, or one without a duration, teaches nothing."""
         if duration_s > 0 and (load.tokens or load.batch):

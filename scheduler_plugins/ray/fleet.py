@@ -58,7 +58,7 @@ class Fleet:
     Args:
         policy: decides. The part of its decision for the other side of a pair is not used.
         role: what the replicas do. `PREFILL` and `DECODE` are the sides of a pair; replicas of role
-            `BOTH` answer requests alone.
+            `WHOLE` answer requests alone.
         random: chance of the policy's.
     """
 

@@ -48,7 +48,7 @@ class PolicyRequestRouter(RequestRouter):
             ConfigError: no policy has that name.
         """
         name = self._deployment_id.name
-        role = next((r for prefix, r in _PREFIXES.items() if name.startswith(prefix)), Role.BOTH)
+        role = next((r for prefix, r in _PREFIXES.items() if name.startswith(prefix)), Role.WHOLE)
         self._fleet = Fleet(registry.create(policy, decode_policy), role, Random())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

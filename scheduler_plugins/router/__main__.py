@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scheduler_plugins.qos.trust import KEY_VARIABLE
+from scheduler_plugins.router.policies.registry import DEFAULT
 
 ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
@@ -174,7 +175,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         parser.add_argument(option, default="", metavar="FILE", help=meaning)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
-        "--policy", default="conductor", metavar="NAME", help="which engines serve a request"
+        "--policy", default=DEFAULT, metavar="NAME", help="which engines serve a request"
     )
     parser.add_argument(
         "--tokenizer",

@@ -18,6 +18,7 @@ from pd_connector.errors import PDConnectorError
 from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.kv_pool import PoolSettings
 from scheduler_plugins.sim.links import Network
@@ -134,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("trace", type=Path, help="Mooncake's JSON lines, or Azure's .csv")
-    parser.add_argument("--policy", default="conductor", metavar="NAME", help="as the router's")
+    parser.add_argument("--policy", default=DEFAULT, metavar="NAME", help="as the router's")
     parser.add_argument("--decode-policy", default="", metavar="NAME", help="as the router's")
     parser.add_argument("--compare", metavar="NAMES", help="several policies with commas, or all")
     parser.add_argument(

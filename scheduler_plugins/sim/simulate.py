@@ -34,6 +34,8 @@ DEFAULT, BACKGROUND = "default", "background"
 """Classes of requests that somebody waits for, and of those that nobody does."""
 _BACKGROUND_PART = 0.05
 """Part of every engine's time that the latter are sure of."""
+_LETTERS = {Role.PREFILL: "p", Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
+"""Names of engines begin with these."""
 CONDUCTOR_GLOBAL = "conductor+pull"
 """The conductor where engines fetch prefixes from each other."""
 
@@ -129,11 +131,11 @@ class Scenario:
         counts = (
             (Role.PREFILL, self.prefill, settings),
             (Role.DECODE, self.decode, settings),
-            (Role.BOTH, self.both, settings),
+            (Role.WHOLE, self.both, settings),
             (Role.CPU_PREFILL, self.cpu_prefill, slow),
         )
         return [
-            Node(f"{role.value[0]}{n}", role, made_so)
+            Node(f"{_LETTERS[role]}{n}", role, made_so)
             for role, count, made_so in counts
             for n in range(count)
         ]

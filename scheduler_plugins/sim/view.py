@@ -31,7 +31,8 @@ class ClusterView:
         def having(*roles: Role) -> list[Node]:
             return [one for one in able if one.role in roles]
 
-        prefill, decode = having(Role.PREFILL, Role.BOTH), having(Role.DECODE, Role.BOTH)
+        prefill = having(Role.PREFILL, Role.BOTH, Role.WHOLE)
+        decode = having(Role.DECODE, Role.BOTH, Role.WHOLE)
         if not decode:
             # As the live router does: whoever is there serves alone.
             prefill, decode = [], prefill

@@ -34,7 +34,7 @@ def prompt(n, blocks=8):
 
 
 @pytest.mark.parametrize("policy", sorted(registry.PREFILL))
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.BOTH])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.WHOLE])
 def test_every_policy_chooses_among_the_candidates(policy, role):
     found = fleet(policy, role)
     for n in range(12):

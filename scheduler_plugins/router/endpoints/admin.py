@@ -17,7 +17,7 @@ from aiohttp import web
 from scheduler_plugins.router.client.answers import error_body
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.settings.config import SIDES, base_url
+from scheduler_plugins.router.settings.config import SIDES, base_url, sides_of
 
 ENGINES = "/engines"
 _POOL = web.AppKey("pool", EnginePool)
@@ -29,7 +29,7 @@ class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Add(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["prefill", "decode", "cpu_prefill", "ask"] = "ask"
+    role: Literal["prefill", "decode", "both", "cpu_prefill", "ask"] = "ask"
     events: str = ""
     replay: str = ""
 
@@ -39,7 +39,7 @@ class _Drain(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["prefill", "decode", "cpu_prefill"]
+    role: Literal["prefill", "decode", "both", "cpu_prefill"]
 
 
 def create_admin(pool: EnginePool, key: str) -> web.Application:
@@ -82,13 +82,12 @@ async def _list(request: web.Request) -> web.StreamResponse:
 async def _add(request: web.Request) -> web.StreamResponse:
     asked, pool = msgspec.json.decode(await request.read(), type=_Add), request.app[_POOL]
     config, url = pool.config, base_url("url", asked.url)
-    side = "engine" if asked.role == "ask" else asked.role
     if any(engine.url == url and not pool.leaves(engine) for engine in pool.engines):
         raise ValueError(f"url {url}: the router has this engine already")
     events = dict(config.kv_events)
     if asked.events:
         events[url] = (asked.events, asked.replay or None)
-    sides: dict[str, Any] = {side: (*getattr(config, side), url)}
+    sides: dict[str, Any] = {side: (*getattr(config, side), url) for side in sides_of(asked.role)}
     pool.use(replace(config, kv_events=events, **sides))
     return _told(pool)
 
@@ -113,7 +112,8 @@ async def _set_role(request: web.Request) -> web.StreamResponse:
     engine = _known(pool, asked.url)
     _check_named_itself(pool, engine.url)
     sides = _without(pool, engine.url, keep_events=True)
-    sides[asked.role] = (*sides[asked.role], engine.url)
+    for side in sides_of(asked.role):
+        sides[side] = (*sides[side], engine.url)
     config = replace(pool.config, **sides)  # says whether an engine is left on each side
     pool.set_role(engine, Role(asked.role))
     pool.use(config)

@@ -114,7 +114,7 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 def _up(pool: Pool) -> list[BackendEngine]:
     """The engines that are up, decode side first."""
-    return pool.up(Role.DECODE) + pool.up(Role.PREFILL)
+    return list(dict.fromkeys(pool.up(Role.DECODE) + pool.up(Role.PREFILL)))
 
 
 async def _told(

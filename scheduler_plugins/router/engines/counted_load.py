@@ -175,11 +175,13 @@ class EngineLoad:
         Those that the router did not send are taken to be like those it did.
         """
         prefills, decodes = self.prefills, self._all_decodes
-        others = max(0, waiting - prefills)
+        # Prompts of ours may wait or run, and so may sequences of ours whose KV is on its way.
+        others = max(0, waiting + running - prefills - decodes)
+        queued = min(others, max(0, waiting - prefills))
         mean_s = self._all_queued_s / prefills if prefills else 0.0
-        batch = max(0, running - self.batch + self.correction.batch)
+        batch = others - queued
         context = self._all_context * batch // max(1, decodes)
-        self.correction = Correction(others * mean_s, batch, context, now_s)
+        self.correction = Correction(queued * mean_s, batch, context, now_s)
 
     def prefill_sent(self, request_id: str, tokens: int, cost_s: float, now_s: float) -> None:
         """A prompt was sent there; `tokens` of it are to be computed, in `cost_s` seconds as predicted."""

@@ -2,9 +2,9 @@
 """Engines: who is alive, who is busy, and where prefill engines hand over KV."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -101,7 +101,11 @@ class BackendEngine(Loaded):
     @property
     def hands_over(self) -> bool:
         """Whether it is used to compute prompts for other engines."""
-        return self.role in (Role.PREFILL, Role.CPU_PREFILL)
+        return self.role in (Role.PREFILL, Role.CPU_PREFILL, Role.BOTH)
+
+    def serves(self, role: Role) -> bool:
+        """Whether it is on this side, among others."""
+        return self.role is role or (self.role is Role.BOTH and role in (Role.PREFILL, Role.DECODE))
 
     @property
     def in_flight(self) -> int:
@@ -120,13 +124,33 @@ class BackendEngine(Loaded):
     def accepts(self, now_s: float) -> bool:
         return self.load.accepts(now_s)
 
-    def learn_prefill(self, tokens: int, cached: int, duration_s: float) -> None:
-        """It computed a prompt alone, in this time. Teaches what prefills cost there, unless it tells itself."""
+    def learn(self, load: StepLoad, duration_s: float) -> bool:
+        """A step of this load took so long: a prompt that it computed alone, or one token of a stream. Teaches what
+        steps cost there, unless it tells itself. Returns whether `costs` have changed."""
         if self.told_costs:
-            return
-        self._fit.note(StepLoad.of([(cached, tokens)]), duration_s)
+            return False
+        before = self._fit.model
+        self._fit.note(load, duration_s)
         self._fit.catch_up()
+        if self._fit.model is before:
+            return False
         self.costs = self._fit.model
+        return True
+
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether it is known what prefill costs there."""
+        return self.told_costs or self._fit.knows_prefill
+
+    def assume(self, peers: Sequence[CostModel]) -> None:
+        """Nothing is known of its prefills: take them to cost what they cost at these engines, on average.
+
+        With an invented rate an engine that has just come would look far better than the others and get everything, or
+        far worse and get nothing.
+        """
+        mean = CostModel.mean(peers)
+        prefill = replace(self._fit.model, a=mean.a, b=mean.b, c=mean.c)
+        self.costs = replace(prefill, chunk_tokens=mean.chunk_tokens)
 
     @property
     def computes_prompts(self) -> bool:
@@ -158,7 +182,7 @@ class BackendEngine(Loaded):
     def set_up(self) -> None:
         self.starts += not self.up
         self.up, self.refusing, self.down_since = True, False, None
-        if self.address is not None or self.role is Role.DECODE:
+        if self.address is not None or not self.hands_over:
             self.reason = ""
         self._report()
 

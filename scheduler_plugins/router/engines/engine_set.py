@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineFailedError
 from scheduler_plugins.router.index.prefixes import PrefixReader
@@ -53,8 +54,8 @@ class Pool(ABC):
         """The engine has the KV of this prompt."""
 
     @abstractmethod
-    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
-        """The engine computed a prompt alone, in this time."""
+    def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
+        """A step of this load took the engine so long: a prompt that it computed alone, or one token of a stream."""
 
     @abstractmethod
     def describe(self) -> list[dict[str, Any]]:
@@ -68,7 +69,7 @@ class Pool(ABC):
         able = [
             e
             for e in self.engines
-            if e.role is role and e.up and not e.draining and e not in besides
+            if e.serves(role) and e.up and not e.draining and e not in besides
         ]
         now = asyncio.get_running_loop().time()
         return [e for e in able if e.circuit.lets_pass(now)] or able
@@ -84,3 +85,19 @@ def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Met
         metrics.circuit_opened.labels(engine.url, failure.cause).inc()
         engine.paused_for.add(failure.cause)
         logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)
+
+
+def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> None:
+    """Let a prefill engine of whose prefills nothing is known be known by its peers among `engines`."""
+    if not engine.hands_over or engine.knows_prefill:
+        return
+    peers = [
+        one.costs
+        for one in engines
+        if one.knows_prefill
+        and one.hands_over
+        and one.serves(Role.CPU_PREFILL) is engine.serves(Role.CPU_PREFILL)
+        and one.models == engine.models
+    ]
+    if peers:
+        engine.assume(peers)

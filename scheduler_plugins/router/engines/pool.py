@@ -5,16 +5,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
+from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
 from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     UnreachableError,
@@ -96,14 +98,12 @@ class EnginePool(Pool):
         self._named = {name: self._named[name] for name in names if name in self._named}
         if unknown := len(self._named) < len(names):
             self._new_name.set()
-        wanted: dict[tuple[str, Role | None], None] = {}
-        for role, urls in (
-            (Role.PREFILL, config.prefill),
-            (Role.DECODE, config.decode),
-            (Role.CPU_PREFILL, config.cpu_prefill),
-            (None, config.engine),
-        ):
-            wanted.update(dict.fromkeys((url, role) for url in self._members(urls)))
+        roles = config.roles(self._members)
+        for engine in self.engines:
+            role = roles.get(engine.url)
+            if role and engine.role_given and Role.BOTH in (role, engine.role):
+                self.set_role(engine, role)  # it stays on a side, with what it has
+        wanted = dict.fromkeys(roles.items())
         leaving = list[BackendEngine]()
         for engine in self.engines:
             key = (engine.url, engine.role if engine.role_given else None)
@@ -169,9 +169,8 @@ class EnginePool(Pool):
         engine = BackendEngine(url, role or Role.DECODE, self._metrics, role_given=known)
         if self._config.profile:
             engine.costs, engine.told_costs = load(Path(self._config.profile)), True
-        watch = EngineWatch(
-            engine, lambda: self._config, self._session, self.caches, self._on_change
-        )
+        looked_at = partial(self._looked_at, engine)
+        watch = EngineWatch(engine, lambda: self._config, self._session, self.caches, looked_at)
         self._watches[engine] = watch
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
@@ -218,8 +217,12 @@ class EnginePool(Pool):
         if engine.role is role:
             return
         engine.forget_metrics()
+        handed_over = engine.hands_over
         engine.role, engine.role_given = role, True
-        engine.set_addresses((), "its side has changed")
+        if handed_over and engine.hands_over:
+            engine.set_addresses(engine.addresses, engine.reason)
+        else:
+            engine.set_addresses((), "its side has changed" if engine.hands_over else "")
         watch = self._watches[engine]
         watch.probe_at = 0.0
         watch.wake.set()
@@ -239,8 +242,16 @@ class EnginePool(Pool):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.caches.close()
 
-    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
-        engine.learn_prefill(tokens, cached, duration_s)
+    def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
+        # Every request teaches a little: others are told when what is known has changed.
+        if engine.learn(load, duration_s):
+            for other in self._watches:
+                assume_costs(other, self._watches)
+            self._on_change()
+
+    def _looked_at(self, engine: BackendEngine) -> None:
+        """Something may have been learnt of an engine."""
+        assume_costs(engine, self._watches)
         self._on_change()
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:

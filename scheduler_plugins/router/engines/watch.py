@@ -104,7 +104,7 @@ class EngineWatch:
         if not engine.up:
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
-        if engine.role is Role.DECODE:
+        if engine.serves(Role.DECODE):
             await self._look_for_outage()
 
     async def _hear(self) -> None:
@@ -152,7 +152,7 @@ class EngineWatch:
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
-        side = Role.PREFILL if engine.hands_over else engine.role
+        side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
         if facts is not None and facts.mode != side and not facts.whole:
             logger.warning(
                 "%s is given as a %s engine, and is started with --disaggregation-mode %s",

@@ -55,7 +55,7 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Messages of one router are numbered; an old one is not believed."""
     engines: dict[str, list[float]]
-    """Counts by the engine's role and URL, in the order of `Count`. The time is how long ago it was, in seconds."""
+    """Counts by the engine's URL, in the order of `Count`. The time is how long ago it was, in seconds."""
 
 
 class _Heard(NamedTuple):
@@ -141,7 +141,7 @@ class Fellows:
 
     def saying(self, now_s: float) -> bytes | None:
         """The next message; None: nothing is new."""
-        engines = {}
+        engines = dict[str, list[float]]()
         for engine in self._engines():
             counts = self._own(engine)
             # An engine that leaves this router waits for its requests only.
@@ -149,7 +149,9 @@ class Fellows:
             # An engine whose last prompt has ended is told of, too: when that was says since when
             # the next prompt is computed, which may be another router's.
             if any(counts):
-                engines[f"{engine.role} {engine.url}"] = counts
+                # One that leaves may have come back on another side: it is the same engine.
+                known = engines.get(engine.url)
+                engines[engine.url] = counts if known is None else _added(known, counts)
         if engines == self._said and now_s - self._said_s < QUIET_S:
             return None
         self._said, self._said_s = engines, now_s
@@ -183,17 +185,16 @@ class Fellows:
         for engine in self._engines():
             sums = [0.0] * len(Count)
             for heard in self._heard.values():
-                counts = heard.told.engines.get(f"{engine.role} {engine.url}")
+                counts = heard.told.engines.get(engine.url)
                 if (
                     counts is None
                     or len(counts) != len(Count)
                     or not all(0 <= c < MOST for c in counts)
                 ):
                     continue
-                since_s = heard.at_s - counts[Count.BUSY_SINCE_S]
-                latest_s = max(sums[Count.BUSY_SINCE_S], since_s)
-                sums = [a + b for a, b in zip(sums, counts, strict=True)]
-                sums[Count.BUSY_SINCE_S] = latest_s
+                told = list(counts)
+                told[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
+                sums = _added(sums, told)
             slot = self._slots.of(engine)
             if slot is not None:
                 self._counts.put(FELLOWS_ROW, slot, sums)
@@ -220,6 +221,13 @@ class Fellows:
 
     def _mac(self, content: bytes) -> bytes:
         return blake2b(content, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+def _added(one: list[float], other: list[float]) -> list[float]:
+    """The counts of two, and the later of their times."""
+    sums = [a + b for a, b in zip(one, other, strict=True)]
+    sums[Count.BUSY_SINCE_S] = max(one[Count.BUSY_SINCE_S], other[Count.BUSY_SINCE_S])
+    return sums
 
 
 def _with_age(counts: list[float], now_s: float) -> list[float]:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import msgspec
 
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.client.answers import ABORTED
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -190,7 +191,7 @@ class PrefillCopy:
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at
             cached = self._tokens - self._fresh_tokens
-            self._pool.learnt(self.engine, self._tokens, cached, took_s)
+            self._pool.learnt(self.engine, StepLoad.of([(cached, self._tokens)]), took_s)
         self._prefilled()
 
     def _count_hits(self, answer: object) -> None:

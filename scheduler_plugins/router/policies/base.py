@@ -31,7 +31,9 @@ class Role(StrEnum):
     DECODE = "decode"
     """Generates tokens from KV that it is handed."""
     BOTH = "both"
-    """Computes prompts and generates their tokens itself; it is asked for both parts."""
+    """On both sides, for different requests: it hands KV over to others, and generates from others'."""
+    WHOLE = "whole"
+    """Computes prompts and generates their tokens itself; it takes part in no handoff."""
     CPU_PREFILL = "cpu_prefill"
     """A prefill engine without a GPU, for long prompts that nobody waits for (policy `length`)."""
 
@@ -125,9 +127,10 @@ class View(Protocol):
         """The engines for one part of the request, always in the same order.
 
         Args:
-            role: `PREFILL`: whoever can compute the prompt and hand it over, or is of role `BOTH`.
-                Empty where the request cannot be split. `DECODE`: whoever can answer the client.
-                Never empty when a policy is asked.
+            role: `PREFILL`: those that can compute the prompt and hand it over, or are of role
+                `WHOLE`. Empty where the request cannot be split. `DECODE`: those that can answer
+                the client. Never empty when a policy is asked. An engine of role `BOTH` is among
+                both.
         """
 
     def pools(self) -> Sequence[PrefixSource]:
@@ -150,7 +153,7 @@ HEAVY_TOKENS = 200
 class Route(NamedTuple):
     """Send the request to these engines, by name."""
 
-    p: str | None  # computes the prompt; None: `d` does it itself
+    p: str | None  # computes the prompt; None or the same as `d`: `d` does it itself
     d: str  # answers the client
     pull_from: str | None = (
         None  # `p` fetches the longest cached prefix from this engine or pool first

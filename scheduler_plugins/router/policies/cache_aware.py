@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 from scheduler_plugins.router.policies.base import EngineView, Request, View, cached_tokens
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 MATCH = 0.3
 """Part of the prompt from which on a cached prefix decides."""
@@ -35,8 +35,9 @@ class CacheAware(Rule):
         low, high = min(loads), max(loads)
         if high - low <= ABSOLUTE or high <= RELATIVE * low:
             matches = view.match(request.hashes, engines)
-            best = max(range(len(engines)), key=matches.__getitem__)
-            found = cached_tokens(request, engines[best], matches[best])
-            if found > MATCH * request.tokens:
-                return Choice(engines[best])
-        return Choice(engines[loads.index(low)])
+            best = max(matches)
+            # What all have cached, a system prompt say, prefers none of them.
+            able = [e for e, blocks in zip(engines, matches, strict=True) if blocks == best]
+            if cached_tokens(request, able[0], best) > MATCH * request.tokens:
+                engines = able
+        return Choice(least(engines, lambda engine: engine.open_requests, random))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from random import Random
 
 from scheduler_plugins.router.policies.base import (
@@ -14,7 +13,7 @@ from scheduler_plugins.router.policies.base import (
     View,
     cached_tokens,
 )
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 THRESHOLD = 2.0
 """How many times an engine's own match the best one must be before the prefix is fetched. Mooncake
@@ -38,10 +37,10 @@ class Conductor(Rule):
         own_weight: float = 1.0,
         waiting_weight: float = 0.0,
     ) -> None:
-        """Count the prompt's own time more than once, because others wait for it.
+        """Mind others, too: what an engine computes that another one has cached delays those behind it.
 
         Args:
-            own_weight: how often it counts; above 1 for those that come later.
+            own_weight: how often that extra time counts; above 1 for those that come later.
             waiting_weight: how often more for each prompt that waits at the engine already.
         """
         self._threshold = threshold
@@ -50,18 +49,17 @@ class Conductor(Rule):
 
     @classmethod
     def twice(cls) -> Conductor:
-        """`conductor_2x`: a prompt's own time counts twice, because whoever comes next waits for it
-        too. Caches are used more, and on Mooncake's trace the mean TTFT falls by 4 %
-        (docs/simulator.md)."""
+        """`conductor_2x`: extra time counts twice, because those that come next wait for it too. Caches
+        are used more, and on Mooncake's trace the mean TTFT falls by 4 % (docs/simulator.md)."""
         return cls(own_weight=2.0)
 
     @classmethod
     def least_delay(cls) -> Conductor:
-        """`least_delay`: a prompt's own time counts four times for those that come later, and once for
-        each that waits there already and may be overtaken by it. So a long prompt goes where few
-        wait, and a cached one where it is cached: on Mooncake's trace the mean TTFT falls by 5 to 13 %
-        (docs/simulator.md). The weights were chosen on that trace."""
-        return cls(own_weight=4.0, waiting_weight=1.0)
+        """`least_delay`: extra time counts four times for those that come later, and twice for each
+        that waits there already. So a cached prompt goes where it is cached, the more so the more
+        there is to do, and all else goes by the smallest TTFT. The weights were chosen on Mooncake's
+        trace (docs/simulator.md)."""
+        return cls(own_weight=4.0, waiting_weight=2.0)
 
     def choose(
         self,
@@ -72,12 +70,31 @@ class Conductor(Rule):
         random: Random,
     ) -> Choice:
         matches = view.match(request.hashes, engines)
+        prefills = self._prefills(request, engines, matches, view)
+        most = max(cached_tokens(request, *one) for one in zip(engines, matches, strict=True))
+        choices = list[tuple[bool, float, int, Choice]]()
+        for engine, (prefill_s, source) in zip(engines, prefills, strict=True):
+            choice = Choice(engine, engine.queued_s(now_s) + prefill_s, source)
+            weight = self._own_weight - 1 + self._waiting_weight * engine.prefills
+            extra_s = max(0.0, prefill_s - engine.costs.prefill_s(request.tokens, most))
+            cost_s = choice.expected_s + weight * extra_s
+            late = choice.expected_s > request.ttft_slo_s
+            choices.append((late, cost_s, engine.open_requests, choice))
+        return least(choices, lambda one: one[:3], random)[3]
+
+    def _prefills(
+        self,
+        request: Request,
+        engines: Sequence[EngineView],
+        matches: Sequence[int],
+        view: View,
+    ) -> list[tuple[float, PrefixSource | None]]:
+        """For each engine the seconds that this prompt takes there, and where its prefix is fetched from."""
         best = max(matches)
         owner = engines[matches.index(best)]
         pools = view.pools()
         pooled = list(zip(pools, view.match(request.hashes, pools), strict=True)) if pools else []
-        chosen, least, expected_s = owner, inf, 0.0
-        source: PrefixSource | None = None
+        found = list[tuple[float, PrefixSource | None]]()
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
             prefill_s = engine.costs.prefill_s(request.tokens, own)
@@ -90,10 +107,5 @@ class Conductor(Rule):
                     pulled_s += engine.costs.prefill_s(request.tokens, most)
                     if pulled_s < prefill_s:
                         prefill_s, pull_from = pulled_s, other
-            queued_s = engine.queued_s(now_s)
-            weight = self._own_weight + self._waiting_weight * engine.prefills
-            cost_s = queued_s + weight * prefill_s
-            if cost_s < least:
-                chosen, least, source = engine, cost_s, pull_from
-                expected_s = queued_s + prefill_s
-        return Choice(chosen, expected_s, source)
+            found.append((prefill_s, pull_from))
+        return found

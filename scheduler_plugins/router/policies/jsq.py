@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from random import Random
 
 from scheduler_plugins.router.policies.base import EngineView, Request, View
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class ShortestQueue(Rule):
-    """The engine with the fewest open requests, whatever their size; the first of equals.
+    """The engine with the fewest open requests, whatever their size; any of equals.
 
     On the prefill side a request is open until its prompt is computed.
     """
@@ -26,4 +26,4 @@ class ShortestQueue(Rule):
         now_s: float,
         random: Random,
     ) -> Choice:
-        return Choice(min(engines, key=lambda engine: engine.open_requests))
+        return Choice(least(engines, lambda engine: engine.open_requests, random))

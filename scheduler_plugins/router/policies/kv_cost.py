@@ -16,7 +16,7 @@ class KvCostPrefill(Rule):
     adds.
 
     Dynamo's KV router adds the blocks that decode; its prefill stage leaves them out, as here. An
-    engine of role `BOTH` has them, so there they count.
+    engine of role `BOTH` or `WHOLE` has them, so there they count.
     """
 
     decode = "kv_cost"
@@ -66,6 +66,6 @@ def _drawn(
 ) -> EngineView:
     low, high = min(costs), max(costs)
     if not temperature or high == low:
-        return engines[costs.index(low)]
+        return random.choice([e for e, cost in zip(engines, costs, strict=True) if cost == low])
     weights = [exp((low - cost) / (high - low) / temperature) for cost in costs]
     return random.choices(engines, weights)[0]

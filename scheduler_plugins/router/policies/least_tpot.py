@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`least_tpot`: the decode engine whose steps will be shortest."""
+"""`least_tpot`: the decode engine with the fewest sequences for its speed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from random import Random
 
+from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.policies.base import EngineView, Request, View
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class LeastTpot(Rule):
-    """Smallest predicted time per token with this request in the batch. An engine without room
-    comes last."""
+    """Smallest sum of times per token over all sequences there, with this request in the batch.
+
+    The sum is `sequences * step time`. A step's time alone hardly depends on the batch, so that
+    small errors of learnt costs would move dozens of sequences; with the sum, an engine that is
+    twice as slow gets about half of them. Prompts that wait at the engine count as sequences: they
+    will share its steps. An engine without room for the prompt comes last, and before it one that
+    would break the promised time per token.
+
+    An engine of which no decode costs are known is taken to cost as much as the others do on
+    average. Where none are known, the fewest sequences decide, then the fewest tokens.
+    """
 
     def choose(
         self,
@@ -23,11 +32,23 @@ class LeastTpot(Rule):
         now_s: float,
         random: Random,
     ) -> Choice:
-        tokens = request.tokens
-        chosen, least, full = engines[0], inf, True
-        for engine in engines:
-            step_s = engine.costs.decode_step_s(engine.batch + 1, engine.context + tokens)
-            lacks = engine.free_kv < tokens
-            if lacks < full or (lacks == full and step_s < least):
-                chosen, least, full = engine, step_s, lacks
-        return Choice(chosen, least)
+        known = [engine.costs for engine in engines if engine.costs.knows_decode]
+        assumed = CostModel.mean(known) if known else CostModel.token_count()
+
+        def step_s(engine: EngineView) -> float:
+            costs = engine.costs if engine.costs.knows_decode else assumed
+            sequences = engine.batch + engine.prefills + 1
+            return costs.decode_step_s(sequences, engine.context + request.tokens)
+
+        def rank(engine: EngineView) -> tuple[bool, bool, float, int, int]:
+            one_s, sequences = step_s(engine), engine.batch + engine.prefills + 1
+            return (
+                engine.free_kv < request.tokens,
+                one_s > request.tpot_slo_s,
+                one_s * sequences,
+                sequences,
+                engine.context,
+            )
+
+        chosen = least(engines, rank, random)
+        return Choice(chosen, step_s(chosen))

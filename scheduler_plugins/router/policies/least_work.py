@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 from scheduler_plugins.router.policies.base import EngineView, Request, View
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class LeastWork(Rule):
@@ -22,6 +22,8 @@ class LeastWork(Rule):
         now_s: float,
         random: Random,
     ) -> Choice:
-        chosen = min(engines, key=lambda engine: (engine.queued_s(now_s), engine.open_requests))
+        chosen = least(
+            engines, lambda engine: (engine.queued_s(now_s), engine.open_requests), random
+        )
         expected_s = chosen.queued_s(now_s) + chosen.costs.prefill_s(request.tokens)
         return Choice(chosen, expected_s)

@@ -15,6 +15,7 @@ from scheduler_plugins.router.policies.base import (
     View,
     cached_tokens,
 )
+from scheduler_plugins.router.policies.sides import least
 
 MIN_UNCACHED = 64
 """Below so many tokens to compute, a handoff costs more than it spares."""
@@ -48,7 +49,7 @@ class Length(Policy):
         if cpus and not request.interactive:
             p = [one for one in view.engines(Role.PREFILL) if one.name == decision.p]
             if p and self._uncached(request, view, p[0]) > self._max_uncached:
-                slow = min(cpus, key=lambda engine: engine.queued_s(now_s))
+                slow = least(cpus, lambda engine: engine.queued_s(now_s), random)
                 return Route(slow.name, decision.d)
         return decision
 

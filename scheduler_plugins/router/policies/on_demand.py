@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 from scheduler_plugins.router.policies.base import Defer, EngineView, Reject, Request, View
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 BATCH = 4
 """Prompts that a prefill engine takes at once."""
@@ -38,9 +38,9 @@ class OnDemand(Rule):
         now_s: float,
         random: Random,
     ) -> Choice | Reject | Defer:
-        for engine in sorted(engines, key=lambda engine: engine.open_requests):
-            if engine.prefills < self._batch and engine.accepts(now_s):
-                return Choice(engine)
+        able = [one for one in engines if one.prefills < self._batch and one.accepts(now_s)]
+        if able:
+            return Choice(least(able, lambda engine: engine.open_requests, random))
         deadline_s = min(request.deadline_s, request.arrival_s + self._patience_s)
         if now_s >= deadline_s:
             return Reject("deadline", max(1.0, min(e.queued_s(now_s) for e in engines)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 from scheduler_plugins.router.policies.base import EngineView, Request, View
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class PowerOfTwo(Rule):
@@ -32,4 +32,6 @@ class PowerOfTwo(Rule):
         wanted = request.tokens + request.max_tokens
         able = [engine for engine in engines if engine.free_kv >= wanted] or engines
         two = random.sample(able, 2) if len(able) > 2 else able
-        return Choice(min(two, key=lambda engine: (engine.heavy, engine.context, engine.batch)))
+        return Choice(
+            least(two, lambda engine: (engine.heavy, engine.context, engine.batch), random)
+        )

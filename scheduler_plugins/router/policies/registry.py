@@ -29,6 +29,8 @@ from scheduler_plugins.router.policies.round_robin import RoundRobin
 from scheduler_plugins.router.policies.session import Session
 from scheduler_plugins.router.policies.sides import Rule, Sides
 
+DEFAULT = "least_delay"
+"""The policy of a router whose user names none: docs/simulator.md has what it was chosen by."""
 PREFILL: dict[str, Callable[[], Rule]] = {
     "random": RandomChoice,
     "round_robin": RoundRobin,
@@ -61,14 +63,14 @@ def create(name: str, decode: str = "") -> Policy:
 
     Args:
         name: option `--policy`. `length:NAME` wraps the policy NAME; `length` alone wraps
-            `conductor`.
+            the default.
         decode: option `--decode-policy`; empty: the rule that goes with `name`.
 
     Raises:
         ConfigError: no policy has that name, or another package's cannot be loaded.
     """
     if name == WRAPPER or name.startswith(WRAPPER + ":"):
-        return Length(create(name.partition(":")[2] or "conductor", decode))
+        return Length(create(name.partition(":")[2] or DEFAULT, decode))
     rule = _decode_rule(decode) if decode else None
     if name in PREFILL:
         prefill = PREFILL[name]()

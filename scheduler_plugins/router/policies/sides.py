@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from scheduler_plugins.router.policies.base import (
     Decision,
@@ -21,6 +21,8 @@ from scheduler_plugins.router.policies.base import (
     View,
 )
 
+T = TypeVar("T")
+
 
 class Choice(NamedTuple):
     """An engine, and what was predicted for it."""
@@ -33,6 +35,17 @@ class Choice(NamedTuple):
     def source(self) -> str | None:
         """Name of the engine or pool that the prefix is fetched from."""
         return self.pull_from.name if self.pull_from else None
+
+
+def least(able: Sequence[T], rank: Callable[[T], Any], random: Random) -> T:
+    """The one of the smallest rank; any of them, with the same chance, where several have it.
+
+    The first of equals would get everything that comes while engines look alike.
+    """
+    ranks = [rank(one) for one in able]
+    lowest = min(ranks)
+    equal = [one for one, its in zip(able, ranks, strict=True) if its == lowest]
+    return equal[0] if len(equal) == 1 else random.choice(equal)
 
 
 class Rule(ABC):
@@ -57,8 +70,11 @@ class Sides(Policy):
     """Asks a rule for each side, and keeps the promises that are made to classes.
 
     A rule that predicts a time above the request's SLO turns it into a rejection: no other engine
-    would have done better by that rule. An engine of role `BOTH` that is chosen for prefill decodes
-    as well.
+    would have done better by that rule.
+
+    An engine of role `WHOLE` that is chosen for prefill decodes as well. An engine of role `BOTH`
+    is its own partner only if there is no other: it would be busy with both parts, and nothing
+    would be handed over.
     """
 
     def __init__(self, prefill: Rule, decode: Rule) -> None:
@@ -66,7 +82,10 @@ class Sides(Policy):
         self._decode = decode
 
     def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
+        decode = view.engines(Role.DECODE)
         prefill = view.engines(Role.PREFILL)
+        if len(decode) == 1 and decode[0].role is Role.BOTH:
+            prefill = [one for one in prefill if one.name != decode[0].name] or prefill
         p: Choice | None = None
         if prefill:
             found = self._prefill.choose(request, prefill, view, now_s, random)
@@ -76,8 +95,10 @@ class Sides(Policy):
             if p.expected_s > request.ttft_slo_s:
                 return Reject("ttft", p.expected_s - request.ttft_slo_s)
             if p.engine.role is Role.BOTH:
+                decode = [one for one in decode if one.name != p.engine.name]
+            if p.engine.role is Role.WHOLE or not decode:
                 return Route(None, p.engine.name, p.source)
-        d = self._decode.choose(request, view.engines(Role.DECODE), view, now_s, random)
+        d = self._decode.choose(request, decode, view, now_s, random)
         if isinstance(d, Reject | Defer):
             return d
         if d.expected_s > request.tpot_slo_s:

@@ -7,8 +7,9 @@ from math import inf
 
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.policies.base import Defer, Reject, Request, cached_tokens
+from scheduler_plugins.router.policies.sides import least
 from scheduler_plugins.router.request.shared import Shared
-from scheduler_plugins.router.routing.attempt import AbleEngines, Attempt, RejectedError
+from scheduler_plugins.router.routing.attempt import Attempt, RejectedError
 from scheduler_plugins.router.routing.candidates import Candidates
 from scheduler_plugins.router.routing.promises import kept_by
 from scheduler_plugins.router.routing.view import LiveView
@@ -48,9 +49,17 @@ async def next_attempt(
             await asyncio.sleep(max(LEAST_PAUSE_S, decision.until_s - now))
             continue
         answering = next(one for one in engines.decode if one.name == decision.d)
-        if decision.p is None and (answering.computes_prompts or not engines.prefill):
+        p = None if decision.p == decision.d else decision.p
+        others = [one for one in engines.prefill if one is not answering]
+        if p is None and (answering.computes_prompts or not others):
             return Attempt(answering, None, engines.cause or "policy")
-        prefill = _prefill_of(engines, decision.p)
+        # An engine that computes no prompts gets the least busy one to do it.
+        able = (*engines.prefill, *engines.cpu_prefill)
+        prefill = (
+            least(others, lambda one: one.open_requests, shared.random)
+            if p is None
+            else next(one for one in able if one.name == p)
+        )
         (blocks,) = view.match(request.hashes, [prefill])
         cached = cached_tokens(request, prefill, blocks)
         expected_s = None
@@ -77,11 +86,3 @@ def _asked(
         return request._replace(ttft_slo_s=inf, tpot_slo_s=inf)
     promised = kept_by(request, prefill, decode)
     return promised._replace(ttft_slo_s=promised.ttft_slo_s / margin - waited_s)
-
-
-def _prefill_of(engines: AbleEngines, name: str | None) -> BackendEngine:
-    """The engine of this name; the least busy one where the policy would have the decode engine compute
-    the prompt, which is one that computes none."""
-    if name is None:
-        return min(engines.prefill, key=lambda engine: engine.open_requests)
-    return next(one for one in (*engines.prefill, *engines.cpu_prefill) if one.name == name)

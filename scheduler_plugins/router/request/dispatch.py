@@ -28,6 +28,7 @@ from scheduler_plugins.router.handoff.prefill import PrefillCopy, as_told
 from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.request.asked import Asked
+from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.request.shared import Shared
@@ -192,4 +193,7 @@ class Dispatch:
             if asked.streams and attempt.expected_s is not None:
                 self._shared.came(asked.request, attempt.expected_s, asked.arrived)
 
-        return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
+        pace = Pace(attempt.answering, self._record, self._shared.pool.learnt)
+        return await self._responder.pass_on(
+            answer, attempt.flow, lender, self._record, served, pace
+        )

@@ -29,6 +29,7 @@ from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
 
 ENDS_S = 1.0
@@ -72,6 +73,7 @@ class Responder:
         lender: PrefillCopy | None = None,
         record: StreamRecord | None = None,
         served: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> tuple[web.StreamResponse, str]:
         """Hand an engine's answer to the client. Returns the response and the outcome for the metrics.
 
@@ -80,6 +82,7 @@ class Responder:
             lender: whose answer has the first token's log probabilities, if this one has not.
             record: notes what the client is sent of a stream that another engine could go on with.
             served: called once the engine has begun to answer well.
+            pace: watches how fast a stream's tokens come.
 
         Raises:
             EngineFailedError: the engine broke off, or said in a stream's first event that it failed.
@@ -87,7 +90,7 @@ class Responder:
         """
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, flow, lender, record, served), "ok"
+            return await self._stream(answer, flow, lender, record, served, pace), "ok"
         if self._client.begun:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is whole: should the engine die halfway, another one can still answer.
@@ -126,6 +129,7 @@ class Responder:
         lender: PrefillCopy | None,
         record: StreamRecord | None,
         served: Callable[[], None],
+        pace: Pace | None,
     ) -> web.StreamResponse:
         cutter, client = EventCutter(), self._client
         patch: FirstTokenPatch | None = None
@@ -141,6 +145,8 @@ class Responder:
                     failed = None
                 answered = True
                 served()
+                if pace is not None:
+                    pace.note(events)
                 if lender is not None:
                     patch = FirstTokenPatch(await lender.first_logprobs())
                     events = patch.events(events)
@@ -162,6 +168,8 @@ class Responder:
                 events, failure = self._noted(events, record)
                 if failure is not None:
                     failures.append(failure)
+                if pace is not None:
+                    pace.note(events)
             if events and patch is not None:
                 events = patch.events(events)
             left = events  # not before: what could not be noted is not sent
@@ -181,6 +189,8 @@ class Responder:
             if ended:
                 break
             if left:
+                if pace is not None:
+                    pace.give_up()
                 await client.write(left)
                 left = b""
             if failures:
@@ -188,6 +198,8 @@ class Responder:
                 await client.write(await self._unless_wanted(failed, answer.engine, record))
                 self.whole = cutter.finished
         answer.complete()
+        if pace is not None:
+            pace.end()
         if cutter.finished:
             await _to_its_end(answer)
         rest = cutter.rest() if self._end_mark else cutter.held

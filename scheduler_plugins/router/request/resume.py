@@ -57,9 +57,7 @@ class StreamRecord:
         self._chat = path == CHAT
         self._text_mark = b'"content":"' if self._chat else b'"text":"'
         self._shows_ids = bool(body.get("return_token_ids"))
-        self._prompt: bytes | None = (
-            None  # as the engine sent it: it is only read where a stream breaks off
-        )
+        self._prompt: bytes | None = None  # as it was sent: read only if the stream breaks off
         self._sent: list[int] = []
         self._unsettled: list[int] = []
         self._first: dict[str, Any] = {}
@@ -121,6 +119,11 @@ class StreamRecord:
         return body
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the answer that have come."""
+        return len(self._sent) + len(self._unsettled)
+
+    @property
     def tail(self) -> list[int]:
         """The last tokens, if some of them may be of half a character: an engine that sends several together keeps
         back the text of those at their end. Else empty."""
@@ -147,12 +150,8 @@ class StreamRecord:
             prompt = _ids(self._prompt) if self._prompt is not None else None
             if prompt is None or self._lost:
                 return None
-            generated = len(self._sent) + len(self._unsettled)
-            usage = {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": generated,
-                "total_tokens": len(prompt) + generated,
-            }
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": self.tokens}
+            usage["total_tokens"] = len(prompt) + self.tokens
             events.append({**self._first, "choices": [], "usage": usage})
         data = (json.dumps(event, separators=(",", ":")) for event in events)
         return "".join(f"data: {one}\n\n" for one in (*data, "[DONE]")).encode()
@@ -273,8 +272,6 @@ class StreamRecord:
 
 _COMPLETIONS_DEFAULT = 16
 """Tokens that a completion generates if it does not say how many (OpenAI's default, and vLLM's)."""
-
-
 _IDS_DECODER = msgspec.json.Decoder(list[int] | None)
 
 

@@ -68,7 +68,7 @@ class Attempt:
     def flow(self) -> str:
         if self.prefill is not None:
             return "disaggregated"
-        return "decode_alone" if self.answering.role is Role.DECODE else "prefill_alone"
+        return "decode_alone" if self.answering.serves(Role.DECODE) else "prefill_alone"
 
 
 class AbleEngines(NamedTuple):

@@ -88,7 +88,7 @@ class Candidates:
         if not (self._vllms and any(one.was_vllm for one in self._pool.engines)):
             return set()
         sglangs = [one for one in self._pool.engines if one.kind is Kind.SGLANG]
-        return {one for one in sglangs if one.role is Role.DECODE or one.whole}
+        return {one for one in sglangs if one.serves(Role.DECODE) or one.whole}
 
     def _of_vllm(self) -> set[BackendEngine]:
         """vLLM's engines, where SGLang's decode and the request has a field that only those know."""
@@ -96,7 +96,8 @@ class Candidates:
             return set()
         engines = self._pool.engines
         # One that is down was whole when it was asked last.
-        decode = {Kind.SGLANG if e.whole else e.kind for e in engines if e.role is Role.DECODE}
+        sided = [one for one in engines if one.serves(Role.DECODE)]
+        decode = {Kind.SGLANG if one.whole else one.kind for one in sided}
         # Of an engine that is down the kind is not known: it may be the one that decodes for SGLang's.
         down = None in decode and any(one.kind is Kind.SGLANG for one in engines)
         if Kind.SGLANG not in decode and not down:
@@ -152,7 +153,7 @@ class Candidates:
         left = [one for one in self._pool.engines if one not in vllm]
         if needs_one and left and not any(one.computes_prompts for one in left):
             return BadRequestError(needs_one)
-        kinds = {one.kind for one in self._pool.engines if one.role is Role.PREFILL}
+        kinds = {one.kind for one in self._pool.engines if one.serves(Role.PREFILL)}
         alone = any(one.whole for one in left)
         if vllm and not alone and not kinds & {Kind.SGLANG, None}:
             told = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"
@@ -163,7 +164,7 @@ class Candidates:
 
     def _overloaded(self, role: Role) -> bool:
         """Whether an engine of this side has turned the request away for lack of room."""
-        return any(engine.role is role for engine in self._retry_after_s)
+        return any(engine.serves(role) for engine in self._retry_after_s)
 
     def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
         self._retry_after_s[engine] = failure.retry_after_s

@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,7 +12,8 @@ from pd_connector.hosts import is_host, is_loopback
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
-from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.policies.registry import DEFAULT, create
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
@@ -48,7 +49,7 @@ class RouterConfig:
     """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
     profile: str = ""
     """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
-    policy: str = "conductor"
+    policy: str = DEFAULT
     """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Which decode engine, if not by the rule that goes with `policy`."""
@@ -212,10 +213,30 @@ class RouterConfig:
             found[url] = (endpoint, replay)
         return found
 
+    def roles(self, members: Callable[[Sequence[str]], Iterable[str]]) -> dict[str, Role | None]:
+        """Every engine's side; None: it is asked. One that is named on both is one engine, of role `BOTH`.
+
+        Args:
+            members: replaces names by the URLs that they stand for.
+        """
+        found: dict[str, Role | None] = dict.fromkeys(members(self.prefill), Role.PREFILL)
+        for url in members(self.decode):
+            found[url] = Role.BOTH if url in found else Role.DECODE
+        for url in members(self.cpu_prefill):
+            found.setdefault(url, Role.CPU_PREFILL)
+        for url in members(self.engine):
+            found.setdefault(url, None)
+        return found
+
     @property
     def look_s(self) -> float:
         """How often a silent exchange looks whether its engine still lives."""
         return min(0.5, self.health_interval_s)
+
+
+def sides_of(role: str) -> tuple[str, ...]:
+    """The settings that name an engine of this role, as the file and the admin API call it."""
+    return {"ask": ("engine",), "both": ("prefill", "decode")}.get(role, (role,))
 
 
 def _is_url(text: str) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.qos.watched import Watched
-from scheduler_plugins.router.settings.config import COUNTS, SIDES, RouterConfig
+from scheduler_plugins.router.settings.config import COUNTS, SIDES, RouterConfig, sides_of
 
 AT_START = (
     "body_mib",
@@ -34,7 +34,7 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """One engine."""
 
     url: str
-    role: Literal["prefill", "decode", "cpu_prefill", "ask"] = "ask"
+    role: Literal["prefill", "decode", "both", "cpu_prefill", "ask"] = "ask"
     """Its side; `ask`: it is asked."""
     events: str = ""
     """Where it publishes KV events; empty: nowhere, or it tells."""
@@ -68,11 +68,7 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
             if (value := getattr(found, name)) is not None
         }
         sides = {
-            side: tuple(
-                entry.url
-                for entry in found.engines
-                if entry.role == ("ask" if side == "engine" else side)
-            )
+            side: tuple(entry.url for entry in found.engines if side in sides_of(entry.role))
             for side in SIDES
         }
         events = {

@@ -186,8 +186,7 @@ class Keeper:
         elif isinstance(message, messages.Moved):
             self.pool.confirm(engine, message.rank, message.seen)
         elif isinstance(message, messages.Learnt):
-            # Every prompt teaches a little: workers are told within `EVERY_S`, not each time.
-            engine.learn_prefill(message.tokens, message.cached, message.duration_s)
+            self.pool.learnt(engine, message.load, message.duration_s)
         else:
             text = message.text
             digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pd_connector.protocol.params import ProducerAddress
-from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.fellows.memory import MemoryRef
@@ -144,11 +144,10 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 
 
 class Learnt(msgspec.Struct, tag=True, frozen=True):
-    """An engine computed a prompt alone, in this time."""
+    """A step of this load took an engine so long."""
 
     engine: int
-    tokens: int
-    cached: int
+    load: StepLoad
     duration_s: float
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pd_connector.protocol.params import ProducerAddress
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
@@ -103,10 +104,10 @@ class MirrorPool(Pool):
         text = b"" if prompt.tokens is not None else b"".join(prompt)
         self._link.send_soon(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
 
-    def learnt(self, engine: BackendEngine, tokens: int, cached: int, duration_s: float) -> None:
+    def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
         number = self._numbers.get(engine)
         if number is not None and not engine.told_costs:
-            self._link.send_soon(messages.Learnt(number, tokens, cached, duration_s))
+            self._link.send_soon(messages.Learnt(number, load, duration_s))
 
     def describe(self) -> list[dict[str, Any]]:
         return [{**engine.describe(), "cache": self._cache[engine]} for engine in self._numbers]

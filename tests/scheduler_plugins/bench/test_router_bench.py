@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,12 +12,12 @@ from support.waits import until
 from typer.testing import CliRunner
 
 from pd_connector.tools.launch import Port
-from scheduler_plugins.bench import overload, rotations, scaled, truth, two
+from scheduler_plugins.bench import mocks, overload, rotations, scaled, truth, two
 from scheduler_plugins.bench.command import app
 from scheduler_plugins.bench.contenders import OURS, SGLANG, VLLM, Ours
 from scheduler_plugins.bench.mocks import MockProcess
 from scheduler_plugins.bench.rotations import Measured, Window
-from scheduler_plugins.bench.sending import Outcome
+from scheduler_plugins.bench.sending import Outcome, play
 from scheduler_plugins.router.settings.settings_file import parse
 from scheduler_plugins.sim.mock.prompts import text_ids
 
@@ -75,6 +76,18 @@ def test_a_short_live_run_serves_everything_and_finds_what_was_cached(trace: Pat
     assert [one.tokens for one in run.outcomes] == [one.max_tokens for one in recorded]
     assert all(one.ttft_s > 0 for one in run.outcomes)
     assert run.hits[window] > 0.1
+
+
+def test_our_router_with_plain_settings_uses_all_decode_engines(trace: Path) -> None:
+    """It is told nothing of their costs, as beside its peers. A profile hid that one engine got all."""
+    plain = Ours(OURS, prefill=1, decode=3, profiled=False)
+    with rotations.cluster([plain], 1.0) as running:
+        assert "--profile" not in running.router.command()
+        requests = scaled.sent(scaled.read(trace, 40))
+        found = asyncio.run(play([running.router.base_url], requests, 1.0))
+        assert all(one.served for one in found)
+        generated = [mocks.found([engine]).queries for engine in running.decode]
+    assert min(generated) > 0.1 * sum(generated)
 
 
 def test_promises_are_settings_that_the_router_takes() -> None:

@@ -326,10 +326,17 @@ class World:
     """Fake engines, a router on a real socket, a client. Leaving checks that nothing is left."""
 
     def __init__(
-        self, prefill: int = 1, decode: int = 1, *, unnamed: bool = False, **settings: Any
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        unnamed: bool = False,
+        both: bool = False,
+        **settings: Any,
     ) -> None:
-        """`unnamed`: the router is not told which engine is on which side."""
-        self._unnamed = unnamed
+        """`unnamed`: the router is not told which engine is on which side. `both`: prefill engines are on
+        the other side as well."""
+        self._unnamed, self._both = unnamed, both
         self.p = [FakeEngine(f"p{n}", engine_id=f"engine-p{n}") for n in range(prefill)]
         self.d = [FakeEngine(f"d{n}") for n in range(decode)]
         self._settings = {**FAST, **settings}
@@ -339,7 +346,7 @@ class World:
         for engine in self.p + self.d:
             await engine.start()
         prefill, decode = tuple(e.url for e in self.p), tuple(e.url for e in self.d)
-        engines = {"prefill": prefill, "decode": decode}
+        engines = {"prefill": prefill, "decode": decode + (prefill if self._both else ())}
         if self._unnamed:
             engines = {"engine": prefill + decode}
         config = RouterConfig(**engines, **self._settings)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from math import inf
 
@@ -23,6 +23,7 @@ from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.simulate import Scenario, simulate
 from scheduler_plugins.sim.workload import conversations, lengths, poisson
 
+ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH, Role.WHOLE]
 TRUTH = CostModel(a=1e-3, c=0.1, d0=0.01, d1=1e-3, d2=1e-6)
 SLOW = Network(bytes_per_s=1e6, latency_s=0.005, kv_bytes_per_token=1000, layers=4, overlap=False)
 
@@ -70,8 +71,21 @@ def test_with_overlap_only_what_the_prefill_does_not_cover_is_waited_for() -> No
     assert seen.ttft_s == pytest.approx(0.2 + (0.5 - 0.2) + 0.005 + decode_s)
 
 
-def test_an_engine_that_does_both_needs_no_link() -> None:
-    node = Node("b0", Role.BOTH, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
+def test_engines_of_both_sides_hand_over_to_each_other_and_never_to_themselves() -> None:
+    settings = NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs")
+    nodes = [Node(f"e{n}", Role.BOTH, settings) for n in range(3)]
+    made = Cluster(nodes, create("least_work"), network=SLOW)
+    served = made.run([one(f"r{n}", 100, at_s=0.1 * n, more=20) for n in range(30)])
+    assert all(each.p != each.d for each in served)
+    assert {each.p for each in served} == {each.d for each in served} == {"e0", "e1", "e2"}
+    assert made.links.moved_bytes == 30 * 100 * 1000
+    alone = Cluster([Node("e0", Role.BOTH, settings)], create("least_work"), network=SLOW)
+    (only,) = alone.run([one("a", 100, more=2)])
+    assert (only.p, only.d) == (None, "e0")
+
+
+def test_an_engine_that_does_all_needs_no_link() -> None:
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
     (served,) = Cluster([node], create("conductor"), network=SLOW).run([one("a", 100, more=2)])
     assert served.first_token_s == pytest.approx(0.2)
     assert served.end_s == pytest.approx(0.2 + TRUTH.decode_step_s(1, 100))
@@ -79,7 +93,7 @@ def test_an_engine_that_does_both_needs_no_link() -> None:
 
 
 def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() -> None:
-    node = Node("b0", Role.BOTH, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs"))
     requests = [one("a", 100, more=2), one("b", 100, 0.201)]
     served = Cluster([node], create("conductor")).run(requests)
     assert served[1].start_s == pytest.approx(served[0].end_s)
@@ -90,7 +104,7 @@ def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() 
 
 def test_a_step_that_prefills_also_decodes() -> None:
     truth = replace(TRUTH, chunk_tokens=64)
-    node = Node("b0", Role.BOTH, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
     served = Cluster([node], create("conductor")).run([one("a", 64, more=50), one("b", 64, 0.17)])
     assert served[1].start_s is not None
     mixed_s = 0.1 + 64e-3 + 1e-3 + 1e-6 * 65
@@ -126,9 +140,10 @@ def test_others_see_a_block_when_it_is_computed_and_its_event_has_come() -> None
         served = made.run([one("a", 160), again, one("c", 160, at_s + 1e-3)])
         return [each.p for each in served[:2]]
 
-    assert split(0.0, 0.1) == ["p0", "p1"], "being computed"
-    assert split(0.0, 1.0) == ["p0", "p0"]
-    assert split(2.0, 1.0)[0] == "p0"
+    assert len(set(split(0.0, 0.1))) == 2, "being computed"
+    assert len(set(split(0.0, 1.0))) == 1
+    # Before its event comes both are alike, and chance decides, the same each time.
+    assert split(2.0, 1.0) == split(2.0, 1.0)
 
 
 def test_mean_wait_is_that_of_an_m_d_1_queue() -> None:
@@ -147,8 +162,8 @@ names = st.sampled_from(["p0", "p1", "d0", "d1"])
 changes = st.one_of(
     st.tuples(st.just("die"), names),
     st.tuples(st.just("drain"), names),
-    st.tuples(st.just("role"), names, st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH])),
-    st.tuples(st.just("join"), st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH])),
+    st.tuples(st.just("role"), names, st.sampled_from(ROLES)),
+    st.tuples(st.just("join"), st.sampled_from(ROLES)),
 )
 
 
@@ -220,11 +235,23 @@ def check_times(each: Served) -> None:
     assert each.start_s < each.first_token_s <= each.end_s + 1e-9
 
 
+def die_while_it_serves(at_s: float, letter: str) -> Change:
+    """The busy engine of one side dies."""
+
+    def die(made: Cluster, now_s: float) -> None:
+        busy = [n for n, one in made.nodes.items() if n[0] == letter and one.open_requests]
+        # A prefill engine whose KV is on its way has ended the request, as the router counts.
+        (name,) = busy or {one.p.name for one in made._journeys.values() if one.p is not None}
+        made.die(name, now_s)
+
+    return Change(at_s, die)
+
+
 def test_a_request_goes_on_with_the_tokens_it_has_when_its_engine_dies() -> None:
     made = cluster(1, 2)
-    when = Change(1.0, lambda made, now_s: made.die("d0", now_s))
-    (served,) = made.run([one("a", 100, more=200)], [when])
-    assert (served.d, served.restarts) == ("d1", 1)
+    (served,) = made.run([one("a", 100, more=200)], [die_while_it_serves(1.0, "d")])
+    assert served.restarts == 1
+    assert [name for name, each in made.nodes.items() if not each.up] != [served.d]
     alone = cluster(1, 1).run([one("a", 100, more=200)])[0]
     assert served.first_token_s == alone.first_token_s, "the client has that token"
     assert served.end_s is not None
@@ -238,21 +265,24 @@ def test_a_request_that_decodes_needs_its_prefill_engine_no_more() -> None:
     when = Change(1.0, lambda made, now_s: made.die("p0", now_s))
     (served,) = cluster().run([one("a", 100, more=500)], [when])
     assert (served.restarts, served.end_s) == (0, alone[0].end_s)
-    early = Change(0.25, lambda made, now_s: made.die("p0", now_s))  # its KV is on its way
-    (served,) = cluster(prefill=2).run([one("a", 100, more=500)], [early])
-    assert (served.restarts, served.p) == (1, "p1")
+    early, made = die_while_it_serves(0.25, "p"), cluster(prefill=2)  # its KV is on its way
+    (served,) = made.run([one("a", 100, more=500)], [early])
+    assert served.restarts == 1
+    assert [name for name, each in made.nodes.items() if not each.up] != [served.p]
 
 
 def test_policies_rank_as_mooncake_found() -> None:
     """Random, shortest queue, conductor, conductor that fetches prefixes: each better than the one before."""
-    shaped = conversations(2, 2500, open_at_once=60, turns=8, turn_blocks=(2, 40), page_size=512)
-    requests = poisson(shaped, 4.6, 2)
     scenario = Scenario(cache_blocks=1500, level=1, network=Network(bytes_per_s=10e9))
-    mean_s = [
-        simulate(scenario, requests, policy)[0].ttft_s["mean"]
-        for policy in ("random", "jsq", "conductor", "conductor+pull")
-    ]
-    assert mean_s == sorted(mean_s, reverse=True), mean_s
+    sums_s = defaultdict[str, float](float)
+    for seed in (2, 3, 4):  # of one the first two may be equal by chance
+        shaped = conversations(
+            seed, 2500, open_at_once=60, turns=8, turn_blocks=(2, 40), page_size=512
+        )
+        requests = poisson(shaped, 0.5, seed)
+        for policy in ("random", "jsq", "conductor", "conductor+pull"):
+            sums_s[policy] += simulate(scenario, requests, policy)[0].ttft_s["mean"]
+    assert list(sums_s.values()) == sorted(sums_s.values(), reverse=True), sums_s
 
 
 def test_a_run_is_the_same_every_time() -> None:

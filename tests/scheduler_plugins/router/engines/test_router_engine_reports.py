@@ -5,7 +5,7 @@ import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.admission.report import EngineReport, EventPorts, RankLoad
-from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.counted_load import KNOWN_AFTER_S, EngineLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
@@ -121,12 +121,12 @@ def test_costs_are_learnt_from_prompts_that_were_computed_alone() -> None:
     one = engine()
     truth = CostModel(a=2e-4, b=1e-8, c=0.01)
     for tokens in [100, 700, 3000, 9000] * 40:
-        one.learn_prefill(tokens, 0, truth.prefill_s(tokens))
+        one.learn(StepLoad.of([(0, tokens)]), truth.prefill_s(tokens))
     assert one.costs.known
     assert one.costs.prefill_s(5000) == pytest.approx(truth.prefill_s(5000), rel=0.1)
     one.told_costs = True
     before = one.costs
-    one.learn_prefill(100, 0, 99.0)
+    one.learn(StepLoad.of([(0, 100)]), 99.0)
     assert one.costs is before
 
 
@@ -147,5 +147,27 @@ def test_a_live_router_hears_reports_and_metrics() -> None:
             # 16,000 tokens: 250 pieces of text.
             recent = world.app[SHARED].pool.caches.prefixes._recent[second.name]
             assert recent.most_blocks == 250
+
+    run(scenario())
+
+
+def test_a_prefill_engine_that_has_just_come_is_taken_for_one_like_its_peers() -> None:
+    """By an invented rate it would look twenty times faster than these here, and get everything."""
+
+    async def scenario() -> None:
+        async with World(prefill=3) as world:
+            pool = world.app[SHARED].pool
+            *peers, late = (world.known(fake) for fake in world.p)
+            await until(lambda: all(one.models for one in world.engines), "all have been asked")
+            truth = CostModel(a=2e-3, b=1e-9, c=0.01)
+            for tokens in [100, 700, 3000, 9000] * 40:
+                for one in peers:
+                    pool.learnt(one, StepLoad.of([(0, tokens)]), truth.prefill_s(tokens))
+            assert late.costs.prefill_s(3000) == pytest.approx(truth.prefill_s(3000), rel=0.1)
+            assert not late.costs.known, "what is only assumed turns nobody away"
+            for tokens in [100, 700, 3000, 9000] * 40:
+                pool.learnt(late, StepLoad.of([(0, tokens)]), 2 * truth.prefill_s(tokens))
+            assert late.costs.prefill_s(3000) == pytest.approx(2 * truth.prefill_s(3000), rel=0.1)
+            assert late.costs.known
 
     run(scenario())

@@ -106,6 +106,18 @@ def test_only_routers_with_the_key_are_believed_and_no_message_twice() -> None:
     assert its.context == 14, "nobody counts own work twice"
 
 
+def test_an_engine_that_another_router_uses_for_another_side_is_the_same_engine() -> None:
+    """A side is what a router uses it for; what it is busy with is busy for all."""
+    (one, its), (other, theirs) = router(), router()
+    theirs.role = Role.BOTH
+    its.load.decode_sent("a", 7, 5)
+    message = one.saying(1.0)
+    assert message is not None
+    other.heard(message, 1.0)
+    other.show(1.0)
+    assert (theirs.batch, theirs.context) == (1, 7)
+
+
 def test_a_fellow_that_lies_about_its_counts_is_not_believed() -> None:
     (one, its), (other, theirs) = router(), router()
     for lie in (inf, -1.0, nan, 1e308):
@@ -113,7 +125,7 @@ def test_a_fellow_that_lies_about_its_counts_is_not_believed() -> None:
         message = one.saying(1.0)
         assert message is not None
         other.heard(message, 1.0)
-        name = f"{its.role} {its.url}"
+        name = its.url
         for liar in ("liar", "another"):  # their sum must be a number, too
             told = InFlight(liar, 1, {name: [lie] * len(Count)})
             content = msgspec.msgpack.encode(told)

@@ -21,7 +21,7 @@ from scheduler_plugins.router.policies.registry import DECODE, PREFILL, create
 from scheduler_plugins.router.policies.sides import Sides
 
 REQUEST = Request("r", 160, tuple(range(10)), max_tokens=100)
-D = [Known("d0"), Known("d1")]
+D = [Known("d0"), Known("d1", open_requests=1, batch=1)]
 
 
 def prefill_of(policy: str, engines: list[Known], request: Request = REQUEST, **view) -> str | None:
@@ -85,10 +85,30 @@ def test_a_policy_names_engines_that_it_was_shown_and_equal_events_give_equal_de
             assert policy == "on_demand"
 
 
-def test_an_engine_that_does_both_decodes_what_it_prefills() -> None:
-    both = [Known("b0", Role.BOTH, queued=5.0), Known("b1", Role.BOTH)]
-    decision = create("least_work").decide(REQUEST, FixedView(both, both), 0.0, Random(0))
+def test_an_engine_that_does_all_decodes_what_it_prefills() -> None:
+    whole = [Known("b0", Role.WHOLE, queued=5.0), Known("b1", Role.WHOLE)]
+    decision = create("least_work").decide(REQUEST, FixedView(whole, whole), 0.0, Random(0))
     assert decision == Route(None, "b1")
+
+
+@pytest.mark.parametrize("policy", [*PREFILL, "length"])
+def test_an_engine_of_both_sides_is_its_own_partner_only_if_there_is_no_other(policy: str) -> None:
+    a, b = Known("a", Role.BOTH), Known("b", Role.BOTH)
+    p, d = Known("p", queued=9.0, open_requests=9), Known("d", Role.DECODE, batch=9)
+
+    def pairs(prefill: list[Known], decode: list[Known]) -> set[tuple[str | None, str]]:
+        made, found = create(policy), set()
+        for n in range(30):
+            request = REQUEST._replace(id=f"{n}", hashes=(n, *range(9)))
+            decision = made.decide(request, FixedView(prefill, decode), 0.0, Random(n))
+            assert isinstance(decision, Route)
+            found.add((decision.p, decision.d))
+        return found
+
+    assert pairs([a, b], [a, b]) <= {("a", "b"), ("b", "a")}
+    assert pairs([p, a], [a]) == {("p", "a")}, "a busy partner is better than none"
+    assert pairs([a], [a, d]) == {("a", "d")}
+    assert pairs([a], [a]) == {(None, "a")}
 
 
 def test_jsq_counts_requests_and_least_work_seconds() -> None:
@@ -179,6 +199,15 @@ def test_a_promise_that_cannot_be_kept_is_told_at_once() -> None:
     assert isinstance(decision, Reject)
     assert decision.cause == "tpot"
     assert isinstance(create("random").decide(promised, view, 0.0, Random(0)), Route)
+
+
+@pytest.mark.parametrize("policy", ["conductor", "conductor_2x", "least_delay"])
+def test_nobody_is_turned_away_whose_promise_another_engine_keeps(policy: str) -> None:
+    """Policies that mind others do not always take the engine with the smallest time."""
+    warm = Known("warm", queued=0.15, blocks=frozenset(range(8)))
+    promised = REQUEST._replace(ttft_slo_s=0.17)
+    decision = create(policy).decide(promised, FixedView([warm, Known("idle")], D), 0.0, Random(0))
+    assert decision == Route("idle", "d0"), "0.160 s there, 0.182 s where it is cached"
 
 
 def test_on_demand_asks_the_idlest_first_then_waits_then_gives_up() -> None:

@@ -219,8 +219,24 @@ def test_an_engine_changes_sides() -> None:
             assert (await admin("POST", "/role", url=moved.url, role="prefill"))[0] == 200
             await until(lambda: world.known(moved).address is not None, "it hands over again")
             assert (await admin("POST", "/role", url=world.d[0].url, role="prefill"))[0] == 400
+            assert (await admin("POST", "/role", url=moved.url, role="both"))[0] == 200
+            assert world.known(moved).address is not None, "it goes on handing over"
+            answered = {(await world.complete()).json["served_by"] for _ in range(6)}
+            assert answered == {"d0", "p1"}
+            await world.d[0].die()
+            await world.down(world.d[0])
+            assert (await world.complete()).json["served_by"] == "p1", "with p0's KV"
+            assert world.p[1].params[-1] is not None
 
     run(scenario())
+
+
+def test_an_engine_of_both_sides_in_the_file_is_on_both() -> None:
+    text = yaml.safe_dump({"engines": [*ENGINES, {"url": "c:3", "role": "both"}]}).encode()
+    config = parse(text, {}, "router.yaml")
+    assert config.prefill == ("http://a:1", "http://c:3")
+    assert config.decode == ("http://b:2", "http://c:3")
+    assert config.roles(tuple)["http://c:3"] is Role.BOTH
 
 
 def test_the_events_of_an_engine_that_comes_back_on_the_other_side_are_followed_once() -> None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a stream's tokens come: teaches the router what decode steps cost an engine that does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from scheduler_plugins.cost.model import StepLoad
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.request.resume import StreamRecord
+
+FEWEST, MOST = 16, 64
+"""Tokens that a stream is watched for, the first left out. Fewer say too little; more only delay the lesson."""
+
+
+class Pace:
+    """Watches the beginning of one stream, and teaches once."""
+
+    def __init__(
+        self,
+        engine: BackendEngine,
+        record: StreamRecord | None,
+        learnt: Callable[[BackendEngine, StepLoad, float], None],
+    ) -> None:
+        """Nothing has come yet.
+
+        Args:
+            engine: answers.
+            record: has noted the answer's tokens before `note` is called; None: an event counts as a token.
+            learnt: told what a step took, in seconds, and what decoded together, as policies count it.
+        """
+        self._engine = engine
+        self._record = None if engine.kind is Kind.SGLANG else record
+        self._learnt = learnt
+        self._events = self._first = self._last = 0
+        self._first_s = self._last_s = 0.0
+        self._batch = self._context = 0
+        self._watches = not engine.told_costs
+
+    def note(self, events: bytes) -> None:
+        """These events came now."""
+        if not self._watches:
+            return
+        if self._record is None:
+            self._events += events.count(b"data: {")
+        tokens = self._events if self._record is None else self._record.tokens
+        if tokens <= self._last:
+            return
+        self._last, self._last_s = tokens, monotonic()
+        if not self._first:
+            self._first, self._first_s = tokens, self._last_s
+            self._batch, self._context = self._load()
+        elif tokens - self._first >= MOST:
+            self.end()
+
+    def give_up(self) -> None:
+        """The client kept the stream waiting: it says no more of the engine."""
+        self._watches = False
+
+    def end(self) -> None:
+        """No more tokens will come."""
+        steps = self._last - self._first
+        if self._watches and steps >= FEWEST:
+            batch, context = self._load()
+            # Of a stream that is short beside the others', the load at its ends is its load.
+            load = StepLoad(0, 0, (self._batch + batch + 1) // 2, (self._context + context) // 2)
+            self._learnt(self._engine, load, (self._last_s - self._first_s) / steps)
+        self._watches = False
+
+    def _load(self) -> tuple[int, int]:
+        engine = self._engine
+        return engine.batch + engine.prefills, engine.context
