@@ -137,7 +137,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         "--admin-port",
         type=int,
         metavar="N",
-        help=f"port of the admin API; its key is in {ADMIN_KEY_VARIABLE}",
+        help=f"port of the admin API; its token is printed at the start, or given in {ADMIN_KEY_VARIABLE}",
     )
     parser.add_argument("--admin-host", default="127.0.0.1", help="address of the admin API")
     parser.add_argument(

@@ -17,6 +17,9 @@ from scheduler_plugins.router.settings.config import RouterConfig
 ANTHROPICS = "X-Api-Key"
 """In which clients of `/v1/messages` send their key, unless they are told otherwise."""
 
+FOR_OPERATORS = ("/", "/live", "/health", "/metrics")
+"""Endpoints that name engines."""
+
 
 def is_guarded(path: str) -> bool:
     """Whether an endpoint asks for the clients' key, if there is one."""

@@ -20,7 +20,8 @@ from scheduler_plugins.router.client.connections import (
 )
 from scheduler_plugins.router.client.doors import id_of, is_guarded, may_enter, passed_headers
 from scheduler_plugins.router.client.downstream import ClientGoneError
-from scheduler_plugins.router.client.origins import marking, preflight
+from scheduler_plugins.router.client.operator import Operator
+from scheduler_plugins.router.client.origins import marking, preflight, why_refused
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
     BODIES,
@@ -28,6 +29,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
     CONNECTIONS,
     LIVE,
     METRICS,
+    OPERATOR,
     SHARED,
 )
 from scheduler_plugins.router.endpoints.backend import (
@@ -95,6 +97,7 @@ def create_app(
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()
+    app[OPERATOR] = Operator(config.admin_key)
     app.cleanup_ctx.append(_engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: _reloading(app, settings))
@@ -158,6 +161,8 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
     request.app[CONNECTIONS].headers_arrived(request)
     if (asked := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
         return asked
+    if (why := why_refused(request, request.app[CONFIG])) is not None:
+        return closing(error_response(why, "permission_error", 403))
     if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))

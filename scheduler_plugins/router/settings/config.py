@@ -61,7 +61,7 @@ class RouterConfig:
     admin_host: str = "127.0.0.1"
     """Address of the admin API; other than loopback only with `admin_key`."""
     admin_key: str = field(default="", repr=False)
-    """Key of the admin API."""
+    """The operator's token (`PD_ROUTER_ADMIN_KEY`); empty: one is made at each start."""
     router_key: str = field(default="", repr=False)
     """Secret of this router, its fellows and the engines: with it engines believe the class that the router gives a request
     (`PD_ROUTER_KEY`)."""

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
 
-from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings import members as members_module
@@ -187,7 +187,11 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             assert up() == at(1, 2)
             admin = f"http://127.0.0.1:{server.admin_port}/engines/role"
             moved = {"url": f"http://127.0.0.1:{port}", "role": "prefill"}
-            async with aiohttp.ClientSession() as client, client.post(admin, json=moved) as answer:
+            token = {"Authorization": f"Bearer {server.app[OPERATOR].token}"}
+            async with (
+                aiohttp.ClientSession(headers=token) as client,
+                client.post(admin, json=moved) as answer,
+            ):
                 assert answer.status == 400, "the name would bring it back to its old side"
             known[:] = ["127.0.0.2", "127.0.0.3"]
             await until(lambda: up() == at(2, 3), "the name is followed")
