@@ -27,14 +27,18 @@ class CurveKeys(NamedTuple):
     client_secret: bytes
 
     @classmethod
-    def derive(cls, shared: str) -> "CurveKeys":
-        """Derive both pairs from the shared secret. Who does not know the secret has neither of them."""
+    def derive(cls, shared: str, channel: bytes = b"pd") -> "CurveKeys":
+        """Derive both pairs from the shared secret. Who does not know the secret has neither of them.
+
+        Args:
+            channel: at most 9 bytes of text; the keys of one channel are of no use on another.
+        """
         if not zmq.has("curve"):
             raise ConfigError(
                 "key is set, but this pyzmq was built without CURVE: install pyzmq's own wheel"
             )
-        server = z85.encode(secret(shared, b"pd-server"))
-        client = z85.encode(secret(shared, b"pd-client"))
+        server = z85.encode(secret(shared, channel + b"-server"))
+        client = z85.encode(secret(shared, channel + b"-client"))
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler_plugins.qos.trust import KEY_VARIABLE
+from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
-ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 

@@ -71,7 +71,7 @@ def test_a_web_page_adds_no_engine() -> None:
 
 def test_the_admin_api_wants_its_token() -> None:
     async def scenario() -> None:
-        key = "0123456789abcdef-admin"
+        key = "0123456789abcdef0123-administrator"
         async with World(admin_port=0, admin_key=key) as world:
             assert await ask(world, "GET", None) == 401
             assert await ask(world, "GET", None, Authorization="Bearer wrong") == 401
@@ -99,7 +99,7 @@ def test_a_token_that_was_made_is_in_a_file_that_only_its_user_can_read(
     assert not files(tmp_path)
 
     caplog.clear()
-    with Operator("0123456789abcdef-admin").told(config, 8000):
+    with Operator("0123456789abcdef0123-administrator").told(config, 8000):
         assert not files(tmp_path), "a key of the operator's is written nowhere"
     assert not caplog.text
 

@@ -377,4 +377,10 @@ def test_a_name_joins_at_once_and_leaves() -> None:
 def test_without_a_key_the_admin_api_listens_on_loopback_only() -> None:
     with pytest.raises(ValueError, match="PD_ROUTER_ADMIN_KEY"):
         RouterConfig(prefill=("a:1",), decode=("b:2",), admin_port=1, admin_host="0.0.0.0")
-    RouterConfig(prefill=("a:1",), decode=("b:2",), admin_port=1, admin_key="k", admin_host="::")
+    RouterConfig(
+        prefill=("a:1",),
+        decode=("b:2",),
+        admin_port=1,
+        admin_key="a key of the administrator of a test",
+        admin_host="::",
+    )

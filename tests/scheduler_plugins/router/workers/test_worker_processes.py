@@ -19,7 +19,7 @@ from router_fakes import FakeEngine
 
 LIMIT_S = 120.0
 
-ADMIN_KEY = "0123456789abcdef-admin"
+ADMIN_KEY = "0123456789abcdef0123-administrator"
 TOKEN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
