@@ -5,7 +5,7 @@ import functools
 import hashlib
 import re
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -41,13 +41,13 @@ class CurveKeys(NamedTuple):
         client = z85.encode(secret(shared, channel + b"-client"))
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
+    def guard(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket that will bind demand the client key (see `Gatekeeper`)."""
         socket.curve_server = True
         socket.curve_secretkey = self.server_secret
         socket.setsockopt(zmq.ZAP_DOMAIN, b"pd-connector")
 
-    def present(self, socket: zmq.Socket[bytes]) -> None:
+    def present(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket that will connect prove the client key and demand the server's."""
         socket.curve_publickey = self.client_public
         socket.curve_secretkey = self.client_secret

@@ -54,6 +54,7 @@ class RouterServer:
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
+            auto_decompress=False,  # `BodyBudget` counts what comes out, and stops in time
             access_log=None,
             logger=ServerLog(),
             shutdown_timeout=config.shutdown_timeout_s,

@@ -168,10 +168,8 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
         return closing(error_response(message, "authentication_error", 401))
     try:
         response: web.StreamResponse = await handler(request)
-    except BodyTooLargeError:
-        limit = request.app[CONFIG].body_mib
-        message = f"the request body is larger than {limit} MiB (router option --body-mib)"
-        return closing(error_response(message, "invalid_request_error", 413))
+    except BodyTooLargeError as error:
+        return closing(error_response(str(error), "invalid_request_error", 413))
     except NoRoomError:
         message = "the router holds as many request bodies as it may; retry later"
         return closing(retry_after(error_response(message, "service_unavailable", 503), 1))
@@ -215,7 +213,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     request_id = id_of(request)
     try:
         limit_s = timeout_s(request.headers)
-        parsed = body.parse(await _read(request, room), request.path)
+        parsed = await _read(request, room)
     except body.BadRequestError as error:
         return _bad_request(error, request_id), "bad_request"
     headers = passed_headers(request, request_id, shared.config)
@@ -284,11 +282,11 @@ async def _within(
     return response, "deadline"
 
 
-async def _read(request: web.Request, room: Reservation) -> bytes:
+async def _read(request: web.Request, room: Reservation) -> dict[str, Any]:
     limit_s = request.app[SHARED].config.idle_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            return await room.read(request)
+            return await room.body(request)
     except TimeoutError:
         raise body.BadRequestError(f"the request body was not sent within {limit_s:g} s") from None
     except aiohttp.web.RequestPayloadError as error:
