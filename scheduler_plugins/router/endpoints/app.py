@@ -18,7 +18,13 @@ from scheduler_plugins.router.client.connections import (
     NoRoomError,
     Reservation,
 )
-from scheduler_plugins.router.client.doors import id_of, is_guarded, may_enter, passed_headers
+from scheduler_plugins.router.client.doors import (
+    VERSION,
+    id_of,
+    is_guarded,
+    may_enter,
+    passed_headers,
+)
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import marking, preflight, why_refused
@@ -105,7 +111,7 @@ def create_app(
         app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
     app.router.add_get(MODELS + "/{name:.+}", model)
-    app.router.add_get("/version", version)
+    app.router.add_get(VERSION, version)
     app.router.add_get(PING, ping)
     app.router.add_post(PING, ping)
     app.router.add_get("/health", health)
