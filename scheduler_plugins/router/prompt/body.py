@@ -102,10 +102,14 @@ def parsing(raw: bytes, path: str) -> Steps:
         if len(raw) <= PIECE_BYTES:
             yield memory_of(raw)
             body = _decoded(raw)
+        elif (text := raw.removeprefix(BOM_UTF8)).lstrip(b" \t\n\r")[:1] == b"{":
+            body = yield from PieceDecoder(text, _decoded).steps()
         else:
-            body = yield from PieceDecoder(raw.removeprefix(BOM_UTF8), _decoded).steps()
+            raise BadRequestError("the request body: must be a JSON object in UTF-8")
     except RecursionError:
         raise BadRequestError("the request body is nested too deeply") from None
+    except BadRequestError:
+        raise
     except TooComplexError as error:
         raise BadRequestError(f"the request body cannot be served: {error}") from None
     except ValueError as error:
